@@ -1,0 +1,1 @@
+"""Gradient-transformation chains for PyTorch that sample."""
