@@ -83,20 +83,19 @@ def custom(
     def factors(outputs: Tensor, targets: Tensor) -> Tensor:
         hessian = (output_hessian or _hessian_of(nll))(outputs, targets)
         entries = outputs[0].numel()
-        if hessian.shape != (outputs.shape[0], entries, entries):
+        wanted = (outputs.shape[0], entries, entries)
+        if hessian.shape != wanted:
             raise ValueError(
-                f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {(outputs.shape[0], entries, "
-                f"entries)}: "
+                f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
                 "return one matrix over the entries of an event for each datum"
             )
         values, vectors = torch.linalg.eigh(hessian)
         tolerance = 1e3 * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
         if not is_transformed(values) and bool((values < -tolerance).any()):
             raise ValueError(
-                f"the output Hessian of the custom likelihood is not positive semidefinite (eigenvalue "
-                f"{values.min().item():.3g}): "
-                "pass output_hessian= with its positive part or expectation, or use curvature.hessian or "
-                "empirical_fisher"
+                "the output Hessian of the custom likelihood is not positive semidefinite "
+                f"(eigenvalue {values.min().item():.3g}): pass output_hessian= with its positive part or "
+                "expectation, or use curvature.hessian or empirical_fisher"
             )
         roots = vectors * values.clamp_min(0).sqrt()[:, None, :]
         return roots.permute(2, 0, 1).reshape((entries, *outputs.shape))
