@@ -1,0 +1,139 @@
+"""What a parameter's gradient looks like for one kind of use, so that each kind is reduced at its own price.
+
+With the output gradients g (one for each of K factors and b data) and what the layer saw, x, a datum's gradient is
+
+    Matrix      dW = sum_t g_t x_t^T            x [b, T, I],  g [K, b, T, O]     linear layers, convolutions (t:
+    positions) Embedding   dW_v = sum_{t: x_t = v} g_t     x [b, T],     g [K, b, T, D]
+    Vector      dw = g                          g [K, b, n]                      biases, norms, anything else
+
+and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
+diagonal) and its Kronecker factors. Without sharing (T = 1) the squares are one product, `(sum_k g^2)^T x^2`: no
+gradient is ever formed. Kronecker factors of shared weights follow Eschenhagen et al. (2023): "expand" treats
+positions as data, "reduce" sums them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
+
+
+class Matrix(NamedTuple):
+    """A weight that multiplies its input; the leaf seen as a matrix is `[O, I]`, or `[I, O]` where `transposed`."""
+
+    transposed: bool
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the gradients `[K, b, d0, d1]`."""
+        if self.transposed:
+            return torch.einsum("bti,kbto->kbio", x, g)
+        return torch.einsum("kbto,bti->kboi", g, x)
+
+    def squares(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the gradients' squares summed over factors and data, `[d0, d1]`."""
+        if x.shape[1] == 1:
+            summed = g[:, :, 0].square().sum(0).mT @ x[:, 0].square()
+        else:
+            summed = _shared_squares(x, g)
+        return summed.mT if self.transposed else summed
+
+    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
+        """Return `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
+        positions = x.shape[1]
+        flat = x.reshape(-1, x.shape[2]) / positions**0.5 if sharing == "expand" else x.mean(1)
+        return flat.mT @ flat
+
+    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
+        """Return `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
+        flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
+        return flat.mT @ flat
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (left, right) from the two factors, or bases."""
+        return (of_input, of_output) if self.transposed else (of_output, of_input)
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x and g in the eigenbases of the Kronecker factors."""
+        of_input, of_output = self.order(left, right)
+        return x @ of_input, g @ of_output
+
+
+class Embedding(NamedTuple):
+    """A table `[V, D]` that is looked up."""
+
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        k, b = g.shape[:2]
+        table = g.new_zeros((k, b, *self.shape))
+        index = x[None, :, :, None].expand(k, b, x.shape[1], self.shape[1])
+        return table.scatter_add(2, index, g)
+
+    def squares(self, x: Tensor, g: Tensor) -> Tensor:
+        data = torch.arange(x.shape[0], device=x.device)[:, None]
+        pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
+        sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
+        return g.new_zeros(self.shape).index_add_(0, pairs % self.shape[0], sums.square().sum(0))
+
+    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
+        """Return the diagonal of `sum x x^T` for one-hot x, `[V]`: the whole of it under expand."""
+        positions = x.shape[1]
+        hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)
+        hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
+        return (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0)
+
+    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
+        flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
+        return flat.mT @ flat
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        return of_input, of_output
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return x, g @ right
+
+
+class Vector(NamedTuple):
+    """A parameter of `n` numbers whose gradients are formed outright: `x` is only there to say how many data there
+    are."""
+
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        return g[..., None]
+
+    def squares(self, x: Tensor, g: Tensor) -> Tensor:
+        return g.square().sum((0, 1))[:, None]
+
+    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
+        return torch.full((1, 1), float(x.shape[0]), device=x.device)
+
+    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
+        flat = g.flatten(0, 1)
+        return flat.mT @ flat
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        return of_output, of_input
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return x, g @ left
+
+
+Kind = Matrix | Embedding | Vector
+
+
+def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
+    """Square the gradients of shared weights, a block of data at a time: `[O, I]`."""
+    k, b, positions, outputs = g.shape
+    total = g.new_zeros(outputs, x.shape[2])
+    block = max(1, BLOCK_ENTRIES // (k * total.numel()))
+    for start in range(0, b, block):
+        part = g[:, start : start + block].permute(1, 0, 3, 2).reshape(-1, k * outputs, positions)
+        gradients = torch.bmm(part, x[start : start + block])
+        total = total + gradients.square_().sum(0).reshape(k, *total.shape).sum(0)
+    return total
