@@ -29,8 +29,8 @@ from bayesopt_chain.precision._trees import Tree, is_transformed, paths
 Forward = Callable[[Tree, Any], Tensor]
 Factors = Callable[[Tensor, Any], Tensor]
 
-CHUNK_BYTES = 2**25
-FEW_DATA = 32  # below this many data a chunk takes fewer factors rather than fewer data
+SMALL_CHUNK_BYTES = 2**20
+FEW_DATA = 16  # below this many data a chunk takes fewer factors rather than fewer data
 
 
 class Gradient(NamedTuple):
@@ -116,7 +116,7 @@ def pull_back(
     batch: Any,
     factors: Factors,
     plan: Plan,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     formed: int = 0,
     accepts: Callable[[Plan], None] = lambda plan: None,
 ) -> Iterator[Chunk]:
@@ -154,8 +154,14 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _sizes(params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int, formed: int) -> tuple[int, int]:
-    """Return how many data, and how many factors, go into a chunk."""
+def _sizes(
+    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int
+) -> tuple[int, int]:
+    """Return how many data, and how many factors, go into a chunk.
+
+    Without `chunk_bytes` a chunk may be as large as the parameters, and no less than what a few data and one factor
+    need.
+    """
     leaves = optree.tree_leaves(params)
     item = plan.probe.element_size()
     activations = sum(math.prod(shape) for shape, _ in plan.shapes)
@@ -163,8 +169,12 @@ def _sizes(params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int
     unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
     once = 4 * activations + unfolded + plan.probe.numel() * factor_count
     per_factor = 2 * activations + generic + formed
-    numbers = chunk_bytes // item
     few = min(n, FEW_DATA)
+    if chunk_bytes is None:
+        parameters = sum(leaf.numel() for leaf in leaves)
+        numbers = max(SMALL_CHUNK_BYTES // item, parameters, few * (once + per_factor))
+    else:
+        numbers = chunk_bytes // item
     if few * (once + factor_count * per_factor) <= numbers:
         return min(n, numbers // (once + factor_count * per_factor)), factor_count
     at_once = min(factor_count, max(1, (numbers // few - once) // per_factor))
@@ -236,7 +246,8 @@ def _misplaced(taps: Taps, outputs: list[Tensor], plan: Plan) -> dict[int, str]:
         if got.numel() != wanted.numel():
             wrong.add(tap)
         elif not is_transformed(got) and wanted.numel():
-            if bool((got - wanted).abs().max() > _tolerance(got) * wanted.abs().max().clamp_min(1e-30)):
+            difference, scale = (got - wanted).abs().max(), wanted.abs().max()
+            if bool(difference > _tolerance(got) * scale):
                 wrong.add(tap)
     return {use.leaf: "its layer does not keep the data on the first axis" for use in taps.uses if use.tap in wrong}
 

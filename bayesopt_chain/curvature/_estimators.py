@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._chunks import (
-    CHUNK_BYTES,
     Factors,
     Forward,
     batch_size,
@@ -40,6 +39,8 @@ from bayesopt_chain.precision._trees import Tree, common_dtype, flatten, size
 
 Estimate = Callable[[Tree, Any], Precision]
 
+PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes hold at once
+
 STRUCTURES = ("dense", "root", "diagonal", "kronecker", "low_rank", "block")
 
 
@@ -53,7 +54,7 @@ def ggn(
     sharing: str = "expand",
     basis: Kronecker | Eigenbasis | None = None,
     generator: torch.Generator | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Estimate:
     """Estimate the generalised Gauss-Newton matrix, exactly.
 
@@ -69,7 +70,8 @@ def ggn(
         basis: a Kronecker precision in whose eigenbasis the curvature is measured (EKFAC); with "kronecker" only.
         generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
-            convolution's per-datum weight gradients, 2 MB). One datum and one factor are the least possible.
+            convolution's per-datum weight gradients, 2 MB). One datum and one factor are the least possible. Default:
+            as much as the parameters, at least 1 MiB, and at least what 16 data need for one factor.
 
     Returns:
         `estimate(params, batch)`, a precision summed over the batch, with `count` = B.
@@ -105,7 +107,7 @@ def fisher(
     sharing: str = "expand",
     basis: Kronecker | Eigenbasis | None = None,
     generator: torch.Generator | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Estimate:
     """Estimate the Fisher information matrix from `samples` labels a datum, drawn from the model; unbiased.
 
@@ -136,7 +138,7 @@ def empirical_fisher(
     rank: int = 10,
     sharing: str = "expand",
     basis: Kronecker | Eigenbasis | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Estimate:
     """Estimate the sum of squared gradients at the observed targets. Arguments, results and errors: `ggn`.
 
@@ -160,7 +162,7 @@ def hessian(
     *,
     probes: int | None = None,
     generator: torch.Generator | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Estimate:
     """Take the Hessian of the batch's summed loss, `"dense"` or `"diagonal"`, by Hessian-vector products.
 
@@ -190,7 +192,7 @@ def hessian(
         if structure == "dense":
             require_dense_fits(size(params), common_dtype(params), plan.probe.device)
         activations = sum(leaf.numel() for leaf in plan.probe_outputs) + plan.probe.numel()
-        data = max(1, min(n, chunk_bytes // (16 * activations * plan.probe.element_size())))
+        data = max(1, min(n, (chunk_bytes or PRODUCT_BYTES) // (16 * activations * plan.probe.element_size())))
         total: Any = 0
         for start in range(0, n, data):
             chunk = part(batch, start, min(n, start + data))
@@ -206,7 +208,7 @@ def hessian(
 
 
 def _estimator(
-    forward: Forward, factors: Factors, structure: str, chunk_bytes: int, options: dict[str, Any]
+    forward: Forward, factors: Factors, structure: str, chunk_bytes: int | None, options: dict[str, Any]
 ) -> Estimate:
     _require_structure(structure)
 
@@ -223,7 +225,7 @@ def _estimator(
 
 
 def _probed(
-    forward: Forward, factors: Factors, probes: int, generator: torch.Generator | None, chunk_bytes: int
+    forward: Forward, factors: Factors, probes: int, generator: torch.Generator | None, chunk_bytes: int | None
 ) -> Estimate:
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Diagonal:
@@ -231,7 +233,7 @@ def _probed(
         n = batch_size(batch)
         plan = make_plan(forward, params, batch)
         activations = sum(leaf.numel() for leaf in plan.probe_outputs) + plan.probe.numel()
-        data = max(1, min(n, chunk_bytes // (8 * activations * plan.probe.element_size())))
+        data = max(1, min(n, (chunk_bytes or PRODUCT_BYTES) // (8 * activations * plan.probe.element_size())))
         total = optree.tree_map(torch.zeros_like, params)
         for start in range(0, n, data):
             chunk = part(batch, start, min(n, start + data))
@@ -275,13 +277,13 @@ def vjp_device(params: Tree) -> torch.device:
     return optree.tree_leaves(params)[0].device
 
 
-def _columns(products: Any, params: Tree, chunk_bytes: int, diagonal: bool) -> Tensor:
+def _columns(products: Any, params: Tree, chunk_bytes: int | None, diagonal: bool) -> Tensor:
     """Return the Hessian `[P, P]`, or its diagonal `[P]`, from products with unit vectors, a chunk of them at a
     time.
     """
     parameters, dtype, device = size(params), common_dtype(params), vjp_device(params)
     item = torch.empty((), dtype=dtype).element_size()
-    at_once = max(1, chunk_bytes // (3 * parameters * item))
+    at_once = max(1, (chunk_bytes or PRODUCT_BYTES) // (3 * parameters * item))
     result = torch.zeros(parameters, dtype=dtype, device=device) if diagonal else None
     result = result if diagonal else torch.zeros(parameters, parameters, dtype=dtype, device=device)
     for start in range(0, parameters, at_once):

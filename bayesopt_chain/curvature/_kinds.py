@@ -2,12 +2,15 @@
 
 With the output gradients g (one for each of K factors and b data) and what the layer saw, x, a datum's gradient is
 
-    Matrix      dW = sum_t g_t x_t^T            x [b, T, I],  g [K, b, T, O]     linear layers, convolutions (t:
-    positions) Embedding   dW_v = sum_{t: x_t = v} g_t     x [b, T],     g [K, b, T, D]
-    Vector      dw = g                          g [K, b, n]                      biases, norms, anything else
+    Matrix      dW = sum_t g_t x_t^T            x [b, T, I],  g [K, b, T, O]    linear layers, convolutions
+    Embedding   dW_v = sum_{t: x_t = v} g_t     x [b, T],     g [K, b, T, D]
+    Vector      dw = g                          g [K, b, n]                     biases, norms, anything else
+
+(t runs over the positions at which a datum uses the weight)
 
 and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
-diagonal) and its Kronecker factors. Without sharing (T = 1) the squares are one product, `(sum_k g^2)^T x^2`: no
+diagonal) and its Kronecker factors. Sums take the `total` so far, None before the first, and add to it in place.
+ Without sharing (T = 1) the squares are one product, `(sum_k g^2)^T x^2`: no
 gradient is ever formed. Kronecker factors of shared weights follow Eschenhagen et al. (2023): "expand" treats
 positions as data, "reduce" sums them.
 """
@@ -34,24 +37,23 @@ class Matrix(NamedTuple):
             return torch.einsum("bti,kbto->kbio", x, g)
         return torch.einsum("kbto,bti->kboi", g, x)
 
-    def squares(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the gradients' squares summed over factors and data, `[d0, d1]`."""
-        if x.shape[1] == 1:
-            summed = g[:, :, 0].square().sum(0).mT @ x[:, 0].square()
-        else:
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        """Add the gradients' squares, summed over factors and data, to `total`, `[d0, d1]`."""
+        if x.shape[1] > 1:
             summed = _shared_squares(x, g)
-        return summed.mT if self.transposed else summed
+            return _plus(total, summed.mT if self.transposed else summed)
+        of_output, of_input = _summed_squares(g[:, :, 0]), x[:, 0].square()
+        pair = (of_input.mT, of_output) if self.transposed else (of_output.mT, of_input)
+        return _plus_product(total, *pair)
 
-    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
-        """Return `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
-        positions = x.shape[1]
-        flat = x.reshape(-1, x.shape[2]) / positions**0.5 if sharing == "expand" else x.mean(1)
-        return flat.mT @ flat
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
+        flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
+        return _plus_product(total, flat.mT, flat)
 
-    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
-        """Return `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
-        flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
-        return flat.mT @ flat
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
+        return _output_factor(g, sharing, total)
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return (left, right) from the two factors, or bases."""
@@ -74,22 +76,22 @@ class Embedding(NamedTuple):
         index = x[None, :, :, None].expand(k, b, x.shape[1], self.shape[1])
         return table.scatter_add(2, index, g)
 
-    def squares(self, x: Tensor, g: Tensor) -> Tensor:
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
         sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
-        return g.new_zeros(self.shape).index_add_(0, pairs % self.shape[0], sums.square().sum(0))
+        total = g.new_zeros(self.shape) if total is None else total
+        return total.index_add_(0, pairs % self.shape[0], _summed_squares(sums))
 
-    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
-        """Return the diagonal of `sum x x^T` for one-hot x, `[V]`: the whole of it under expand."""
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add the diagonal of `sum x x^T` for one-hot x, `[V]`: the whole of it under expand."""
         positions = x.shape[1]
-        hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)
+        hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)  # counts are exact in float32
         hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
-        return (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0)
+        return _plus(total, (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0))
 
-    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
-        flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
-        return flat.mT @ flat
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        return _output_factor(g, sharing, total)
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_input, of_output
@@ -107,15 +109,15 @@ class Vector(NamedTuple):
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         return g[..., None]
 
-    def squares(self, x: Tensor, g: Tensor) -> Tensor:
-        return g.square().sum((0, 1))[:, None]
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        return _plus(total, _summed_squares(g).sum(0)[:, None])
 
-    def input_factor(self, x: Tensor, sharing: str) -> Tensor:
-        return torch.full((1, 1), float(x.shape[0]), device=x.device)
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        return _plus(total, x.new_full((1, 1), x.shape[0]))
 
-    def output_factor(self, g: Tensor, sharing: str) -> Tensor:
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         flat = g.flatten(0, 1)
-        return flat.mT @ flat
+        return _plus_product(total, flat.mT, flat)
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_output, of_input
@@ -137,3 +139,24 @@ def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
         gradients = torch.bmm(part, x[start : start + block])
         total = total + gradients.square_().sum(0).reshape(k, *total.shape).sum(0)
     return total
+
+
+def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+    flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
+    return _plus_product(total, flat.mT, flat)
+
+
+def _summed_squares(g: Tensor) -> Tensor:
+    """Sum `[K, ...]` squared over K without forming the squares of all K."""
+    total = g[0].square()
+    for one in g[1:]:
+        total.addcmul_(one, one)
+    return total
+
+
+def _plus(total: Tensor | None, new: Tensor) -> Tensor:
+    return new if total is None else total.add_(new)
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if total is None else total.addmm_(a, b)

@@ -58,18 +58,17 @@ class Structure:
 class DiagonalSum(Structure):
     def __init__(self, params: Tree):
         super().__init__(params)
-        self.sums = [torch.zeros_like(leaf) for leaf in self.leaves]
+        self.sums: dict[int, Tensor] = {}
 
     def formed(self) -> int:
         return 0
 
     def add(self, chunk: Chunk) -> None:
-        for gradient in chunk.gradients:
-            total = self.sums[gradient.leaf]
-            self.sums[gradient.leaf] = total + gradient.kind.squares(*gradient.form()).reshape(total.shape)
+        for leaf, kind, form in chunk.gradients:
+            self.sums[leaf] = kind.squares(*form(), self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Diagonal:
-        return Diagonal(self.to_tree(self.sums), count)
+        return Diagonal(self.to_tree([self.sums[i].reshape(leaf.shape) for i, leaf in enumerate(self.leaves)]), count)
 
 
 class DenseSum(Structure):
@@ -78,11 +77,12 @@ class DenseSum(Structure):
         parameters, dtype = size(params), common_dtype(params)
         require_dense_fits(parameters, dtype, self.leaves[0].device)
         self.like = shape_only(params)
-        self.matrix = self.leaves[0].new_zeros((parameters, parameters), dtype=dtype)
+        self.matrix: Tensor | None = None
+        self.dtype = dtype
 
     def add(self, chunk: Chunk) -> None:
-        rows = torch.cat([row.flatten(1) for row in _rows(chunk, self.leaves)], dim=1).to(self.matrix.dtype)
-        self.matrix.addmm_(rows.mT, rows)
+        rows = torch.cat([row.flatten(1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
+        self.matrix = rows.mT @ rows if self.matrix is None else self.matrix.addmm_(rows.mT, rows)
 
     def finish(self, count: Tensor) -> Dense:
         return Dense(self.matrix, self.like, count)
@@ -93,15 +93,14 @@ class BlockSum(Structure):
 
     def __init__(self, params: Tree):
         super().__init__(params)
-        self.matrices = []
         for leaf in self.leaves:
             require_dense_fits(leaf.numel(), leaf.dtype, leaf.device)
-            self.matrices.append(leaf.new_zeros((leaf.numel(), leaf.numel())))
+        self.matrices: list[Tensor | None] = [None] * len(self.leaves)
 
     def add(self, chunk: Chunk) -> None:
-        for matrix, row in zip(self.matrices, _rows(chunk, self.leaves)):
-            flat = row.flatten(1)
-            matrix.addmm_(flat.mT, flat)
+        for index, row in enumerate(_rows(chunk, self.leaves)):
+            flat, matrix = row.flatten(1), self.matrices[index]
+            self.matrices[index] = flat.mT @ flat if matrix is None else matrix.addmm_(flat.mT, flat)
 
     def finish(self, count: Tensor) -> Block:
         blocks = [Dense(matrix, shape_only(leaf), count) for matrix, leaf in zip(self.matrices, self.leaves)]
@@ -165,11 +164,13 @@ class KroneckerSum(Structure):
             x, g = form()
             self.kinds[leaf] = kind
             if chunk.first:
-                self.inputs[leaf] = self.inputs.get(leaf, 0) + kind.input_factor(x, self.sharing).to(g.dtype)
-            self.outputs[leaf] = self.outputs.get(leaf, 0) + kind.output_factor(g, self.sharing)
+                self.inputs[leaf] = kind.input_factor(x, self.sharing, self.inputs.get(leaf))
+            self.outputs[leaf] = kind.output_factor(g, self.sharing, self.outputs.get(leaf))
 
     def finish(self, count: Tensor) -> Kronecker:
-        pairs = [self.kinds[i].order(self.inputs[i], self.outputs[i]) for i in range(len(self.leaves))]
+        pairs = [
+            self.kinds[i].order(self.inputs[i].to(leaf.dtype), self.outputs[i]) for i, leaf in enumerate(self.leaves)
+        ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
         diagonal = self.to_tree([leaf.new_zeros(()) for leaf in self.leaves])
         return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), count)
@@ -185,15 +186,15 @@ class EigenbasisSum(KroneckerSum):
         if not isinstance(self.basis, Eigenbasis):
             raise TypeError(f"basis is a {type(basis).__name__}: pass a Kronecker precision (or its factorised form)")
         self.pairs = list(zip(optree.tree_leaves(self.basis.left), optree.tree_leaves(self.basis.right)))
-        self.sums = [torch.zeros_like(values) for values in optree.tree_leaves(self.basis.values)]
+        self.sums: dict[int, Tensor] = {}
 
     def add(self, chunk: Chunk) -> None:
         for leaf, kind, form in chunk.gradients:
             x, g = kind.rotated(*form(), *self.pairs[leaf])
-            self.sums[leaf] = self.sums[leaf] + kind.squares(x, g).reshape(self.sums[leaf].shape)
+            self.sums[leaf] = kind.squares(x, g, self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Eigenbasis:
-        return self.basis._replace(values=self.to_tree(self.sums), count=count)
+        return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
 
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:

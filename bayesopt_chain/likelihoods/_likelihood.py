@@ -80,7 +80,13 @@ def custom(
     torch.Size([1, 3, 1])
     """
 
+    def checked_nll(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = nll(outputs, targets)
+        _require_separate(losses, nll, outputs, targets)
+        return losses
+
     def factors(outputs: Tensor, targets: Tensor) -> Tensor:
+        checked_nll(outputs, targets)
         hessian = (output_hessian or _hessian_of(nll))(outputs, targets)
         entries = outputs[0].numel()
         wanted = (outputs.shape[0], entries, entries)
@@ -103,7 +109,7 @@ def custom(
     def no_draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
 
-    return Likelihood("custom", nll, factors, draw or no_draw)
+    return Likelihood("custom", checked_nll, factors, draw or no_draw)
 
 
 def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -117,3 +123,25 @@ def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Te
         return torch.vmap(one)(outputs, targets)
 
     return hessian
+
+
+def _require_separate(
+    losses: Tensor, nll: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor
+) -> None:
+    """Raise unless a custom loss gives one loss a datum, and the last datum's alone is what it is in the batch."""
+    if losses.shape != outputs.shape[:1]:
+        raise ValueError(
+            f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
+            "without averaging over the batch"
+        )
+    plain, labels = outputs.detach(), targets.detach()
+    while is_transformed(plain):
+        plain = torch._C._functorch.get_unwrapped(plain)
+    if plain.shape != outputs.shape or is_transformed(labels):
+        return  # inside vmap
+    alone, together = nll(plain[-1:], labels[-1:])[0], nll(plain, labels)[-1]
+    if bool((alone - together).abs() > torch.finfo(plain.dtype).eps ** 0.5 * (1 + together.abs())):
+        raise ValueError(
+            "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
+            "write a loss of one datum's outputs and target"
+        )

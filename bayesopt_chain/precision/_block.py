@@ -38,7 +38,7 @@ class Block(_Block, Precision):
         mine, its = self._structure(), other._structure()
         if mine != its:
             raise ValueError(f"the increment has the blocks {its}, not {mine}: one posterior has one tree")
-        blocks = [a.add(b) for a, b in zip(self._list(), other._list())]
+        blocks = self._named(lambda block, increment: block.add(increment), other._list())
         return Block(optree.tree_unflatten(mine, blocks), self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Block:
@@ -50,13 +50,7 @@ class Block(_Block, Precision):
         return self._replace(blocks=optree.tree_unflatten(self._structure(), blocks))
 
     def factorised(self) -> Block:
-        names = [".".join(map(str, path)) for path in optree.tree_paths(self.blocks, is_leaf=_is_block)]
-        blocks = []
-        for name, block in zip(names, self._list()):
-            try:
-                blocks.append(block.factorised())
-            except ValueError as error:
-                raise ValueError(f"the block of {name}: {error}") from None
+        blocks = self._named(lambda block: block.factorised())
         return self._replace(blocks=optree.tree_unflatten(self._structure(), blocks))
 
     def solve(self, tree: Tree) -> Tree:
@@ -82,6 +76,17 @@ class Block(_Block, Precision):
 
     def _each(self, function: Any, *trees: Tree) -> Tree:
         return optree.tree_map(function, self.blocks, *trees, is_leaf=_is_block)
+
+    def _named(self, function: Any, *lists: list[Any]) -> list[Any]:
+        """Call a function block by block; an error names the block."""
+        names = [".".join(map(str, path)) for path in optree.tree_paths(self.blocks, is_leaf=_is_block)]
+        results = []
+        for name, *arguments in zip(names, self._list(), *lists):
+            try:
+                results.append(function(*arguments))
+            except ValueError as error:
+                raise ValueError(f"the block of {name}: {error}") from None
+        return results
 
     def _list(self) -> list[Any]:
         return optree.tree_leaves(self.blocks, is_leaf=_is_block)
