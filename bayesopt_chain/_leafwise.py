@@ -1,0 +1,39 @@
+"""Elementary maps over leaves, written once for gradients that may be ``None`` and for both in-place modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def each(fn: Callable, g: list, *others) -> list:
+    """``fn`` of every gradient and what goes with it; ``None`` where there is no gradient."""
+    return [None if x is None else fn(x, *rest) for x, *rest in zip(g, *others)]
+
+
+def keep(fn: Callable, g: list, state: tuple, *others) -> tuple:
+    """The next value ``fn(s, g, ...)`` of a state with one tensor for each leaf; unchanged without a gradient."""
+    return tuple(s if x is None else fn(s, x, *rest) for x, s, *rest in zip(g, state, *others))
+
+
+def zeros_like(params: list, value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
+    """A tensor filled with ``value`` for each leaf; an empty one for an absent leaf, since states hold no ``None``."""
+    return tuple(
+        torch.empty(0) if p is None else torch.full_like(p, value, requires_grad=requires_grad) for p in params
+    )
+
+
+def moment(g: list, state: tuple, decay: float, order: int, inplace: bool) -> tuple[Tensor, ...]:
+    """Exponential moving average of ``g ** order``; ``decay = 1`` sums."""
+
+    def step(t: Tensor, x: Tensor) -> Tensor:
+        weight = 1.0 if decay == 1.0 else 1 - decay
+        if decay != 1.0:
+            t = t.mul_(decay) if inplace else t.mul(decay)
+        if order == 1:
+            return t.add_(x, alpha=weight) if inplace else t.add(x, alpha=weight)
+        return t.addcmul_(x, x, value=weight) if inplace else t.addcmul(x, x, value=weight)
+
+    return keep(step, g, state)

@@ -1,0 +1,251 @@
+r"""The noise that makes a chain of linear links sample, derived from the chain's own response.
+
+Notation. ``x = 1/z`` is the one-step delay. A chain of linear links turns gradients ``g`` into displacements,
+``theta <- theta - F g``, with the rational response ``F = lr * b(x) / a(x)``; a weight decay ``w_j`` met after the
+links with response ``H_j`` adds ``w_j theta`` there. Dividing the closed loop by ``F``,
+
+    A(z) theta + grad U(theta) = -e,        A(z) = (z - 1) / F + sum_j w_j / H_j,
+
+where ``e`` is noise added to the gradient. For a quadratic ``U`` with curvature ``K`` the response of ``theta`` is
+``chi = 1 / (A + K)``, which is strictly causal. Choosing the power spectrum of ``e`` as
+
+    Psi(w) = T cot(w / 2) Im A(e^{iw})                                                         (matched noise)
+
+gives ``theta`` the spectrum ``-T cot(w/2) Im chi``, and since ``cot(w/2) sin(n w)`` averages to one for every
+``n >= 1`` its variance is ``T chi(z=1) = T / (A(1) + K)``: exactly the Gibbs variance of ``U`` plus the prior
+``A(1) = sum_j w_j / H_j(1)``, for every curvature and every stable learning rate. Without decay ``Psi`` reduces to
+``T Re[(1 + z) / F]``.
+
+Write ``A = N / b`` with a Laurent polynomial ``N`` and ``M(z) = N(z) b(z)`` (``b(z)`` being the conjugate of ``b(x)`` on
+the circle). With ``m_k`` its coefficients and ``sin(k w) cot(w/2) = (1 + cos w) U_{k-1}(cos w)``,
+
+    Psi = T (1 + cos w) r(w) / |b|^2,        r = sum_{k>=1} (m_k - m_{-k}) U_{k-1}(cos w).
+
+The noise exists iff ``r >= 0``. Factoring ``r = |q|^2`` with ``q`` of minimum phase leaves the filter
+
+    e = sqrt(T / 2) (1 + x) q(x) / b(x) xi,        xi white, unit variance.
+
+For SGD and heavy-ball momentum ``q`` and ``b`` are constants: the noise is the mean of two consecutive draws.
+
+This module is plain arithmetic on coefficient tuples, lowest power of ``x`` first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Poly = tuple[float, ...]
+
+
+class NoMatchedNoise(ValueError):
+    """The response admits no matched noise at the head of the linear part."""
+
+
+class NoiseFilter(NamedTuple):
+    """``e = c(x) / d(x) xi`` with ``d[0] == 1``; both tuples hold the lowest power of ``x = 1/z`` first."""
+
+    c: Poly
+    d: Poly
+
+
+def multiply(p: Sequence[float], q: Sequence[float]) -> Poly:
+    """Product of two polynomials."""
+    out = [0.0] * (len(p) + len(q) - 1)
+    for i, pi in enumerate(p):
+        for j, qj in enumerate(q):
+            out[i + j] += pi * qj
+    return tuple(out)
+
+
+def evaluate(p: Sequence[float], x: complex) -> complex:
+    """Value of a polynomial at ``x``."""
+    return sum(c * x**k for k, c in enumerate(p))
+
+
+def is_stable(p: Sequence[float]) -> bool:
+    """Whether ``1 / p(x)`` is a stable filter: the Schur-Cohn step-down recursion, without roots."""
+    p = list(p)
+    while len(p) > 1 and p[-1] == 0.0:
+        p.pop()
+    while len(p) > 1:
+        if p[0] == 0.0 or not abs(k := p[-1] / p[0]) < 1.0:
+            return False
+        p = [pi - k * pr for pi, pr in zip(p[:-1], reversed(p[1:]))]
+    return p[0] != 0.0
+
+
+def excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
+    r"""The factor ``r`` of ``Psi = T (1 + cos w) r / |b|^2`` for ``A = N / b``.
+
+    ``numerator`` maps powers of ``z`` to the coefficients of ``N``. Returns ``(r_0, r_1, ...)`` of the symmetric
+    Laurent polynomial ``r = r_0 + sum_k r_k (z^k + z^{-k})``.
+    """
+    odd: dict[int, float] = {}  # m_k - m_{-k} of M = N b(z)
+    for power, value in numerator.items():
+        for k, bk in enumerate(b):
+            if n := power + k:
+                odd[abs(n)] = odd.get(abs(n), 0.0) + math.copysign(1.0, n) * value * bk
+    out = [0.0] * max(odd, default=1)
+    for k, value in odd.items():
+        for power in range(k - 1, -1, -2):  # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}
+            out[power] += value
+    return tuple(out)
+
+
+def main_numerator(b: Sequence[float], a: Sequence[float]) -> dict[int, float]:
+    """``N`` of ``(z - 1) / F`` with ``F = b / a``, as powers of ``z``."""
+    out: dict[int, float] = {}
+    for k, ak in enumerate(a):
+        out[1 - k] = out.get(1 - k, 0.0) + ak
+        out[-k] = out.get(-k, 0.0) - ak
+    return out
+
+
+def decay_numerator(prefix_a: Sequence[float], suffix_b: Sequence[float], weight_decay: float) -> dict[int, float]:
+    """``N`` of ``w / H`` over the common denominator ``b``: the prefix's poles times the zeros met after the decay."""
+    return {-k: weight_decay * v for k, v in enumerate(multiply(prefix_a, suffix_b))}
+
+
+def spectral_factor(r: Sequence[float]) -> Poly:
+    """Minimum-phase ``q`` with ``|q|^2 = r`` on the unit circle (Wilson's Newton iteration).
+
+    Raises:
+        NoMatchedNoise: ``r`` is negative somewhere on the circle.
+    """
+    scale = sum(map(abs, r))
+    r = [0.0 if abs(v) < 1e-14 * scale else v for v in r]
+    while len(r) > 1 and r[-1] == 0.0:
+        r.pop()
+    grid = 720
+    lowest = min(
+        r[0] + 2 * sum(v * math.cos(math.pi * i * k / grid) for k, v in enumerate(r) if k) for i in range(grid + 1)
+    )
+    if lowest < -1e-12 * scale:
+        raise NoMatchedNoise(f"the noise spectrum would be negative ({lowest:.3g} relative to {scale:.3g})")
+    n = len(r)
+    q = [math.sqrt(r[0])] + [0.0] * (n - 1)
+    for _ in range(200):
+        rows = [[0.0] * n for _ in range(n)]
+        rhs = [r[k] + sum(q[j] * q[j + k] for j in range(n - k)) for k in range(n)]
+        for k in range(n):
+            for j in range(n - k):
+                rows[k][j + k] += q[j]
+                rows[k][j] += q[j + k]
+        new = _solve(rows, rhs)
+        if max(abs(x - y) for x, y in zip(new, q)) <= 1e-16 * math.sqrt(scale):
+            return tuple(new)
+        q = new
+    return tuple(q)
+
+
+def _solve(rows: list[list[float]], rhs: list[float]) -> list[float]:
+    """Gaussian elimination with partial pivoting."""
+    n = len(rhs)
+    m = [[*row, y] for row, y in zip(rows, rhs)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda j: abs(m[j][i]))
+        m[i], m[pivot] = m[pivot], m[i]
+        for j in range(i + 1, n):
+            f = m[j][i] / m[i][i]
+            m[j] = [x - f * y for x, y in zip(m[j], m[i])]
+    x = [0.0] * n
+    for i in reversed(range(n)):
+        x[i] = (m[i][n] - sum(m[i][j] * x[j] for j in range(i + 1, n))) / m[i][i]
+    return x
+
+
+def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> NoiseFilter:
+    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w = 0``."""
+    if not is_stable(b):
+        raise NoMatchedNoise(f"the response's numerator {tuple(b)} has no stable inverse")
+    level = r[0] + 2 * sum(r[1:])
+    if level < 0.0:
+        raise NoMatchedNoise("the noise spectrum would be negative at w = 0")
+    if order == 1:
+        return NoiseFilter((math.sqrt(2.0 * level) / abs(sum(b)),), (1.0,))
+    q = spectral_factor(r)
+    c = tuple(v / (math.sqrt(2.0) * abs(b[0])) for v in multiply((1.0, 1.0), q))
+    return NoiseFilter(c, tuple(v / b[0] for v in b))
+
+
+def matched_noise(
+    b: Sequence[float], a: Sequence[float], lr: float, temperature: float = 1.0, *, order: int = 2
+) -> NoiseFilter:
+    """Noise filter of a chain with the linear response ``F = lr * b(1/z) / a(1/z)``.
+
+    Adding ``e = c(1/z) / d(1/z) xi`` (``xi`` white, standard normal) to the gradient makes
+    ``theta <- theta - F (grad U + e)`` sample ``exp(-U / temperature)`` exactly for every quadratic ``U``.
+
+    Args:
+        b: numerator coefficients, lowest power of ``1/z`` first. SGD and heavy ball ``(1 - dampening,)``; Nesterov
+            ``(1 + momentum, -momentum)``; EMA ``(1 - decay,)``.
+        a: denominator coefficients. SGD ``(1,)``; momentum ``(1, -momentum)``.
+        lr: learning rate, positive.
+        temperature: scales the noise variance; non-negative.
+        order: 2 for matched noise, 1 for white noise of the same level at zero frequency (bias of first order in lr).
+
+    Returns:
+        ``NoiseFilter(c, d)`` with ``d[0] == 1``.
+
+    Raises:
+        NoMatchedNoise: no noise at the head of this response is matched to it (two strong cascaded momenta, say), or
+            the response is unstable.
+
+    Example:
+        >>> c, d = matched_noise((1.0,), (1.0, -0.9), lr=0.1, temperature=0.5)
+        >>> [round(v, 6) for v in c], d      # mean of two consecutive draws, variance 2 T (1 - momentum) / lr
+        ([0.5, 0.5], (1.0,))
+    """
+    if not (math.isfinite(lr) and lr > 0):
+        raise ValueError(f"matched_noise: lr must be positive and finite, got {lr}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"matched_noise: temperature must be non-negative and finite, got {temperature}")
+    if not is_stable(a):
+        raise NoMatchedNoise(f"the response's denominator {tuple(a)} is unstable: momentum must lie in [0, 1)")
+    b, a = tuple(lr * float(v) for v in b), tuple(map(float, a))
+    c, d = noise_filter(excess(b, main_numerator(b, a)), b, order)
+    return NoiseFilter(tuple(math.sqrt(temperature) * v for v in c), d)
+
+
+class ScheduleCoefficients(NamedTuple):
+    """Coefficients of one step of scheduled momentum: ``e = current * xi + previous * xi_previous``."""
+
+    current: object
+    previous: object
+    velocity_scale: object
+
+
+def scheduled_momentum_noise(momentum: float, level, level_before, temperature, temperature_before, *, order, where):
+    r"""Noise of a heavy-ball link whose learning rate or temperature just changed.
+
+    ``v <- k v + g + e``, ``theta <- theta - lr v``; ``level = 1 / lr`` (0 where no step has moved yet). In the
+    splitting picture (``lr' = 2 lr / (1 + mu)``) the velocity ``u`` must arrive at the variance ``T / lr'``:
+
+        p = u - g,   theta += lr'/2 (p + k p + s xi),   u <- k p + s' xi,
+        s^2  = (1 - mu^2) T_t / lr'_t,   s'^2 = T_{t+1} / lr'_{t+1} - k^2 T_t / lr'_t   (clamped at 0),
+
+    ``k = mu``, except where a rise of lr makes ``mu^2 / lr'_t > 1 / lr'_{t+1}``: there the velocity is first scaled so
+    that ``k = sqrt(lr'_t / lr'_{t+1})``. A falling temperature never rescales. Written for ``v = -(p + s xi / (1 + mu))``,
+    as a chain runs it, one step is
+
+        e_{t+1} = alpha_{t+1} xi_{t+1} + (s' - k alpha_t) xi_t,        alpha = s / (1 + mu),
+
+    and the factor ``k / mu`` for the velocity. At constant lr and T both coefficients are ``sqrt(T (1 - mu) / (2 lr))``.
+    ``order=1`` draws white noise ``e^2 = 2 / (1 + mu) (T_{t+1} / lr_{t+1} - k^2 T_t / lr_t)`` instead.
+
+    All arguments but ``momentum`` and ``order`` may be numbers or 0-d tensors; ``where(condition, x, y)`` selects.
+    """
+    mu = momentum
+    rises = (level_before > 0) * (level < mu * mu * level_before)
+    safe = where(level_before > 0, level_before, level_before + 1.0)
+    k = where(rises, (level / safe) ** 0.5, mu + 0.0 * level)
+    arrive = temperature * level - k * k * temperature_before * level_before
+    arrive = where(arrive > 0, arrive, 0.0 * arrive)
+    scale = where(rises, k / mu if mu else 1.0 + 0.0 * level, 1.0 + 0.0 * level)
+    if order == 1:
+        return ScheduleCoefficients((2.0 / (1.0 + mu) * arrive) ** 0.5, None, scale)
+    alpha = (0.5 * (1.0 - mu) * temperature * level) ** 0.5
+    alpha_before = (0.5 * (1.0 - mu) * temperature_before * level_before) ** 0.5
+    return ScheduleCoefficients(alpha, (0.5 * (1.0 + mu) * arrive) ** 0.5 - k * alpha_before, scale)

@@ -1,0 +1,1 @@
+"""Links: one idea of a gradient-transformation chain in each file."""

@@ -1,0 +1,484 @@
+r"""Scalings that learn a diagonal ``P`` from the gradients they see: RMSprop, centred RMSprop, AdaGrad, Adam, AdaMax, RAdam.
+
+Each is ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)`` (``b1 = 0`` where there is none). ``P`` is made of
+the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to nothing else:
+noise that reached the second moment would heat itself.
+
+For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
+``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
+cure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _counters
+from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._leafwise import each, keep, moment, zeros_like
+from bayesopt_chain._response import Adaptive, Refused, Response
+
+
+class RunningScaleState(NamedTuple):
+    """Averages that make ``P``, like each parameter; ``count`` is empty where ``P`` is never frozen."""
+
+    mu: tuple[Tensor, ...]
+    nu: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+class ScaleByAdamState(NamedTuple):
+    """First and second moment of each leaf, and the updates it has seen."""
+
+    mu: tuple[Tensor, ...]
+    nu: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+def _freeze(
+    old: tuple, new_of: Callable[[bool], tuple], count: tuple, freeze_after: int | None, inplace: bool
+) -> tuple:
+    """The next averages, held from update ``freeze_after`` on."""
+    if freeze_after is None:
+        return new_of(inplace)
+    out = [o if n is o else torch.where(c < freeze_after, n, o) for o, n, c in zip(old, new_of(False), count)]
+    return tuple(o.copy_(n) if inplace and n is not o else n for o, n in zip(old, out))
+
+
+def _noisy(g: list, denominators: list, ctx) -> list:
+    """What the first moment averages: the gradient, and noise of covariance ``Psi P^-1`` where noise is injected."""
+    if ctx.injection is None:
+        return g
+    return [
+        None if x is None else ctx.injection.add(i, x, d.detach().sqrt(), ctx.inplace)
+        for i, (x, d) in enumerate(zip(g, denominators))
+    ]
+
+
+def _rms(nu: Tensor, mu: None, eps: float) -> Tensor:
+    return nu.sqrt().add(eps)
+
+
+def _stddev(nu: Tensor, mu: Tensor, eps: float) -> Tensor:
+    return nu.addcmul(mu, mu, value=-1.0).sqrt_().add(eps)
+
+
+@dataclass(frozen=True)
+class RunningScale(Rule):
+    """Divide by a running estimate of the gradient's size: RMSprop's, or its centred form."""
+
+    denominator: Callable = _rms
+    decay: float = 0.9
+    eps: float = 1e-8
+    initial_scale: float = 0.0
+    freeze_after: int | None = None
+
+    @property
+    def response(self) -> Response:
+        return Adaptive()
+
+    @property
+    def centred(self) -> bool:
+        return self.denominator is _stddev
+
+    def init(self, params):
+        return RunningScaleState(
+            zeros_like(params) if self.centred else (),
+            zeros_like(params, self.initial_scale),
+            _counters.zeros(params) if self.freeze_after is not None else (),
+        )
+
+    def update(self, g, state, params, ctx):
+        def average(old, order):
+            return _freeze(
+                old,
+                lambda inplace: moment(g, old, self.decay, order, inplace),
+                state.count,
+                self.freeze_after,
+                ctx.inplace,
+            )
+
+        mu = average(state.mu, 1) if self.centred else ()
+        nu = average(state.nu, 2)
+        denominators = each(lambda x, n, m: self.denominator(n, m, self.eps), g, nu, mu or nu)
+        count = _counters.increment(state.count, g, ctx.inplace)
+        out = each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators)
+        return out, RunningScaleState(mu, nu, count)
+
+    def __str__(self) -> str:
+        freeze = f", freeze_after={self.freeze_after}" if self.freeze_after is not None else ""
+        return f"scale_by_{'stddev' if self.centred else 'rms'}(decay={self.decay}, eps={self.eps}{freeze})"
+
+
+@dataclass(frozen=True)
+class RootSumOfSquares(Rule):
+    """AdaGrad's scaling: divide by the root of the summed squares; zero where no gradient has come yet."""
+
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    freeze_after: int | None = None
+
+    @property
+    def response(self) -> Response:
+        return Adaptive()
+
+    def init(self, params):
+        count = _counters.zeros(params) if self.freeze_after is not None else ()
+        return RunningScaleState((), zeros_like(params, self.initial_accumulator_value), count)
+
+    def update(self, g, state, params, ctx):
+        nu = _freeze(
+            state.nu, lambda inplace: moment(g, state.nu, 1.0, 2, inplace), state.count, self.freeze_after, ctx.inplace
+        )
+        denominators = each(lambda x, n: n.sqrt().add(self.eps), g, nu)
+        count = _counters.increment(state.count, g, ctx.inplace)
+
+        def divide(x: Tensor, n: Tensor, d: Tensor) -> Tensor:
+            return torch.where(n > 0.0, x.div_(d) if ctx.inplace else x.div(d), 0.0)
+
+        return each(divide, _noisy(g, denominators, ctx), nu, denominators), RunningScaleState((), nu, count)
+
+    def __str__(self) -> str:
+        return f"scale_by_rss(eps={self.eps})"
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam's scaling: a first moment over the root of a second, both corrected for their start at zero."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    eps_root: float = 0.0
+    moment_requires_grad: bool = False
+    freeze_after: int | None = None
+
+    @property
+    def response(self) -> Response:
+        return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
+
+    def init(self, params):
+        return ScaleByAdamState(
+            zeros_like(params, requires_grad=self.moment_requires_grad),
+            zeros_like(params, requires_grad=self.moment_requires_grad),
+            _counters.zeros(params),
+        )
+
+    def update(self, g, state, params, ctx):
+        nu = _freeze(
+            state.nu,
+            lambda inplace: moment(g, state.nu, self.b2, 2, inplace),
+            state.count,
+            self.freeze_after,
+            ctx.inplace,
+        )
+        count = _counters.increment(state.count, g, ctx.inplace)
+        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count)
+        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self._frozen(c)), count)
+        denominators = each(lambda x, n, c: n.div(c).add_(self.eps_root).sqrt_().add(self.eps), g, nu, correct_nu)
+        g = _noisy(g, denominators, ctx)
+        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
+        out = each(lambda x, m, c, d: m.div(c).div(d), g, mu, correct_mu, denominators)
+        return out, ScaleByAdamState(mu, nu, count)
+
+    def _frozen(self, count: Tensor) -> Tensor:
+        return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
+
+    def __str__(self) -> str:
+        return f"scale_by_adam(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+
+
+@dataclass(frozen=True)
+class AdaMax(Rule):
+    """AdaMax: Adam with a running maximum in place of the second moment. ``count`` is shared by all leaves."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    moment_requires_grad: bool = False
+    freeze_after: int | None = None
+
+    @property
+    def response(self) -> Response:
+        return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
+
+    init = Adam.init
+
+    def update(self, g, state, params, ctx):
+        def peak(inplace):
+            new = keep(lambda n, x: torch.max(n.mul(self.b2), x.abs().add_(self.eps)), g, state.nu)
+            return tuple(n.copy_(m) if m is not n else n for n, m in zip(state.nu, new)) if inplace else new
+
+        nu = _freeze(state.nu, peak, state.count, self.freeze_after, ctx.inplace)
+        count = _advance(state.count, ctx.inplace)
+        correct = _counters.each(lambda c: 1 - _power(self.b1, c), count)
+        g = _noisy(g, nu, ctx)
+        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
+        return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), ScaleByAdamState(mu, nu, count)
+
+    def __str__(self) -> str:
+        return f"scale_by_adamax(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+
+
+@dataclass(frozen=True)
+class RAdam(Rule):
+    """RAdam: Adam whose second moment counts only once its variance is finite. ``count`` is shared by all leaves."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    moment_requires_grad: bool = False
+    freeze_after: int | None = None
+
+    @property
+    def response(self) -> Response:
+        return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
+
+    init = Adam.init
+
+    def update(self, g, state, params, ctx):
+        nu = _freeze(
+            state.nu,
+            lambda inplace: moment(g, state.nu, self.b2, 2, inplace),
+            state.count,
+            self.freeze_after,
+            ctx.inplace,
+        )
+        count = _advance(state.count, ctx.inplace)
+        factors = _counters.each(self._factors, count)
+        denominators = each(
+            lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
+        )
+        g = _noisy(g, denominators, ctx)
+        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
+
+        def ratio(x: Tensor, m: Tensor, n: Tensor, f: _Factors) -> Tensor:
+            return self._choose(f, m.mul(f.gain).div(n.sqrt().add(self.eps)), m.div(f.correct)).to(m.dtype)
+
+        return each(ratio, g, mu, nu, factors), ScaleByAdamState(mu, nu, count)
+
+    def _factors(self, count: Tensor) -> _Factors:
+        b1, b2 = self.b1, self.b2
+        limit = 2 / (1 - b2) - 1
+        steady = count if self.freeze_after is None else count.clamp(max=self.freeze_after)
+        t, power = _number(steady), _power(b2, steady)
+        rho = limit - 2 * t * power / (1 - power)
+        squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
+        correct = 1 - _power(b1, count)
+        if torch.is_tensor(rho):
+            rectified = rho > 5
+            root = torch.where(rectified, squared, torch.ones_like(rho)).sqrt()
+        else:
+            rectified = rho > 5
+            root = math.sqrt(squared) if rectified else 1.0
+        return _Factors(rectified, root, root / correct, correct)
+
+    @staticmethod
+    def _choose(f: _Factors, yes: Tensor, no: Tensor) -> Tensor:
+        return torch.where(f.rectified, yes, no) if torch.is_tensor(f.rectified) else (yes if f.rectified else no)
+
+    def __str__(self) -> str:
+        return f"scale_by_radam(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+
+
+class _Factors(NamedTuple):
+    """RAdam's scalars at one count: whether it rectifies, by what, with the first moment's correction, that alone."""
+
+    rectified: bool | Tensor
+    rectify: float | Tensor
+    gain: float | Tensor
+    correct: float | Tensor
+
+
+@dataclass(frozen=True)
+class AdaDelta(Rule):
+    """AdaDelta: gradients scaled by the ratio of running root-mean-squares of updates and gradients."""
+
+    rho: float = 0.9
+    eps: float = 1e-6
+    moment_requires_grad: bool = False
+
+    @property
+    def response(self) -> Response:
+        return Refused("its scale is fed by its own updates, so the noise would set it; use bc.rmsprop or bc.adam")
+
+    def init(self, params):
+        zeros = [zeros_like(params, requires_grad=self.moment_requires_grad) for _ in range(2)]
+        return RunningScaleState(*zeros, ())
+
+    def update(self, g, state, params, ctx):
+        mu = moment(g, state.mu, self.rho, 2, ctx.inplace)
+
+        def scale(x: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            ratio = v.add(self.eps).div_(m.add(self.eps)).sqrt_()
+            return x.mul_(ratio) if ctx.inplace else x.mul(ratio)
+
+        g = each(scale, g, mu, state.nu)
+        return g, RunningScaleState(mu, moment(g, state.nu, self.rho, 2, ctx.inplace), ())
+
+    def __str__(self) -> str:
+        return f"scale_by_adadelta(rho={self.rho}, eps={self.eps})"
+
+
+def _advance(count: tuple, inplace: bool) -> tuple:
+    """Counters one higher for every leaf, with a gradient or without."""
+    return _counters.increment(count, list(count), inplace)
+
+
+def _number(count: Tensor) -> int | Tensor:
+    """A counter as a Python number where reading it costs nothing (CPU, untransformed), else in float64."""
+    untransformed = torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling()
+    return int(count) if count.device.type == "cpu" and untransformed else count.to(torch.float64)
+
+
+def _power(decay: float, count: Tensor) -> float | Tensor:
+    return decay ** _number(count)
+
+
+def _decay(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"Invalid {name} parameter: {value}; it must lie in [0, 1)")
+
+
+def _freezing(freeze_after: int | None) -> None:
+    if freeze_after is not None and not freeze_after >= 1:
+        raise ValueError(f"Invalid freeze_after value: {freeze_after}; it must be None or at least 1")
+
+
+def scale_by_rms(
+    alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
+) -> Chain:
+    """Divide by the root of a running mean of squares (RMSprop; Tieleman and Hinton, 2012).
+
+    Args:
+        alpha: weight of the past. eps: added to the root. initial_scale: first mean of squares.
+        freeze_after: number of updates after which the scale stays as it is; sampling is exact from there on.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_rms(alpha=0.0)
+        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
+        [tensor([1.])]
+    """
+    _freezing(freeze_after)
+    return Chain((RunningScale(_rms, alpha, eps, initial_scale, freeze_after),))
+
+
+def scale_by_stddev(
+    alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
+) -> Chain:
+    """Divide by a running standard deviation (centred RMSprop; Graves, 2013). Arguments as :func:`scale_by_rms`.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.scale_by_stddev(0.5)
+        scale_by_stddev(decay=0.5, eps=1e-08)
+    """
+    _freezing(freeze_after)
+    return Chain((RunningScale(_stddev, alpha, eps, initial_scale, freeze_after),))
+
+
+def scale_by_rss(
+    initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
+) -> Chain:
+    """Divide by the root of the sum of squares so far (AdaGrad; Duchi et al., 2011).
+
+    Args:
+        initial_accumulator_value: first sum. eps: added to the root. freeze_after: as in :func:`scale_by_rms`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_rss()
+        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
+        [tensor([1.])]
+    """
+    _freezing(freeze_after)
+    return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
+
+
+def scale_by_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    moment_requires_grad: bool = False,
+    *,
+    freeze_after: int | None = None,
+) -> Chain:
+    """Rescale by Adam (Kingma and Ba, 2014).
+
+    Args:
+        b1, b2: weights of the past in the two moments. eps, eps_root: added outside and inside the root.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        freeze_after: number of updates after which the second moment stays as it is; sampling is exact from there on.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_adam()
+        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
+        [tensor([1.0000])]
+    """
+    _decay("b1", b1)
+    _decay("b2", b2)
+    _freezing(freeze_after)
+    return Chain((Adam(b1, b2, eps, eps_root, moment_requires_grad, freeze_after),))
+
+
+def scale_by_adamax(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    moment_requires_grad: bool = False,
+    *,
+    freeze_after: int | None = None,
+) -> Chain:
+    """Rescale by AdaMax (Kingma and Ba, 2014). Arguments as :func:`scale_by_adam`.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.scale_by_adamax()
+        scale_by_adamax(b1=0.9, b2=0.999, eps=1e-06)
+    """
+    _decay("b1", b1)
+    _decay("b2", b2)
+    _freezing(freeze_after)
+    return Chain((AdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
+
+
+def scale_by_radam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    moment_requires_grad: bool = False,
+    *,
+    freeze_after: int | None = None,
+) -> Chain:
+    """Rescale by RAdam (Liu et al., 2019). Arguments as :func:`scale_by_adam`.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.scale_by_radam()
+        scale_by_radam(b1=0.9, b2=0.999, eps=1e-06)
+    """
+    _decay("b1", b1)
+    _decay("b2", b2)
+    _freezing(freeze_after)
+    return Chain((RAdam(b1, b2, eps, moment_requires_grad, freeze_after),))
+
+
+def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
+    """Rescale by AdaDelta (Zeiler, 2012). Refused at T > 0: its scale is fed by its own updates.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.scale_by_adadelta()
+        scale_by_adadelta(rho=0.9, eps=1e-06)
+    """
+    _decay("rho", rho)
+    return Chain((AdaDelta(rho, eps, moment_requires_grad),))

@@ -1,0 +1,268 @@
+r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
+
+Its noise is matched to the chain around it (:mod:`bayesopt_chain._matched_noise`), so that the parameters sample
+``exp(-loss / temperature)``. The state holds the key and step count of the random stream and the draws that the next
+step still needs.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _checks, _random
+from bayesopt_chain._chain import Chain, Injection, Rule
+from bayesopt_chain._noise_process import Conditions
+from bayesopt_chain._response import Linear, Noise, Response
+
+Temperature = float | Tensor | Callable[[Tensor], Any]
+
+
+class LangevinNoiseState(NamedTuple):
+    """``key`` and ``count`` (0-d, int64) of the stream; for each leaf the remembered draws, stacked on axis 0.
+
+    ``conditions`` holds, for each leaf, last step's temperature and gains where those can change (else it is empty).
+    """
+
+    key: Tensor
+    count: Tensor
+    memory: tuple[Tensor, ...]
+    conditions: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class LangevinNoise(Rule):
+    """The rule behind :func:`inject_langevin_noise`. The chain runs ``start`` and ``draw`` in place of ``update``."""
+
+    temperature: Temperature
+    order: int = 2
+    lr: float | None = None
+    momentum: float = 0.0
+    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+
+    @property
+    def response(self) -> Response:
+        return Linear() if self.is_off else Noise()
+
+    @property
+    def is_off(self) -> bool:
+        return self.is_static and self.temperature == 0
+
+    @property
+    def is_static(self) -> bool:
+        return isinstance(self.temperature, (int, float))
+
+    def update(self, g, state, params, ctx):
+        return g, state
+
+    def start(self, placements: dict[int, Any], leaves: list, rates) -> LangevinNoiseState:
+        """First state, for the leaves that ``placements`` names."""
+        mine = [leaves[j] for j in placements if leaves[j] is not None]
+        device = mine[0].device if mine else torch.device("cpu")
+        memory = []
+        for j, placement in placements.items():
+            p = leaves[j]
+            shape = (placement.memory, *p.shape) if p is not None else ()
+            memory.append(torch.empty(0, 0) if p is None else torch.zeros(shape, dtype=p.dtype, device=p.device))
+        conditions = ()
+        if any(self._changes(placement) for placement in placements.values()):
+            conditions = (torch.zeros(3, dtype=torch.float64, device=device),) * len(placements)
+        state = LangevinNoiseState(
+            _random.new_key(self.generator, device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            tuple(memory),
+            conditions,
+        )
+        self._warn_of_rounding(placements, leaves, state, rates)
+        return state
+
+    def draw(self, placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
+        """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
+        leaves = list(placements)
+        live = [n for n, j in enumerate(leaves) if g[j] is not None and placements[j].sources]
+        for n in live:
+            kept = state.memory[n]
+            _checks.alike(
+                f"updates: leaf {leaves[n]}", g[leaves[n]], "the state has", kept.shape[1:], kept.dtype, kept.device
+            )
+        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves])
+        temperature = self._now(state.count)
+        noise: dict[int, Tensor] = {}
+        scales: dict[int, Tensor] = {}
+        memory, conditions = list(state.memory), list(state.conditions)
+        cache: dict[Any, Any] = {}
+        for n in live:
+            j = leaves[n]
+            placement = placements[j]
+            before = conditions[n] if conditions else None
+            key = (placement, id(before), *(id(rates[i][j]) for i in placement.rates_before + placement.rates_after))
+            if key not in cache:
+                cache[key] = self._coefficients(placement, temperature, before, rates, j)
+            coefficients, scale, after = cache[key]
+            e, new = _run(placement, coefficients, draws[n], list(memory[n]), gains, j)
+            noise[j] = e
+            if scale is not None:
+                scales[j] = scale
+            if new:
+                new = torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)
+                memory[n] = memory[n].copy_(new) if inplace else new
+            if after is not None:
+                conditions[n] = after
+        if inplace:
+            conditions = _in_place(state.conditions, conditions)
+        count = state.count.add_(1) if inplace else state.count + 1
+        injection = Injection(
+            noise, {j: placements[j].at for j in noise}, None if self.is_static else temperature > 0, scales or None
+        )
+        return injection, LangevinNoiseState(state.key, count, tuple(memory), tuple(conditions))
+
+    def _now(self, count: Tensor):
+        if self.is_static:
+            return float(self.temperature)
+        value = self.temperature(count) if callable(self.temperature) else self.temperature
+        return torch.as_tensor(value, dtype=torch.float64, device=count.device).detach()
+
+    def _changes(self, placement) -> bool:
+        return not self.is_static or bool(placement.rates_before or placement.rates_after)
+
+    def _coefficients(self, placement, temperature, before, rates, j):
+        """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""
+        if before is None:
+            return [s.process.coefficients(Conditions(temperature), None)[0] for s in placement.sources], None, None
+        one = torch.ones((), dtype=torch.float64, device=before.device)
+        gain_before = _product(one, (rates[i][j] for i in placement.rates_before))
+        gain_after = _product(one, (rates[i][j] for i in placement.rates_after))
+        moves = (gain_before > 0) & (gain_after > 0)  # lr = 0 keeps the velocity at the level it was brought to
+        temperature = one * temperature
+        now = Conditions(
+            temperature,
+            torch.where(moves, gain_before / torch.where(moves, gain_after, one), before[1]),
+            torch.where(moves, gain_before * gain_before, before[2]),
+        )
+        previous = Conditions(*before.unbind())
+        coefficients, scale = [], None
+        for source in placement.sources:
+            c, s = source.process.coefficients(now, previous)
+            coefficients.append(c)
+            scale = s if s is not None else scale
+        if scale is not None:
+            scale = torch.where(temperature > 0, scale, one)
+        return coefficients, scale, torch.stack(list(now))
+
+    def _warn_of_rounding(self, placements, leaves, state, rates) -> None:
+        """Say so where a step's noise is smaller than half the spacing of the parameters' numbers."""
+        low = [j for j in placements if leaves[j] is not None and leaves[j].dtype in (torch.bfloat16, torch.float16)]
+        for j in low:
+            placement = placements[j]
+            before = state.conditions[0] if state.conditions else None
+            coefficients, _, _ = self._coefficients(placement, self._now(state.count), before, rates, j)
+            ones = torch.ones((), dtype=torch.float64)
+            e = [
+                s.process.step([ones] * s.process.draws, [ones] * s.process.memory, c)[0]
+                for s, c in zip(placement.sources, coefficients)
+            ]
+            gain = math.prod((float(rates[i][j]) for i in placement.rates_after), start=placement.gain_after)
+            step = float(sum(e)) * gain
+            size = float(leaves[j].detach().abs().float().mean())
+            if 0 < step < torch.finfo(leaves[j].dtype).eps * size / 2:
+                warnings.warn(
+                    f"inject_langevin_noise: leaf {j} is {leaves[j].dtype} with entries near {size:.2g}, and a step's noise "
+                    f"of about {step:.2g} would round away; keep float32 master parameters",
+                    stacklevel=4,
+                )
+                return
+
+    def __str__(self) -> str:
+        words = [_checks.show(self.temperature)]
+        words += [f"order={self.order}"] if self.order != 2 else []
+        words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
+        return f"inject_langevin_noise({', '.join(words)})"
+
+
+def inject_langevin_noise(
+    temperature: Temperature,
+    *,
+    order: int = 2,
+    lr: float | None = None,
+    momentum: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
+
+    With a loss that is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; an unnormalised
+    loss takes ``temperature = 1``. The noise is derived from the links around it when ``init`` is called, so the
+    position among linear links does not matter; it must stand behind non-linear ones (clipping, Adam's scaling).
+
+    Args:
+        temperature: number, 0-d tensor (read at every update) or schedule ``count -> temperature``. The number 0 makes
+            this the identity, without state or draw; a tensor or schedule that is 0 leaves the gradient's bits alone.
+        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1: white
+            noise of the same level (SGLD, SGHMC), bias of first order.
+        lr: only inside plain ``torchopt.chain``, whose links cannot see each other: the chain's learning rate. The
+            noise then acts where it is written, which must be before the momentum.
+        momentum: likewise, the chain's momentum.
+        generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
+
+    Returns:
+        A link. Its state holds one draw for each parameter (order 2).
+
+    Raises:
+        ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.chain(bc.inject_langevin_noise(0.5), bc.scale_by_neg_lr(0.1))
+        >>> tx
+        chain(
+            inject_langevin_noise(0.5),  # acts here, matched to F = 0.1
+            scale_by_neg_lr(0.1),
+        )
+    """
+    _checks.temperature(temperature)
+    if order not in (1, 2):
+        raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
+    if lr is not None:
+        _checks.positive("inject_langevin_noise: lr", lr)
+        _checks.momentum("inject_langevin_noise: momentum", momentum)
+    elif momentum:
+        raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
+    if isinstance(temperature, int):
+        temperature = float(temperature)
+    return Chain((LangevinNoise(temperature, order, lr, momentum, generator),))
+
+
+def _in_place(old: tuple, new: list) -> list:
+    """``new`` written into the tensors of ``old``, wherever all leaves that share one agree on its next value."""
+    values: dict[int, set[int]] = {}
+    for o, c in zip(old, new):
+        values.setdefault(id(o), set()).add(id(c))
+    return [o.copy_(c) if o is not c and len(values[id(o)]) == 1 else c for o, c in zip(old, new)]
+
+
+def _product(start: Tensor, factors) -> Tensor:
+    for factor in factors:
+        start = start * factor.detach()
+    return start
+
+
+def _run(placement, coefficients, xi: list[Tensor], memory: list[Tensor], gains, j: int):
+    """The noise of one leaf, summed over its sources, and its new memory."""
+    total, new, dtype = None, [], xi[0].dtype
+    for source, c in zip(placement.sources, coefficients):
+        process = source.process
+        mine, xi = xi[: process.draws], xi[process.draws :]
+        kept, memory = memory[: process.memory], memory[process.memory :]
+        e, remembered = process.step(mine, kept, c)
+        new += remembered
+        for i in source.before:
+            e = e * gains[i][j].sqrt()
+        for i in source.after:
+            e = e / gains[i][j].sqrt()
+        total = e if total is None else total + e
+    return total.to(dtype), [x.to(dtype) for x in new]

@@ -1,0 +1,111 @@
+"""Scaling by a step size: a number, a tensor that is read at every update, or a schedule of the update count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchopt.base import EmptyState
+
+from bayesopt_chain import _checks, _counters
+from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._leafwise import each
+from bayesopt_chain._response import Linear, Rate, Response
+
+ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
+
+
+class ScaleByScheduleState(NamedTuple):
+    """Updates seen by each leaf: 0-d int64 tensors."""
+
+    count: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Scale(Rule):
+    """Multiply by ``sign * step_size``."""
+
+    step_size: ScalarOrSchedule
+    sign: int = 1
+
+    @property
+    def is_schedule(self) -> bool:
+        return callable(self.step_size) and not torch.is_tensor(self.step_size)
+
+    @property
+    def response(self) -> Response:
+        if self.is_schedule or torch.is_tensor(self.step_size):
+            return Rate(self.sign)
+        return Linear((float(self.sign * self.step_size),))
+
+    def init(self, params):
+        return ScaleByScheduleState(_counters.zeros(params)) if self.is_schedule else EmptyState()
+
+    def rate(self, state, n: int) -> list[Tensor]:
+        """Magnitude of the gain now, for each of ``n`` leaves."""
+        if self.is_schedule:
+            return _counters.each(lambda c: torch.as_tensor(self.step_size(c), dtype=torch.float64), state.count)
+        return [self.step_size] * n
+
+    def update(self, g, state, params, ctx):
+        if self.is_schedule:
+            factors = _counters.each(self._signed, state.count)
+            state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
+        else:
+            factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
+        return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, factors), state
+
+    def _signed(self, count: Tensor):
+        return -self.step_size(count) if self.sign < 0 else self.step_size(count)
+
+    def __str__(self) -> str:
+        shown = _checks.show(self.step_size)
+        return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
+
+
+def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
+    """Multiply by ``-lr``: the link that turns gradients into a descent.
+
+    Args:
+        lr: learning rate: a number, a 0-d tensor read at every update (so that it can change under a captured step), or
+            a schedule ``count -> lr`` of the number of updates so far.
+
+    Raises:
+        ValueError: a negative number.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_neg_lr(0.5)
+        >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
+        [tensor([-0.5000, -0.5000])]
+    """
+    if not (callable(lr) or lr >= 0.0):
+        raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
+    return Chain((Scale(lr, -1),))
+
+
+def scale(step_size: float) -> Chain:
+    """Multiply by ``step_size``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale(2.0)
+        >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
+        [tensor([2., 2.])]
+    """
+    return Chain((Scale(step_size),))
+
+
+def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
+    """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_schedule(lambda count: 1 / (1 + count))
+        >>> tx.update([torch.ones(1)], tx.init([torch.ones(1)]), inplace=False)[0]
+        [tensor([1.])]
+    """
+    return Chain((Scale(step_size_fn),))

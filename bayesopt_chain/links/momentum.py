@@ -1,0 +1,102 @@
+r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
+
+As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _counters
+from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._leafwise import each, keep, zeros_like
+from bayesopt_chain._response import Linear, Response
+
+
+class TraceState(NamedTuple):
+    """Velocity of each leaf; with dampening also how many gradients it has seen (else ``count`` is empty)."""
+
+    trace: tuple[Tensor, ...]
+    count: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Momentum(Rule):
+    """The rule behind :func:`add_momentum`."""
+
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    moment_requires_grad: bool = False
+
+    @property
+    def response(self) -> Response:
+        mu = float(self.momentum)
+        b = (1.0 + mu, -mu) if self.nesterov else (1.0 - self.dampening,)
+        return Linear(b, (1.0, -mu))
+
+    def init(self, params):
+        count = _counters.zeros(params) if self.dampening else ()
+        return TraceState(zeros_like(params, requires_grad=self.moment_requires_grad), count)
+
+    def update(self, g, state, params, ctx):
+        mu, alpha = self.momentum, 1.0 - self.dampening
+        before = ctx.scaled(state.trace)
+
+        def plain(t: Tensor, x: Tensor) -> Tensor:
+            return (t.mul_(mu) if ctx.inplace else t.mul(mu)).add_(x)
+
+        def dampened(t: Tensor, x: Tensor, count: Tensor) -> Tensor:
+            out = torch.where(count == 0, t + x, t.mul(mu).add_(x, alpha=alpha))
+            return t.copy_(out) if ctx.inplace else out
+
+        trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
+        state = TraceState(trace, _counters.increment(state.count, g, ctx.inplace))
+        if self.nesterov:
+            return each(lambda x, t: (x.add_ if ctx.inplace else x.add)(t, alpha=mu), g, trace), state
+        return each(lambda x, t: x.copy_(t) if ctx.inplace else t.clone(), g, trace), state
+
+    def __str__(self) -> str:
+        words = [repr(self.momentum)]
+        words += [f"dampening={self.dampening}"] if self.dampening else []
+        words += ["nesterov=True"] if self.nesterov else []
+        return f"add_momentum({', '.join(words)})"
+
+
+def add_momentum(
+    momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, *, moment_requires_grad: bool = False
+) -> Chain:
+    """Accumulate gradients into a velocity, as ``torch.optim.SGD`` does.
+
+    Args:
+        momentum: decay ``mu`` of the velocity; 0 makes this the identity. Below 1 where noise is injected.
+        dampening: the gradient enters with weight ``1 - dampening``, the first one with weight 1.
+        nesterov: return ``g + mu v`` instead of ``v``; needs a momentum and no dampening.
+        moment_requires_grad: create the velocity with ``requires_grad=True``, for meta-learning.
+
+    Returns:
+        A link whose state is one tensor like each parameter.
+
+    Raises:
+        ValueError: negative momentum; Nesterov without momentum or with dampening.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.add_momentum(0.5)
+        >>> state = tx.init([torch.zeros(1)])
+        >>> for _ in range(2):
+        ...     updates, state = tx.update([torch.ones(1)], state, inplace=False)
+        >>> updates
+        [tensor([1.5000])]
+    """
+    if not momentum >= 0.0:
+        raise ValueError(f"Invalid momentum value: {momentum}; it must not be negative")
+    if nesterov and (momentum <= 0.0 or dampening != 0.0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+    if momentum == 0.0:
+        return Chain(())
+    return Chain((Momentum(momentum, dampening, nesterov, moment_requires_grad),))

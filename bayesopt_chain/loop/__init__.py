@@ -1,0 +1,1 @@
+"""The training loop's one step, and many chains of it at once."""

@@ -1,0 +1,1 @@
+"""TorchOpt's optimizers with a temperature: functions in ``functional``, classes in ``classes``."""

@@ -1,0 +1,1 @@
+"""Named samplers: chains of links and nothing else, one family in each file."""

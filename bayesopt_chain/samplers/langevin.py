@@ -1,0 +1,137 @@
+r"""Langevin samplers: SGLD (Welling and Teh, 2011) and SGHMC (Chen, Fox and Guestrin, 2014) as chains.
+
+With ``lr`` and ``momentum`` in SGD's sense,
+
+    order 1:  v <- mu v + g + sqrt(2 T (1 - mu) / lr) xi_t,                     theta <- theta - lr v
+    order 2:  v <- mu v + g + sqrt(2 T (1 - mu) / lr) (xi_t + xi_{t-1}) / 2,    theta <- theta - lr v.
+
+``mu = 0`` is SGLD; its order 2 is the Leimkuhler-Matthews scheme. Order 2 with momentum is BAOA: kick, half drift,
+Ornstein-Uhlenbeck, half drift, with one gradient a step. On a quadratic loss of curvature ``h`` the stationary variance is
+``T / h`` for order 2 and too large by the factor ``1 + y / (2 (1 + mu) - y)``, ``y = lr h``, for order 1.
+
+The parametrisation of SGHMC by step ``lr``, friction ``alpha``, mass-like ``sigma`` and noise ``beta``,
+
+    theta' = theta + eps sigma^-2 m,   m' = m - eps (g + sigma^-2 alpha m) + N(0, eps T (2 alpha - eps T beta)),
+
+is SGD with momentum once ``v = -m / (eps)``: ``momentum = 1 - eps alpha / sigma^2`` and ``lr = eps^2 / sigma^2``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bayesopt_chain import _checks
+from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
+from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.links.momentum import add_momentum
+
+
+def sgld(
+    lr: ScalarOrSchedule, *, temperature: Temperature, order: int = 2, generator: torch.Generator | None = None
+) -> Chain:
+    """Stochastic gradient Langevin dynamics. At ``temperature=0`` it is SGD.
+
+    Args:
+        lr: learning rate, as in SGD: number, 0-d tensor or schedule.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default.
+        order: 2 (Leimkuhler-Matthews) or 1 (classical).
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds one tensor for each parameter (order 2) or none (order 1).
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.sgld(0.1, temperature=0.5)
+        chain(
+            inject_langevin_noise(0.5),  # acts here, matched to F = 0.1
+            scale_by_neg_lr(0.1),
+        )
+    """
+    return chain(inject_langevin_noise(temperature, order=order, generator=generator), scale_by_neg_lr(lr))
+
+
+def sghmc(
+    lr: ScalarOrSchedule,
+    momentum: float = 0.9,
+    *,
+    temperature: Temperature,
+    order: int = 2,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Stochastic gradient Hamiltonian Monte Carlo. At ``temperature=0`` it is SGD with momentum.
+
+    Args:
+        lr: learning rate, as in SGD: number, 0-d tensor or schedule.
+        momentum: in [0, 1); ``1 - momentum`` is the friction.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default.
+        order: 2 (BAOA, exact on quadratics) or 1 (classical).
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds two tensors for each parameter (order 2) or one (order 1).
+
+    Raises:
+        ValueError: momentum outside [0, 1), at ``init``, if the temperature is not the number 0.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sghmc(0.1, temperature=1 / 500), {"w": torch.zeros(2)}
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params=params)
+    """
+    return chain(
+        add_momentum(momentum),
+        inject_langevin_noise(temperature, order=order, generator=generator),
+        scale_by_neg_lr(lr),
+    )
+
+
+def sghmc_from_friction(lr: float, alpha: float, sigma: float = 1.0) -> dict[str, float]:
+    """``lr`` and ``momentum`` of the SGHMC with step ``lr``, friction ``alpha`` and momentum scale ``sigma``.
+
+    The noise parameter ``beta`` of that parametrisation (an estimate of the gradient noise to subtract) has no
+    counterpart: gradient noise is not subtracted here.
+
+    Args:
+        lr: step size ``eps``, positive. alpha: friction, with ``0 < eps alpha / sigma^2 <= 1``. sigma: positive.
+
+    Returns:
+        ``{"lr": eps^2 / sigma^2, "momentum": 1 - eps alpha / sigma^2}``, keywords of :func:`sghmc`.
+
+    Raises:
+        ValueError: the friction is too strong for the step, so that the momentum would be negative.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.sghmc_from_friction(lr=0.1, alpha=1.0)
+        {'lr': 0.010000000000000002, 'momentum': 0.9}
+    """
+    for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma)):
+        _checks.positive(f"sghmc_from_friction: {name}", value)
+    momentum = 1.0 - lr * alpha / sigma**2
+    if momentum < 0:
+        raise ValueError(
+            f"sghmc_from_friction: lr * alpha / sigma^2 = {1 - momentum:.3g} exceeds 1, so the momentum would be negative; "
+            "lower lr or alpha"
+        )
+    return {"lr": lr**2 / sigma**2, "momentum": momentum}
+
+
+def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0) -> dict[str, float]:
+    """The inverse of :func:`sghmc_from_friction`: ``{"lr": eps, "alpha": friction, "sigma": sigma}``.
+
+    Args:
+        lr, momentum: of :func:`sghmc`. sigma: the momentum scale to express them in, positive.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> there = bc.sghmc_to_friction(0.01, 0.9)
+        >>> {k: round(v, 12) for k, v in there.items()}
+        {'lr': 0.1, 'alpha': 1.0, 'sigma': 1.0}
+    """
+    _checks.positive("sghmc_to_friction: lr", lr)
+    _checks.positive("sghmc_to_friction: sigma", sigma)
+    _checks.momentum("sghmc_to_friction: momentum", momentum)
+    eps = sigma * lr**0.5
+    return {"lr": eps, "alpha": (1.0 - momentum) * sigma**2 / eps, "sigma": sigma}

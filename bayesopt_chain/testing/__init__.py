@@ -1,0 +1,20 @@
+"""Property tests for your own links and samplers: what this library's tests are made of.
+
+``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its optimizer at
+T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a linear sampler
+samples; :mod:`bayesopt_chain.testing.strategies` draws trees, gradients and hyperparameters for Hypothesis.
+"""
+
+from bayesopt_chain.testing._laws import LAWS, assert_laws
+from bayesopt_chain.testing._lyapunov import NormalProbe, Unstable, stationary_covariance
+from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
+
+__all__ = [
+    "LAWS",
+    "NormalProbe",
+    "Unstable",
+    "assert_bitwise_equal",
+    "assert_laws",
+    "assert_zero_temperature_limit",
+    "stationary_covariance",
+]

@@ -1,0 +1,242 @@
+"""The laws every link and sampler obeys, as one list: a new one gets its tests by being listed.
+
+A law is a function of ``build``, which takes no argument and returns the transformation.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch
+
+from bayesopt_chain.loop.parallel import stack
+from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, example_params, run, smooth_gradient
+
+Build = Callable[[], Any]
+
+
+def updates_keep_dtype_and_shape(build: Build) -> None:
+    """float32 and float64 in, the same out, for updates and state alike over several steps."""
+    for dtype in (torch.float32, torch.float64):
+        params = example_params(dtype)
+        tx = build()
+        state = tx.init(params)
+        signature = _signature(state)
+        for _ in range(3):
+            updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+            for u, p in zip(optree.tree_leaves(updates), optree.tree_leaves(params)):
+                assert u.dtype == p.dtype and u.shape == p.shape, (
+                    f"{u.dtype}{tuple(u.shape)} for {p.dtype}{tuple(p.shape)}"
+                )
+                assert torch.isfinite(u).all(), "the update is not finite"
+            assert _signature(state) == signature, "the state's structure, shapes or dtypes changed"
+
+
+def states_hold_only_tensors(build: Build) -> None:
+    """No ``None`` and no Python number hides in the state, so that it stacks, saves and captures."""
+    state = build().init(example_params())
+    for leaf in optree.tree_leaves(state, none_is_leaf=True):
+        assert torch.is_tensor(leaf), f"the state holds {leaf!r}"
+
+
+def the_same_state_gives_the_same_update(build: Build) -> None:
+    """State and gradient determine the update, twice over."""
+    tx, params, state = _underway(build)
+    first = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+    second = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+    assert_bitwise_equal(first, second, "two updates from one state")
+
+
+def pure_updates_touch_nothing(build: Build) -> None:
+    """``inplace=False`` leaves gradients, parameters and state as they were."""
+    tx, params, state = _underway(build)
+    grads = smooth_gradient(params)
+    before = copy.deepcopy((grads, params, state))
+    tx.update(grads, state, params=params, inplace=False)
+    assert_bitwise_equal((grads, params, state), before, "arguments of a pure update")
+
+
+def in_place_equals_pure(build: Build) -> None:
+    """Both modes move the parameters alike, bit for bit."""
+    params = example_params()
+    pure, _ = run(build(), params, smooth_gradient, 6)
+    inplace, _ = run(build(), params, smooth_gradient, 6, inplace=True)
+    assert_bitwise_equal(inplace, pure, "parameters")
+
+
+def in_place_keeps_the_state_tensors(build: Build) -> None:
+    """``inplace=True`` writes into the tensors of the state and never replaces them."""
+    tx, params, state = _underway(build)
+    before = [t.data_ptr() for t in optree.tree_leaves(state) if t.numel()]
+    _, after = tx.update(smooth_gradient(params), state, params=params, inplace=True)
+    assert before == [t.data_ptr() for t in optree.tree_leaves(after) if t.numel()], "a state tensor was replaced"
+
+
+def copies_and_pickles_continue_exactly(build: Build) -> None:
+    """deepcopy and pickle of the state, and a second transformation, go on as the original does, noise included."""
+    tx, params, state = _underway(build)
+    want = _go_on(tx, params, state)
+    for how, (other, twin) in {
+        "deepcopy": (tx, copy.deepcopy(state)),
+        "pickle": (tx, pickle.loads(pickle.dumps(state))),
+        "another transformation": (build(), state),
+    }.items():
+        assert_bitwise_equal(_go_on(other, params, twin), want, how)
+
+
+def init_starts_afresh(build: Build) -> None:
+    """A second ``init`` of one transformation starts as the first did, whatever happened in between."""
+    tx, params = build(), example_params()
+    first, _ = run(tx, params, smooth_gradient, 4)
+    second, _ = run(tx, params, smooth_gradient, 4)
+    assert_bitwise_equal(second, first, "the run after a second init")
+
+
+def tree_structure_does_not_matter(build: Build) -> None:
+    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike."""
+    params = example_params()
+    want = optree.tree_leaves(run(build(), params, smooth_gradient, 4)[0])
+    a, b, c = optree.tree_leaves(params)
+    for tree in ([a, b, c], (a, (b, [c])), {"x": {"y": a}, "z": (b, c)}):
+        assert_bitwise_equal(
+            run(build(), tree, smooth_gradient, 4)[0], want, f"structure {optree.tree_structure(tree)}"
+        )
+
+
+def a_bare_tensor_is_a_tree(build: Build) -> None:
+    """One tensor works like a tree of one leaf."""
+    p = example_params()["weight"]
+    assert_bitwise_equal(
+        run(build(), p, smooth_gradient, 3)[0], run(build(), [p], smooth_gradient, 3)[0], "a bare tensor"
+    )
+
+
+def a_missing_gradient_leaves_its_leaf_alone(build: Build) -> None:
+    """``None`` gives no update and keeps that leaf's part of the state; the next gradient finds it as it was."""
+    for inplace in (False, True):
+        tx, params, state = _underway(build)
+        grads = smooth_gradient(params)
+        updates, skipped = tx.update({**grads, "scale": None}, state, params=params, inplace=inplace)
+        assert updates["scale"] is None, "a leaf without gradient was updated"
+        assert updates["bias"] is not None and updates["weight"] is not None
+        again, _ = tx.update(smooth_gradient(params), skipped, params=params, inplace=inplace)
+        assert all(torch.isfinite(u).all() for u in optree.tree_leaves(again))
+
+
+def absent_parameters_are_skipped(build: Build) -> None:
+    """``None`` in the parameter tree is no parameter."""
+    params = {**example_params(), "absent": None}
+    tx = build()
+    state = tx.init(params)
+    grads = {**smooth_gradient(example_params()), "absent": None}
+    updates, _ = tx.update(grads, state, params=params, inplace=False)
+    assert updates["absent"] is None and updates["weight"].shape == (2, 3)
+
+
+def stacked_equals_looped(build: Build) -> None:
+    """Chains under ``vmap`` move as each does alone: to one rounding of each operation."""
+    singles = [optree.tree_map(lambda p, i=i: p + 0.1 * i, example_params()) for i in range(3)]
+    tx = build()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        states = [tx.init(p) for p in singles]
+
+    def advance(params, state):
+        updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+        return optree.tree_map(torch.add, params, updates), state
+
+    params, state = stack(singles), stack(states)
+    for _ in range(3):
+        params, state = torch.vmap(advance)(params, state)
+        for i in range(3):
+            singles[i], states[i] = advance(singles[i], states[i])
+    for x, y in zip(optree.tree_leaves((params, state)), optree.tree_leaves((stack(singles), stack(states)))):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def unknown_keywords_are_refused(build: Build) -> None:
+    """A keyword that no link takes is a ``TypeError``."""
+    tx, params, state = _underway(build)
+    try:
+        tx.update(smooth_gradient(params), state, params=params, inplace=False, no_such_keyword=1)
+    except TypeError:
+        return
+    raise AssertionError("an unknown keyword was accepted")
+
+
+def updates_can_be_differentiated(build: Build) -> None:
+    """A pure update keeps the graph from gradient to update."""
+    tx, params, state = _underway(build)
+    grads = optree.tree_map(lambda g: g.clone().requires_grad_(), smooth_gradient(params))
+    updates, _ = tx.update(grads, state, params=params, inplace=False)
+    total = sum(u.sum() for u in optree.tree_leaves(updates))
+    for g in torch.autograd.grad(total, optree.tree_leaves(grads)):
+        assert torch.isfinite(g).all() and (g != 0).any(), "no gradient flows through the update"
+
+
+LAWS: tuple[Callable[[Build], None], ...] = (
+    updates_keep_dtype_and_shape,
+    states_hold_only_tensors,
+    the_same_state_gives_the_same_update,
+    pure_updates_touch_nothing,
+    in_place_equals_pure,
+    in_place_keeps_the_state_tensors,
+    copies_and_pickles_continue_exactly,
+    init_starts_afresh,
+    tree_structure_does_not_matter,
+    a_bare_tensor_is_a_tree,
+    a_missing_gradient_leaves_its_leaf_alone,
+    absent_parameters_are_skipped,
+    stacked_equals_looped,
+    unknown_keywords_are_refused,
+    updates_can_be_differentiated,
+)
+
+
+def assert_laws(build: Build, *, skip: Iterable[Callable] = ()) -> None:
+    """Run every law on what ``build()`` returns.
+
+    Args:
+        build: makes the transformation; called several times. It must accept any parameter tree.
+        skip: laws that do not apply to it, from ``LAWS``.
+
+    Raises:
+        AssertionError: naming the law.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> assert_laws(lambda: bc.sghmc(0.1, temperature=0.01))
+    """
+    for law in LAWS:
+        if law not in tuple(skip):
+            try:
+                law(build)
+            except AssertionError as err:
+                raise AssertionError(f"{law.__name__}: {err}") from None
+
+
+def _underway(build: Build, steps: int = 2):
+    """A transformation, parameters and state after a few steps."""
+    tx, params = build(), example_params()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+        params = optree.tree_map(torch.add, params, updates)
+    return tx, params, state
+
+
+def _go_on(tx, params, state, steps: int = 3):
+    for _ in range(steps):
+        updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+        params = optree.tree_map(torch.add, params, updates)
+    return params
+
+
+def _signature(state) -> list:
+    return [optree.tree_structure(state), *((t.dtype, t.shape) for t in optree.tree_leaves(state))]

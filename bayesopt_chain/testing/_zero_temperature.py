@@ -1,0 +1,127 @@
+r"""The zero-temperature limit, as a definition and a check.
+
+A sampler ``build(T)`` has the limit ``reference`` if
+
+1. ``build(0.0)`` makes the same updates as ``reference``, bit for bit, and draws no random number;
+2. ``build(tensor(0.0))`` makes updates of the same value;
+3. with common noise, ``|theta_T - theta_0|`` grows as ``T^(1/2)``: the slope of its logarithm, fitted over
+   ``T = 1e-12 ... 1e-6``, is 0.5 within 0.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torchopt
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The tensor's bits as integers, so that -0.0 differs from 0.0."""
+    return x.detach().contiguous().view(_INTEGERS[x.element_size()])
+
+
+def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
+    """Two trees with the same leaves, bit for bit.
+
+    Example:
+        >>> import torch
+        >>> assert_bitwise_equal([torch.zeros(2)], [torch.zeros(2)])
+    """
+    a, b = optree.tree_leaves(ours), optree.tree_leaves(theirs)
+    assert len(a) == len(b), f"{what}: {len(a)} leaves against {len(b)}"
+    for i, (x, y) in enumerate(zip(a, b)):
+        assert x.dtype == y.dtype and x.shape == y.shape, (
+            f"{what}, leaf {i}: {x.dtype}{x.shape} against {y.dtype}{y.shape}"
+        )
+        if not torch.equal(bits(x), bits(y)):
+            worst = (x.double() - y.double()).abs().max().item()
+            raise AssertionError(f"{what}, leaf {i}: bits differ, by up to {worst:.3g}")
+
+
+def smooth_gradient(params: Any) -> Any:
+    """Gradient of ``sum(theta^2 / 2 + theta^4 / 10 + 0.3 cos(2 theta + 1))``, a smooth loss that is not quadratic."""
+    return optree.tree_map(lambda p: p + 0.4 * p**3 - 0.6 * torch.sin(2 * p + 1), params)
+
+
+def example_params(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """A small tree with a matrix, a vector and a 0-d leaf."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"bias": (3,), "scale": (), "weight": (2, 3)}
+    return {k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()}
+
+
+def run(tx: Any, params: Any, gradient: Callable, steps: int, inplace: bool = False, seed: int = 0) -> tuple[Any, list]:
+    """Final parameters and all updates of ``steps`` steps, the key being drawn after ``torch.manual_seed(seed)``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        state = tx.init(params)
+    params = optree.tree_map(torch.clone, params)
+    history = []
+    for _ in range(steps):
+        updates, state = tx.update(gradient(params), state, params=params, inplace=inplace)
+        history.append(optree.tree_map(torch.clone, updates))
+        params = torchopt.apply_updates(params, updates, inplace=inplace)
+    return params, history
+
+
+def assert_zero_temperature_limit(
+    build: Callable[[Any], Any],
+    reference: Any,
+    *,
+    params: Any = None,
+    gradient: Callable[[Any], Any] = smooth_gradient,
+    steps: int = 12,
+    seed: int = 0,
+) -> None:
+    """Check that a sampler is ``reference`` at temperature zero, and how it departs from it.
+
+    Args:
+        build: ``temperature -> sampler``; called with the number 0, a 0-d tensor and small positive numbers.
+        reference: the optimizer, or a function that returns a fresh one (TorchOpt's momentum remembers its first call).
+        params: tree of parameters (default: a float64 dict with a matrix, a vector and a 0-d leaf).
+        gradient: smooth gradient field, ``params -> tree``.
+        steps: number of steps compared.
+        seed: of the common noise.
+
+    Raises:
+        AssertionError: naming the part of the definition that fails.
+
+    Example:
+        >>> import bayesopt_chain as bc, torchopt
+        >>> assert_zero_temperature_limit(lambda t: bc.sghmc(0.1, temperature=t), lambda: torchopt.sgd(0.1, momentum=0.9))
+    """
+    params = example_params() if params is None else params
+
+    def fresh():
+        return reference() if callable(reference) and not hasattr(reference, "update") else reference
+
+    for inplace in (False, True):
+        _, want = run(fresh(), params, gradient, steps, inplace)
+        before = torch.random.get_rng_state()
+        _, got = run(build(0.0), params, gradient, steps, inplace)
+        assert torch.equal(before, torch.random.get_rng_state()), "temperature=0.0 drew a random number"
+        assert_bitwise_equal(got, want, f"updates at temperature=0.0 (inplace={inplace})")
+        _, got = run(build(torch.zeros((), dtype=torch.float64)), params, gradient, steps, inplace)
+        for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want)):
+            assert torch.equal(x, y), f"updates at temperature=tensor(0.) differ in value (inplace={inplace})"
+
+    cold, _ = run(fresh(), params, gradient, steps)
+    points = []
+    for exponent in range(-12, -5):
+        warm, _ = run(build(10.0**exponent), params, gradient, steps, seed=seed)
+        gap = sum(((x - y).double() ** 2).sum() for x, y in zip(optree.tree_leaves(warm), optree.tree_leaves(cold)))
+        points.append((exponent, 0.5 * torch.log10(gap).item()))
+    slope = _slope(points)
+    assert abs(slope - 0.5) < 0.05, f"|theta_T - theta_0| grows as T^{slope:.3f}, not T^0.5"
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    n = len(points)
+    mx, my = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)
