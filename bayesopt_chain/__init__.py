@@ -1,8 +1,8 @@
 """Gradient-transformation chains for PyTorch that sample.
 
-An optimizer is a chain of gradient transformations; a sampler is the same chain with the right noise in it. Build chains of
-links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``, ``bc.Adam``), or a named sampler
-(``bc.sghmc``); temperature 0 is the optimizer, to the last bit.
+An optimizer is a chain of gradient transformations; a sampler is the same chain with the right noise in it. Build
+chains of links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``, ``bc.Adam``), or a named
+sampler (``bc.sghmc``); temperature 0 is the optimizer, to the last bit.
 """
 
 from bayesopt_chain import _response as response

@@ -1,4 +1,5 @@
-"""TorchOpt's own links in our chains: those whose effect on the gradient is known are recognised, the rest run as they are.
+"""TorchOpt's own links in our chains: those whose effect on the gradient is known are recognised, the rest run as
+they are.
 
 TorchOpt's transformations are closures, recognised by the name of their ``update`` and read through its cells.
 """

@@ -29,7 +29,9 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
 
 
 def normals(key: Tensor, step: Tensor, templates: Sequence[Tensor], draws: Sequence[int]) -> list[list[Tensor]]:
-    """Standard normals: ``draws[i]`` tensors for every leaf ``i``, each like one slice ``templates[i][0]`` along axis 0."""
+    """Standard normals: ``draws[i]`` tensors for every leaf ``i``, each like one slice ``templates[i][0]`` along
+    axis 0.
+    """
     out: list[list[Tensor]] = [[] for _ in templates]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, (t, n) in enumerate(zip(templates, draws)):

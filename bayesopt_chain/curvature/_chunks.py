@@ -104,6 +104,12 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     return Plan(names, taps.uses, sorted(reasons), reasons, taps.shapes, taps.outputs, outputs)
 
 
+def require_separate(forward: Forward, params: Tree, batch: Any, plan: Plan) -> None:
+    """Raise where the last datum's outputs are others beside the one before it than alone."""
+    n = batch_size(batch)
+    _require_separate(forward(params, part(batch, max(0, n - 2), n)), plan)
+
+
 def untap(plan: Plan, leaves: dict[int, str]) -> Plan:
     """Return a plan in which these leaves, named with their reasons, are not tapped."""
     reasons = {**plan.reasons, **leaves}
@@ -214,11 +220,6 @@ def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: 
     else:
         (outputs, (inputs, tapped_outputs)), pull = run(zeros), None
     taps = late[-1]
-    if outputs.shape != (b, *plan.probe.shape[1:]):
-        raise ValueError(
-            f"forward returned {tuple(outputs.shape)} for {b} data but {tuple(plan.probe.shape)} for one: "
-            "return outputs [B, *event]"
-        )
     if compare:
         _require_separate(outputs, plan)
         plan = untap(plan, {**taps.untapped, **_misplaced(taps, tapped_outputs, plan)})
@@ -228,6 +229,11 @@ def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: 
 
 def _require_separate(outputs: Tensor, plan: Plan) -> None:
     """Raise where a datum's outputs are others in a batch than alone."""
+    if outputs.shape[1:] != plan.probe.shape[1:]:
+        raise ValueError(
+            f"forward returned {tuple(outputs.shape)} for a batch but {tuple(plan.probe.shape)} for one datum: "
+            "return outputs [B, *event]"
+        )
     if is_transformed(outputs):
         return
     scale = outputs.abs().max()

@@ -28,6 +28,7 @@ from bayesopt_chain.curvature._chunks import (
     part,
     plain_kernels,
     pull_back,
+    require_separate,
     unpack,
 )
 from bayesopt_chain.curvature._memory import require_dense_fits
@@ -189,6 +190,7 @@ def hessian(
         unpack(batch)
         like, n = shape_only(params), batch_size(batch)
         plan = make_plan(forward, params, batch)
+        require_separate(forward, params, batch, plan)
         if structure == "dense":
             require_dense_fits(size(params), common_dtype(params), plan.probe.device)
         activations = sum(leaf.numel() for leaf in plan.probe_outputs) + plan.probe.numel()
@@ -232,6 +234,7 @@ def _probed(
         unpack(batch)
         n = batch_size(batch)
         plan = make_plan(forward, params, batch)
+        require_separate(forward, params, batch, plan)
         activations = sum(leaf.numel() for leaf in plan.probe_outputs) + plan.probe.numel()
         data = max(1, min(n, (chunk_bytes or PRODUCT_BYTES) // (8 * activations * plan.probe.element_size())))
         total = optree.tree_map(torch.zeros_like, params)

@@ -150,7 +150,7 @@ def _summed_squares(g: Tensor) -> Tensor:
     """Sum `[K, ...]` squared over K without forming the squares of all K."""
     total = g[0].square()
     for one in g[1:]:
-        total.addcmul_(one, one)
+        total.add_(one * one)
     return total
 
 

@@ -81,7 +81,7 @@ class DenseSum(Structure):
         self.dtype = dtype
 
     def add(self, chunk: Chunk) -> None:
-        rows = torch.cat([row.flatten(1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
+        rows = torch.cat([row.reshape(row.shape[0], -1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
         self.matrix = rows.mT @ rows if self.matrix is None else self.matrix.addmm_(rows.mT, rows)
 
     def finish(self, count: Tensor) -> Dense:
@@ -99,7 +99,7 @@ class BlockSum(Structure):
 
     def add(self, chunk: Chunk) -> None:
         for index, row in enumerate(_rows(chunk, self.leaves)):
-            flat, matrix = row.flatten(1), self.matrices[index]
+            flat, matrix = row.reshape(row.shape[0], -1), self.matrices[index]
             self.matrices[index] = flat.mT @ flat if matrix is None else matrix.addmm_(flat.mT, flat)
 
     def finish(self, count: Tensor) -> Block:

@@ -134,14 +134,19 @@ def _require_separate(
             f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
             "without averaging over the batch"
         )
-    plain, labels = outputs.detach(), targets.detach()
-    while is_transformed(plain):
-        plain = torch._C._functorch.get_unwrapped(plain)
-    if plain.shape != outputs.shape or is_transformed(labels):
-        return  # inside vmap
+    plain, labels = _plain(outputs), _plain(targets)
+    if (plain.shape, labels.shape) != (outputs.shape, targets.shape):
+        return  # inside vmap, where one datum cannot be told from another
     alone, together = nll(plain[-1:], labels[-1:])[0], nll(plain, labels)[-1]
     if bool((alone - together).abs() > torch.finfo(plain.dtype).eps ** 0.5 * (1 + together.abs())):
         raise ValueError(
             "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
             "write a loss of one datum's outputs and target"
         )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values inside functorch's wrappers."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,12 +1,13 @@
-r"""Scalings that learn a diagonal ``P`` from the gradients they see: RMSprop, centred RMSprop, AdaGrad, Adam, AdaMax, RAdam.
+r"""Scalings that learn a diagonal ``P`` from the gradients they see: RMSprop, centred RMSprop, AdaGrad, Adam, AdaMax,
+RAdam.
 
-Each is ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)`` (``b1 = 0`` where there is none). ``P`` is made of
-the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to nothing else:
-noise that reached the second moment would heat itself.
+Each is ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)`` (``b1 = 0`` where there is none). ``P`` is
+made of the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to
+nothing else: noise that reached the second moment would heat itself.
 
-For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
-``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
-cure.
+For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is
+roughly ``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is
+the only exact cure.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ class LangevinNoise(Rule):
         return not self.is_static or bool(placement.rates_before or placement.rates_after)
 
     def _coefficients(self, placement, temperature, before, rates, j):
-        """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""
+        """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's
+        ``before``.
+        """
         if before is None:
             return [s.process.coefficients(Conditions(temperature), None)[0] for s in placement.sources], None, None
         one = torch.ones((), dtype=torch.float64, device=before.device)
@@ -202,7 +204,8 @@ def inject_langevin_noise(
     Args:
         temperature: number, 0-d tensor (read at every update) or schedule ``count -> temperature``. The number 0 makes
             this the identity, without state or draw; a tensor or schedule that is 0 leaves the gradient's bits alone.
-        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1: white
+        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1:
+        white
             noise of the same level (SGLD, SGHMC), bias of first order.
         lr: only inside plain ``torchopt.chain``, whose links cannot see each other: the chain's learning rate. The
             noise then acts where it is written, which must be before the momentum.

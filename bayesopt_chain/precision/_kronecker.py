@@ -107,7 +107,7 @@ class Kronecker(_Kronecker, Precision):
 
     def to_dense(self) -> Tensor:
         def block(left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
-            product = torch.kron(_matrix(left), _matrix(right)) / self._n(left)
+            product = _kron(_matrix(left), _matrix(right)) / self._n(left)
             return product + delta * torch.eye(product.shape[0], dtype=product.dtype, device=product.device)
 
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
@@ -183,7 +183,7 @@ class Eigenbasis(_Eigenbasis, Precision):
 
     def to_dense(self) -> Tensor:
         def block(u: Tensor, v: Tensor, values: Tensor) -> Tensor:
-            basis = torch.kron(_matrix(u), _matrix(v))
+            basis = _kron(_matrix(u), _matrix(v))
             return basis * values.reshape(-1) @ basis.mT
 
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
@@ -232,6 +232,12 @@ def _diag(factor: Tensor) -> Tensor:
 
 def _matrix(factor: Tensor) -> Tensor:
     return torch.diag(factor) if factor.ndim == 1 else factor
+
+
+def _kron(left: Tensor, right: Tensor) -> Tensor:
+    """Return the Kronecker product; torch.kron fails on matrices that eigh returns in column order."""
+    product = left[:, None, :, None] * right[None, :, None, :]
+    return product.reshape(left.shape[0] * right.shape[0], left.shape[1] * right.shape[1])
 
 
 def _as_matrices(tree: Tree, precision: Any) -> Tree:

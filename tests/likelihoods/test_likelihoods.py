@@ -72,19 +72,20 @@ def test_the_empirical_factor_is_the_gradient(case):
     "name", ["gaussian", "bernoulli", "poisson", "categorical", "categorical, a sequence", "learned"]
 )
 def test_monte_carlo_factors_have_the_exact_mean(name):
-    """50,000 draws; an entry's error over its estimated standard deviation exceeds 6 with probability about 2e-9 each
-    (up to 576 entries): below 2e-6 a case; the third moments of these bounded or Gaussian squares change this little.
+    """40 batches of 100 draws. An entry's error over its standard error, estimated from the 40, has a t distribution
+    with
+    39 degrees of freedom: it exceeds 7 with probability 2e-8, any of 576 entries below 1.3e-5.
     """
     if name == "learned":
         likelihood, event, targets = likelihoods.gaussian("learned"), (2,), lambda: torch.randn(B, 1)
     else:
         likelihood, event, targets = CANONICAL[name]
     outputs, generator = torch.randn(B, *event), torch.Generator().manual_seed(5)
-    n, batches = 500, 100
+    n, batches = 100, 40
     totals = torch.stack([squared(likelihood.sampled_factors(outputs, n, generator)) for _ in range(batches)])
     error = totals.mean(0) - squared(likelihood.factors(outputs, targets()))
     deviation = totals.std(0) / batches**0.5 + 1e-12
-    assert (error / deviation).abs().max() < 6
+    assert (error / deviation).abs().max() < 7
 
 
 def test_learned_variance_has_the_fisher_of_mean_and_log_variance():
