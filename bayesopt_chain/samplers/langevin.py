@@ -115,7 +115,7 @@ def sghmc_from_friction(
     for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma), ("temperature", temperature)):
         _checks.positive(f"sghmc_from_friction: {name}", value)
     momentum = 1.0 - lr * alpha / sigma**2
-    if momentum < 0:
+    if momentum < -1e-12:
         raise ValueError(
             f"sghmc_from_friction: lr * alpha / sigma^2 = {1 - momentum:.3g} exceeds 1, so the momentum would be "
             "negative; lower lr or alpha"
@@ -126,7 +126,7 @@ def sghmc_from_friction(
             f"sghmc_from_friction: beta={beta} makes the noise variance negative; it may be at most "
             f"2 alpha / (lr temperature) = {2 * alpha / (lr * temperature):.3g}"
         )
-    return {"lr": lr**2 / sigma**2, "momentum": momentum, "temperature": temperature * share}
+    return {"lr": lr**2 / sigma**2, "momentum": max(momentum, 0.0), "temperature": temperature * share}
 
 
 def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperature: float = 1.0) -> dict[str, float]:

@@ -36,8 +36,12 @@ def test_order_one_without_momentum_is_sgld():
 
 
 @given(
-    eps=st.floats(0.01, 0.3), alpha=st.floats(0.1, 3.0), sigma=st.floats(0.5, 2.0), beta=st.floats(0.0, 0.5), t=st.floats(0.1, 1.0)
-)  # fmt: skip
+    eps=st.floats(0.01, 0.3),
+    alpha=st.floats(0.1, 3.0),
+    sigma=st.floats(0.5, 2.0),
+    beta=st.floats(0.0, 0.5),
+    t=st.floats(0.1, 1.0),
+)
 def test_the_friction_parametrisation_is_the_same_recursion(eps, alpha, sigma, beta, t):
     if eps * alpha / sigma**2 > 1 or eps * t * beta > 2 * alpha:
         with pytest.raises(ValueError):
