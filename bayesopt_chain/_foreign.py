@@ -24,7 +24,8 @@ def adopt(link: GradientTransformation) -> tuple[Rule, ...]:
     name = getattr(link.update, "__qualname__", type(link.update).__name__)
     if module.startswith("torchopt") and name in _KNOWN:
         return _KNOWN[name](link, inspect.getclosurevars(link.update).nonlocals)
-    return (Foreign(link, None, f"{module}.{name.split('.')[0]}", keywords_of(link)),)
+    maker = name.split(".<locals>")[-2].rpartition(".")[2] if "<locals>" in name else name
+    return (Foreign(link, None, f"{module}.{maker}", keywords_of(link)),)
 
 
 def _nonlinear(name: str) -> Callable:
