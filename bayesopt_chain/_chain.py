@@ -85,7 +85,7 @@ class _Program:
     def init(self, params: Any, *, like: Any = None) -> tuple:
         """State for ``params``; ``like`` is the state of an optimizer to take over what both remember."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        where = self.positions(spec, params)
+        where = self.positions(params)
         plan = self.plan(where, len(leaves))
         if plan is not None:
             _checks.parameters(leaves, optree.tree_paths(params, none_is_leaf=True))
@@ -112,13 +112,13 @@ class _Program:
             raise ValueError(
                 f"state: expected one entry for each of {len(self.rules)} links, got {len(state)}; call init first"
             )
+        if params is None and (needy := [rule for rule in self.rules if rule.needs_params]):
+            raise ValueError(f"{needy[0]} needs the parameters: call update(updates, state, params=params)")
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
         p = optree.tree_leaves(params, none_is_leaf=True) if params is not None else None
-        where = self.positions(spec, params if params is not None else updates)
+        where = self.positions(params if params is not None else updates)
         plan = self.plan(where, len(g))
         new_state = list(state)
-        injections: dict[int, Any] = {}
-        scales = None
         injections: list[Injection] = []
         scales: list | None = None
         if plan is not None:
@@ -154,7 +154,7 @@ class _Program:
         g = _inject(injections, len(self.rules), g, inplace)
         return optree.tree_unflatten(spec, g), tuple(new_state)
 
-    def positions(self, spec, tree) -> list[list[int] | None]:
+    def positions(self, tree) -> list[list[int] | None]:
         """For each rule the leaves it acts on; ``None`` for all."""
         seen: dict[int, set[int]] = {}
         out: list[list[int] | None] = []

@@ -39,6 +39,10 @@ class MaskedRule(Rule):
     def on_trees(self):
         return self.rule.on_trees
 
+    @property
+    def needs_params(self):
+        return self.rule.needs_params
+
     def init(self, params):
         return self.rule.init(params)
 

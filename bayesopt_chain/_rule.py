@@ -43,6 +43,7 @@ class Rule:
     response: Response | None = None
     accepts: frozenset[str] = frozenset()
     on_trees = False  # whether init_tree and update want the user's tree, as a foreign link does
+    needs_params = False
     masks: tuple[Any, ...] = ()
 
     def init(self, params: Leaves) -> Any:

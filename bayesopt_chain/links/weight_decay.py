@@ -22,15 +22,13 @@ class AddDecayedWeights(Rule):
 
     weight_decay: float
     flip: bool = False
+    needs_params = True
 
     @property
     def response(self) -> Response:
         return Decay(self.weight_decay)
 
     def update(self, g, state, params, ctx):
-        if params is None:
-            raise ValueError("weight decay needs the parameters: call update(updates, state, params=params)")
-
         def add(x: Tensor, p: Tensor) -> Tensor:
             if self.flip:
                 x = x.neg_() if ctx.inplace else x.neg()
