@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._leafwise import each, keep, moment, zeros_like
 from bayesopt_chain._response import Adaptive, Refused, Response
+from bayesopt_chain._rule import Rule
 
 
 class RunningScaleState(NamedTuple):

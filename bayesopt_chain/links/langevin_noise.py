@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks, _random
-from bayesopt_chain._chain import Chain, Injection, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._noise_process import Conditions
 from bayesopt_chain._response import Linear, Noise, Response
+from bayesopt_chain._rule import Injection, Rule
 
 Temperature = float | Tensor | Callable[[Tensor], Any]
 
