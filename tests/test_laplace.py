@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import optree
@@ -49,7 +50,7 @@ def features(x, outputs):
 
 def accumulate(tx, params, batch, estimate, cuts=(0, N)):
     state = tx.init(params)
-    for a, b in zip(cuts, cuts[1:]):
+    for a, b in pairwise(cuts):
         updates, state = tx.update(
             params, state, params=params, curvature=estimate(params, (batch[0][a:b], batch[1][a:b]))
         )
@@ -196,22 +197,18 @@ def test_online_laplace_on_linear_regression_is_the_posterior_of_all_data(struct
         _, state = tx.update(params, state, curvature=estimate(params, data))
         if posterior is None:
             new = tx.posterior(increment, params, prior_precision=prior)
-            pull = optree.tree_map(torch.zeros_like, params)
         else:
             new = (
                 tx.posterior(state, params, prior_precision=prior)
                 if carry == "state"
                 else tx.posterior(increment, params, prior=posterior)
             )
-            start = optree.tree_map(torch.sub, params, posterior.mean)
-            pull = optree.tree_map(lambda x: x, start)
         # the mode of a quadratic: one Newton step from the last mean, where the prior's gradient is zero
         gradient = torch.func.grad(
             lambda p, data=data: likelihoods.gaussian(variance).nll(linear(p, data), data[1]).sum()
         )(params)
         if posterior is None:
             gradient = optree.tree_map(lambda g, p: g + prior * p, gradient, params)
-        del pull
         params = optree.tree_map(torch.sub, params, new.precision.solve(gradient))
         posterior = new._replace(mean=params)
     assert torch.allclose(flatten(posterior.mean, params), mean, atol=1e-10)

@@ -42,10 +42,14 @@ class Gradient(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Gradients for `data` data and some factors; `first` marks the first factors of these data, whose inputs are
-    new."""
+    """Gradients for the data `start` up to `start + data` and some factors; `outputs` of the former, `[data, *event]`.
 
+    `first` marks the first factors of these data, whose layer inputs are new.
+    """
+
+    start: int
     data: int
+    outputs: Tensor
     first: bool
     gradients: list[Gradient]
 
@@ -125,16 +129,20 @@ def pull_back(
     chunk_bytes: int | None,
     formed: int = 0,
     accepts: Callable[[Plan], None] = lambda plan: None,
+    factors_together: bool = False,
 ) -> Iterator[Chunk]:
     """Yield the gradients of all data and factors, a chunk at a time.
 
     `factors(outputs, targets)` gives S, `[K, b, *event]`; `formed` is how many numbers the caller forms from the
-    gradient of one datum and factor; `accepts` raises for a plan that the caller cannot use.
+    gradient of one datum and factor; `accepts` raises for a plan that the caller cannot use;
+    `factors_together` keeps all factors of a datum in one chunk.
     """
     accepts(plan)
     n = batch_size(batch)
     factor_count = factors(plan.probe, part(unpack(batch)[1], n - 1, n)).shape[0]
     data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed)
+    if factors_together:
+        data, at_once = max(1, data * at_once // factor_count), factor_count
     # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
     for stop in range(n, 0, -data):
         start = max(0, stop - data)
@@ -147,7 +155,7 @@ def pull_back(
             gradients = _tapped_gradients(uses, inputs, pull(some), stop - start) if uses else []
             if plan.generic:
                 gradients += _generic_gradients(forward, params, chunk, some, plan)
-            yield Chunk(stop - start, k == 0, sorted(gradients, key=lambda gradient: gradient.leaf))
+            yield Chunk(start, stop - start, outputs, k == 0, sorted(gradients, key=lambda gradient: gradient.leaf))
 
 
 def _fresh(params: Tree) -> tuple[list[Tensor], Any, list[str]]:

@@ -55,6 +55,13 @@ class Matrix(NamedTuple):
         """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
         return _output_factor(g, sharing, total)
 
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        """Return `sum_ij r_kij v_ij r_lij` of the gradients r for given variances v `[d0, d1]`: `[b, K, K]`."""
+        if x.shape[1] > 1:
+            return _covariance(self.rows(x, g), variance)
+        of_output = (variance.mT if self.transposed else variance) @ x[:, 0].square().mT
+        return torch.einsum("kbo,ob,lbo->bkl", g[:, :, 0], of_output, g[:, :, 0])
+
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return (left, right) from the two factors, or bases."""
         return (of_input, of_output) if self.transposed else (of_output, of_input)
@@ -93,6 +100,9 @@ class Embedding(NamedTuple):
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return _output_factor(g, sharing, total)
 
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        return _covariance(self.rows(x, g), variance)
+
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_input, of_output
 
@@ -119,6 +129,9 @@ class Vector(NamedTuple):
         flat = g.flatten(0, 1)
         return _plus_product(total, flat.mT, flat)
 
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        return _covariance(self.rows(x, g), variance)
+
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_output, of_input
 
@@ -127,6 +140,10 @@ class Vector(NamedTuple):
 
 
 Kind = Matrix | Embedding | Vector
+
+
+def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
+    return torch.einsum("kbij,lbij->bkl", rows * variance, rows)
 
 
 def _shared_squares(x: Tensor, g: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def test_draws_repeat_with_the_generator():
 
 def test_a_custom_hessian_that_is_not_positive_semidefinite_is_refused():
     likelihood = likelihoods.custom(lambda f, y: -(f - y).square().sum(-1))
-    with pytest.raises(ValueError, match="not positive semidefinite.*output_hessian"):
+    with pytest.raises(ValueError, match=r"not positive semidefinite.*output_hessian"):
         likelihood.factors(torch.zeros(2, 1), torch.zeros(2, 1))
 
 
