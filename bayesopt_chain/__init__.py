@@ -54,7 +54,10 @@ from bayesopt_chain.optimizers.classes import (
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
 
+# isort: split
 # posteriors carried in the state
-from bayesopt_chain import vi  # noqa: E402, I001
+from bayesopt_chain import curvature, ekf, likelihoods, vi
+from bayesopt_chain._laplace import laplace
+from bayesopt_chain._swag import swag
 
 __version__ = "0.1.0"

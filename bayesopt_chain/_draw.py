@@ -48,12 +48,13 @@ def require_drawn_from(draw: Any, state: Any, who: str) -> None:
             f"{who}: update got {came}: call draw = tx.sample(state, params), take the gradient at draw.params and pass "
             "draw=draw (make_step does)"
         )
-    if is_concrete(draw.count) and is_concrete(state.count):
-        if not (torch.equal(draw.key, state.key) and torch.equal(draw.count, state.count)):
-            raise ValueError(
-                f"{who}: the draw comes from another state (its count {draw.count.tolist()}, the state's "
-                f"{state.count.tolist()}): draw from the state that is passed to update, once for each update"
-            )
+    if not (is_concrete(draw.count) and is_concrete(state.count)):
+        return
+    if not (torch.equal(draw.key, state.key) and torch.equal(draw.count, state.count)):
+        raise ValueError(
+            f"{who}: the draw comes from another state (its count {draw.count.tolist()}, the state's "
+            f"{state.count.tolist()}): draw from the state that is passed to update, once for each update"
+        )
 
 
 def along_samples(g: list, params: list, samples: int, who: str) -> list:

@@ -2,6 +2,7 @@
 
 from bayesopt_chain._draw import Draw
 from bayesopt_chain.vi._gaussian_families import dense, low_rank, mean_field
+from bayesopt_chain.vi._natural import ivon, vogn, von
 from bayesopt_chain.vi._transform import VariationalInfo
 
-__all__ = ["Draw", "VariationalInfo", "dense", "low_rank", "mean_field"]
+__all__ = ["Draw", "VariationalInfo", "dense", "ivon", "low_rank", "mean_field", "vogn", "von"]
