@@ -40,6 +40,19 @@ def find(state: Any, kind: type[State], maker: str) -> State:
     return found[0]
 
 
+def require_these(shapes: list | int, params: Any, who: str) -> None:
+    """Refuse parameters of other shapes, or of another total size, than a state was made for."""
+    leaves = optree.tree_leaves(params)
+    mine = sum(p.numel() for p in leaves) if isinstance(shapes, int) else [p.shape for p in leaves]
+    if mine != shapes:
+        shown = shapes if isinstance(shapes, int) else [tuple(s) for s in shapes]
+        came = mine if isinstance(shapes, int) else [tuple(s) for s in mine]
+        raise ValueError(
+            f"{who}: the state is over parameters of {shown}, params has {came}: pass the tree that init was given "
+            "(behind a mask, the leaves it selects)"
+        )
+
+
 def written(old: State, new: State) -> State:
     """``new`` in the tensors of ``old``, where the two are alike; what has outgrown its tensor gets one of its own."""
     olds, structure = optree.tree_flatten(old)

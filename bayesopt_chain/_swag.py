@@ -21,7 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._carry import device_of, find, is_concrete, present, written
+from bayesopt_chain._carry import device_of, find, is_concrete, present, require_these, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
 from bayesopt_chain._response import Linear
@@ -100,6 +100,7 @@ class Swag(Chain):
     def mean(self, state: Any, params: Any) -> Any:
         """The stochastic weight average, a tree like ``params``; ``params`` itself before the first iterate."""
         mine = find(state, SwagState, str(self.rules[0]))
+        require_these([m.shape for m in mine.mean], params, str(self.rules[0]))
         leaves, structure = optree.tree_flatten(params)
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
         return optree.tree_unflatten(structure, means)

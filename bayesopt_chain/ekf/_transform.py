@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks
-from bayesopt_chain._carry import find, present, spread_over, times, written
+from bayesopt_chain._carry import find, present, require_these, spread_over, times, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
 from bayesopt_chain._response import Refused
@@ -118,6 +118,10 @@ class Filter(Rule):
     def precision(self, state: Any, params: Any) -> Precision:
         raise NotImplementedError
 
+    def shapes(self, state: Any) -> list | int:
+        """The parameters' shapes that the state remembers, or their number."""
+        return [x.shape for x in state[0]]
+
     def _noise(self, params: Any) -> list[Tensor] | None:
         """Transition variances like the parameters, ``None`` for none."""
         if isinstance(self.transition_noise, (int, float)) and self.transition_noise == 0:
@@ -187,6 +191,9 @@ class DenseFilter(Filter):
             solved = rotated[:, parameters:]
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
         return optree.tree_leaves(unflatten(moves, leaves)), DenseFilterState(upper.mT, state.count + known.count)
+
+    def shapes(self, state):
+        return state.root.shape[-1]
 
     def precision(self, state, params):
         return Cholesky(state.root, shape_only(params), state.count)
@@ -289,6 +296,7 @@ class FilteredPosterior(Chain):
         """
         rule = self.rules[0]
         mine = find(state, rule.state, str(rule))
+        require_these(rule.shapes(mine), params, str(rule))
         mean = optree.tree_map(torch.Tensor.detach, params)
         return Gaussian(mean, rule.precision(mine, params).factorised())
 
@@ -333,7 +341,7 @@ def dense(
         >>> params = torch.zeros(1)
         >>> params, state, info = step(params, tx.init(params), (torch.ones(3, 1), torch.full((3,), 4.0)))
         >>> params, tx.posterior(state, params).marginal_variance
-        (tensor([3.]), tensor([0.2500]))
+        (tensor([3.0000]), tensor([0.2500]))
     """
     return FilteredPosterior((DenseFilter(*_common("ekf.dense", lr, prior_precision, transition_noise, forgetting)),))
 

@@ -77,6 +77,10 @@ class Family:
         """The gradient by phi without the part of the leaves that do not move."""
         raise NotImplementedError
 
+    def shapes(self, scale: Scale) -> list | int:
+        """The parameters' shapes that phi remembers, or their number."""
+        return [s.shape for s in scale]
+
     def precision(self, scale: Scale, params: Any, count: Tensor) -> Precision:
         """``Lambda`` over the tree of params."""
         raise NotImplementedError
@@ -155,6 +159,9 @@ class Dense(Family):
         rows = torch.cat([torch.full((leaf.numel(),), m, device=leaf.device) for leaf, m in zip(leaves, moves)])
         return [torch.where(rows[:, None], gradient[0], 0)]
 
+    def shapes(self, scale):
+        return scale[0].shape[-1]
+
     def precision(self, scale, params, count):
         lower = cholesky(scale[0])
         identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
@@ -208,6 +215,9 @@ class LowRank(Family):
 
     def only(self, gradient, leaves, moves):
         return [x if m else None for x, m in zip(gradient, [*moves, *moves])]
+
+    def shapes(self, scale):
+        return [s.shape for s in _halves(scale)[1]]
 
     def precision(self, scale, params, count):
         rows, log_d = (optree.tree_unflatten(optree.tree_structure(params), half) for half in _halves(scale))

@@ -107,6 +107,10 @@ class Natural(Rule):
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
         raise NotImplementedError
 
+    def shapes(self, state: NaturalState) -> list:
+        """The parameters' shapes that the state remembers."""
+        return [v.shape for v in state.momentum]
+
     def posterior(self, state: NaturalState, params: Any) -> Gaussian:
         if self.is_cold:
             raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")

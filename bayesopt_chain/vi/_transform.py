@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks, _random
-from bayesopt_chain._carry import Dial, device_of, find, now, present, spread_over, times, written
+from bayesopt_chain._carry import Dial, device_of, find, now, present, require_these, spread_over, times, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain._gaussian import Gaussian
@@ -164,6 +164,10 @@ class Variational(Rule):
             return loss
         return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
 
+    def shapes(self, state: VariationalState) -> list | int:
+        """The parameters' shapes that the state remembers, or their number."""
+        return self.family.shapes(state.scale)
+
     def posterior(self, state: VariationalState, params: Any) -> Gaussian:
         if self.is_cold:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
@@ -212,7 +216,9 @@ class DrawnPosterior(Chain):
         Raises:
             ValueError: at ``temperature=0``, where there is none.
         """
-        return self._rule.posterior(self._state(state), params)
+        mine = self._state(state)
+        require_these(self._rule.shapes(mine), params, str(self._rule))
+        return self._rule.posterior(mine, params)
 
     def _state(self, state: Any) -> Any:
         return find(state, self._rule.state, str(self._rule))
