@@ -128,19 +128,20 @@ def pull_back(
     plan: Plan,
     chunk_bytes: int | None,
     formed: int = 0,
+    held: int = 0,
     accepts: Callable[[Plan], None] = lambda plan: None,
     factors_together: bool = False,
 ) -> Iterator[Chunk]:
     """Yield the gradients of all data and factors, a chunk at a time.
 
     `factors(outputs, targets)` gives S, `[K, b, *event]`; `formed` is how many numbers the caller forms from the
-    gradient of one datum and factor; `accepts` raises for a plan that the caller cannot use;
-    `factors_together` keeps all factors of a datum in one chunk.
+    gradient of one datum and factor, `held` how many its result holds; `accepts` raises for a plan that the caller
+    cannot use; `factors_together` keeps all factors of a datum in one chunk.
     """
     accepts(plan)
     n = batch_size(batch)
     factor_count = factors(plan.probe, part(unpack(batch)[1], n - 1, n)).shape[0]
-    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed)
+    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed, held)
     if factors_together:
         data, at_once = max(1, data * at_once // factor_count), factor_count
     # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
@@ -169,11 +170,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sizes(
-    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int
+    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int, held: int
 ) -> tuple[int, int]:
     """Return how many data, and how many factors, go into a chunk.
 
-    Without `chunk_bytes` a chunk may be as large as the parameters, and no less than what a few data and one factor
+    Without `chunk_bytes` a chunk may be as large as the result, and no less than what a few data and one factor
     need.
     """
     leaves = optree.tree_leaves(params)
@@ -184,11 +185,8 @@ def _sizes(
     once = 4 * activations + unfolded + plan.probe.numel() * factor_count
     per_factor = 2 * activations + generic + formed
     few = min(n, FEW_DATA)
-    if chunk_bytes is None:
-        parameters = sum(leaf.numel() for leaf in leaves)
-        numbers = max(SMALL_CHUNK_BYTES // item, parameters, few * (once + per_factor))
-    else:
-        numbers = chunk_bytes // item
+    default = max(SMALL_CHUNK_BYTES // item, held, few * (once + per_factor))
+    numbers = default if chunk_bytes is None else chunk_bytes // item
     if few * (once + factor_count * per_factor) <= numbers:
         return min(n, numbers // (once + factor_count * per_factor)), factor_count
     at_once = min(factor_count, max(1, (numbers // few - once) // per_factor))

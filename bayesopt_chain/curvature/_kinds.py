@@ -22,6 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.precision._trees import is_transformed
+
+GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower half need not be
 BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
 
 
@@ -49,7 +52,7 @@ class Matrix(NamedTuple):
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
         flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
-        return _plus_product(total, flat.mT, flat)
+        return plus_gram(total, flat)
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
@@ -126,8 +129,7 @@ class Vector(NamedTuple):
         return _plus(total, x.new_full((1, 1), x.shape[0]))
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        flat = g.flatten(0, 1)
-        return _plus_product(total, flat.mT, flat)
+        return plus_gram(total, g.flatten(0, 1))
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         return _covariance(self.rows(x, g), variance)
@@ -159,8 +161,7 @@ def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
 
 
 def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-    flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
-    return _plus_product(total, flat.mT, flat)
+    return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
 
 
 def _summed_squares(g: Tensor) -> Tensor:
@@ -177,3 +178,25 @@ def _plus(total: Tensor | None, new: Tensor) -> Tensor:
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return a @ b if total is None else total.addmm_(a, b)
+
+
+def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
+    """Add `rows^T rows`, `[n, n]`, to `total`: only the blocks on and above the diagonal, until `mirrored`."""
+    n = rows.shape[1]
+    if n <= GRAM_BLOCK or is_transformed(rows):
+        return _plus_product(total, rows.mT, rows)
+    total = rows.new_zeros((n, n)) if total is None else total
+    for start in range(0, n, GRAM_BLOCK):
+        block = slice(start, start + GRAM_BLOCK)
+        total[block, start:].addmm_(rows[:, block].mT, rows[:, start:])
+    return total
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Fill the blocks below the diagonal in from those above it."""
+    n = total.shape[-1]
+    if n > GRAM_BLOCK and total.ndim == 2 and not is_transformed(total):
+        for start in range(GRAM_BLOCK, n, GRAM_BLOCK):
+            block = slice(start, start + GRAM_BLOCK)
+            total[block, :start] = total[:start, block].mT
+    return total

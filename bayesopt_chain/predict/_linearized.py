@@ -60,7 +60,9 @@ def linearized(
     formed = max(sizes) if in_basis else 3 * sum(sizes)
     covariance_of = _in_basis if in_basis else _by_rows
     means, covariances = [], []
-    for chunk in pull_back(forward, params, batch, _unit_factors, plan, chunk_bytes, formed, factors_together=True):
+    for chunk in pull_back(
+        forward, params, batch, _unit_factors, plan, chunk_bytes, formed, sum(sizes), factors_together=True
+    ):
         means.append(chunk.outputs)
         covariances.append(covariance_of(chunk, params, precision))
     return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
