@@ -223,6 +223,7 @@ def _estimator(
             forward, params, batch, factors, plan, chunk_bytes, total.formed(), total.held(), total.accepts
         ):
             total.add(chunk)
+            del chunk  # before the next one is made
         return total.finish(as_count(batch_size(batch), plan.probe.device))
 
     return estimate

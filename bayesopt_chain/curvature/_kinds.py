@@ -123,7 +123,7 @@ class Vector(NamedTuple):
         return g[..., None]
 
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        return _plus(total, _summed_squares(g).sum(0)[:, None])
+        return _plus(total, _summed_squares(g.flatten(0, 1))[:, None])
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return _plus(total, x.new_full((1, 1), x.shape[0]))
@@ -149,26 +149,29 @@ def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
 
 
 def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
-    """Square the gradients of shared weights, a block of data at a time: `[O, I]`."""
-    k, b, positions, outputs = g.shape
-    total = g.new_zeros(outputs, x.shape[2])
-    block = max(1, BLOCK_ENTRIES // (k * total.numel()))
-    for start in range(0, b, block):
-        part = g[:, start : start + block].permute(1, 0, 3, 2).reshape(-1, k * outputs, positions)
-        gradients = torch.bmm(part, x[start : start + block])
-        total = total + gradients.square_().sum(0).reshape(k, *total.shape).sum(0)
+    """Square the gradients of shared weights, a block of data and one factor at a time: `[O, I]`."""
+    total = g.new_zeros(g.shape[3], x.shape[2])
+    block = max(1, BLOCK_ENTRIES // total.numel())
+    for start in range(0, x.shape[0], block):
+        some = slice(start, start + block)
+        for one in g[:, some]:
+            total = total + torch.bmm(one.mT, x[some]).square_().sum(0)
     return total
 
 
 def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+    if sharing == "expand" and g.stride(-1) != 1:  # a convolution's: channels come first in memory
+        each = g.flatten(0, 1)
+        return _plus(total, torch.bmm(each.mT, each).sum(0))
     return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
 
 
 def _summed_squares(g: Tensor) -> Tensor:
-    """Sum `[K, ...]` squared over K without forming the squares of all K."""
-    total = g[0].square()
-    for one in g[1:]:
-        total.add_(one * one)
+    """Sum `[K, ...]` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
+    first, *rest = g.split(max(1, -(-g.shape[0] // 4)))
+    total = first.square().sum(0)
+    for some in rest:
+        total.add_(some.square().sum(0))
     return total
 
 

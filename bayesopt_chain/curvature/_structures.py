@@ -69,8 +69,8 @@ class DiagonalSum(Structure):
         return 0
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            self.sums[leaf] = kind.squares(*form(), self.sums.get(leaf))
+        for leaf, kind, x, g in chunk.gradients:
+            self.sums[leaf] = kind.squares(x(), g(), self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Diagonal:
         return Diagonal(self.to_tree([self.sums[i].reshape(leaf.shape) for i, leaf in enumerate(self.leaves)]), count)
@@ -176,12 +176,11 @@ class KroneckerSum(Structure):
         return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            x, g = form()
+        for leaf, kind, x, g in chunk.gradients:
             self.kinds[leaf] = kind
             if chunk.first:
-                self.inputs[leaf] = kind.input_factor(x, self.sharing, self.inputs.get(leaf))
-            self.outputs[leaf] = kind.output_factor(g, self.sharing, self.outputs.get(leaf))
+                self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf))
+            self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
 
     def finish(self, count: Tensor) -> Kronecker:
         pairs = [
@@ -206,9 +205,9 @@ class EigenbasisSum(KroneckerSum):
         self.sums: dict[int, Tensor] = {}
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            x, g = kind.rotated(*form(), *self.pairs[leaf])
-            self.sums[leaf] = kind.squares(x, g, self.sums.get(leaf))
+        for leaf, kind, x, g in chunk.gradients:
+            rotated = kind.rotated(x(), g(), *self.pairs[leaf])
+            self.sums[leaf] = kind.squares(*rotated, self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Eigenbasis:
         return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
@@ -216,7 +215,7 @@ class EigenbasisSum(KroneckerSum):
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
     """Return the gradients of every leaf as rows, `[K b, *leaf.shape]`."""
-    rows = {leaf: kind.rows(*form()) for leaf, kind, form in chunk.gradients}
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
     return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
 
 
