@@ -30,15 +30,18 @@ Forward = Callable[[Tree, Any], Tensor]
 Factors = Callable[[Tensor, Any], Tensor]
 
 SMALL_CHUNK_BYTES = 2**20
-FEW_DATA = 16  # below this many data a chunk takes fewer factors rather than fewer data
+FEW_DATA = 32  # a chunk may be as large as what so many data need for one factor
 
 
 class Gradient(NamedTuple):
-    """A leaf's gradients for a chunk of data and factors; `form()` gives the kind's (x, g), see `_kinds.py`."""
+    """A leaf's gradients for a chunk of data and factors; `x()` and `g()` give them in the kind's form, see
+    `_kinds.py`.
+    """
 
     leaf: int
     kind: Kind
-    form: Callable[[], tuple[Tensor, Tensor]]
+    x: Callable[[], Tensor]
+    g: Callable[[], Tensor]
 
 
 class Chunk(NamedTuple):
@@ -128,21 +131,23 @@ def pull_back(
     plan: Plan,
     chunk_bytes: int | None,
     formed: int = 0,
+    held: int = 0,
     accepts: Callable[[Plan], None] = lambda plan: None,
     factors_together: bool = False,
 ) -> Iterator[Chunk]:
     """Yield the gradients of all data and factors, a chunk at a time.
 
     `factors(outputs, targets)` gives S, `[K, b, *event]`; `formed` is how many numbers the caller forms from the
-    gradient of one datum and factor; `accepts` raises for a plan that the caller cannot use;
-    `factors_together` keeps all factors of a datum in one chunk.
+    gradient of one datum and factor, `held` how many its result holds; `accepts` raises for a plan that the caller
+    cannot use; `factors_together` keeps all factors of a datum in one chunk.
     """
     accepts(plan)
     n = batch_size(batch)
     factor_count = factors(plan.probe, part(unpack(batch)[1], n - 1, n)).shape[0]
-    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed)
+    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed, held)
     if factors_together:
         data, at_once = max(1, data * at_once // factor_count), factor_count
+    data = -(-n // -(-n // data))  # the same number of chunks, of one length
     # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
     for stop in range(n, 0, -data):
         start = max(0, stop - data)
@@ -156,6 +161,8 @@ def pull_back(
             if plan.generic:
                 gradients += _generic_gradients(forward, params, chunk, some, plan)
             yield Chunk(start, stop - start, outputs, k == 0, sorted(gradients, key=lambda gradient: gradient.leaf))
+            del gradients, some  # before the next ones are made
+        del outputs, uses, inputs, pull, s
 
 
 def _fresh(params: Tree) -> tuple[list[Tensor], Any, list[str]]:
@@ -169,11 +176,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sizes(
-    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int
+    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int, held: int
 ) -> tuple[int, int]:
     """Return how many data, and how many factors, go into a chunk.
 
-    Without `chunk_bytes` a chunk may be as large as the parameters, and no less than what a few data and one factor
+    Without `chunk_bytes` a chunk may be as large as the result, and no less than what a few data and one factor
     need.
     """
     leaves = optree.tree_leaves(params)
@@ -183,15 +190,9 @@ def _sizes(
     unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
     once = 4 * activations + unfolded + plan.probe.numel() * factor_count
     per_factor = 2 * activations + generic + formed
-    few = min(n, FEW_DATA)
-    if chunk_bytes is None:
-        parameters = sum(leaf.numel() for leaf in leaves)
-        numbers = max(SMALL_CHUNK_BYTES // item, parameters, few * (once + per_factor))
-    else:
-        numbers = chunk_bytes // item
-    if few * (once + factor_count * per_factor) <= numbers:
-        return min(n, numbers // (once + factor_count * per_factor)), factor_count
-    at_once = min(factor_count, max(1, (numbers // few - once) // per_factor))
+    default = max(SMALL_CHUNK_BYTES // item, held, min(n, FEW_DATA) * (once + per_factor))
+    numbers = default if chunk_bytes is None else chunk_bytes // item
+    at_once = max(1, min(factor_count, (numbers - once) // per_factor))
     return max(1, min(n, numbers // (once + at_once * per_factor))), at_once
 
 
@@ -223,8 +224,7 @@ def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: 
 
     late: list[Taps] = []
     if zeros and len(plan.generic) < len(leaves):
-        outputs, vjp, (inputs, tapped_outputs) = torch.func.vjp(run, zeros, has_aux=True)
-        pull = _over_factors(lambda s: vjp(s)[0])
+        outputs, pull, (inputs, tapped_outputs) = _vjp(run, zeros)
     else:
         (outputs, (inputs, tapped_outputs)), pull = run(zeros), None
     taps = late[-1]
@@ -270,6 +270,31 @@ def _tolerance(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps ** 0.5
 
 
+def _vjp(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Tensor]) -> tuple[Tensor, Any, Any]:
+    """Return outputs, the pullback of several factors at once, and aux; outside of transforms by autograd, which is
+    leaner.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        outputs, vjp, aux = torch.func.vjp(run, zeros, has_aux=True)
+        return outputs, _over_factors(lambda s: vjp(s)[0]), aux
+    zeros = [zero.requires_grad_() for zero in zeros]
+    with torch.enable_grad():
+        outputs, aux = run(zeros)
+
+    def pull(factors: Tensor, **options: Any) -> Any:
+        return torch.autograd.grad(outputs, zeros, factors, retain_graph=True, materialize_grads=True, **options)
+
+    def pull_many(factors: Tensor) -> Any:
+        if factors.shape[0] > 1:
+            try:
+                return pull(factors, is_grads_batched=True)
+            except (RuntimeError, NotImplementedError):
+                pass
+        return [torch.stack(leaves) for leaves in zip(*map(pull, factors))]
+
+    return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
+
+
 def _over_factors(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Vmap a pullback over a leading axis of factors; loop where an operation's backward pass cannot be vmapped."""
 
@@ -286,7 +311,12 @@ def _over_factors(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 def _tapped_gradients(uses: list[Use], inputs: list[Tensor], pulled: list[Tensor], b: int) -> list[Gradient]:
     return [
-        Gradient(use.leaf, use.kind, lambda use=use, x=x: use.canonical(x, pulled[use.tap], b))
+        Gradient(
+            use.leaf,
+            use.kind,
+            lambda use=use, x=x: use.canonical.x(x, b),
+            lambda use=use, x=x: use.canonical.g(x, pulled[use.tap], b),
+        )
         for use, x in zip(uses, inputs)
     ]
 
@@ -295,7 +325,12 @@ def _generic_gradients(forward: Forward, params: Tree, chunk: Any, factors: Tens
     rows = generic_rows(forward, params, chunk, factors, plan.generic)
     k, b = factors.shape[:2]
     return [
-        Gradient(index, Vector((row[0, 0].numel(), 1)), lambda row=row: (row.new_zeros(b), row.reshape(k, b, -1)))
+        Gradient(
+            index,
+            Vector((row[0, 0].numel(), 1)),
+            lambda row=row: row.new_zeros(b),
+            lambda row=row: row.reshape(k, b, -1),
+        )
         for index, row in zip(plan.generic, rows)
     ]
 

@@ -219,8 +219,11 @@ def _estimator(
         unpack(batch)
         total = structure_sum(structure, params, **options)
         plan = make_plan(forward, params, batch)
-        for chunk in pull_back(forward, params, batch, factors, plan, chunk_bytes, total.formed(), total.accepts):
+        for chunk in pull_back(
+            forward, params, batch, factors, plan, chunk_bytes, total.formed(), total.held(), total.accepts
+        ):
             total.add(chunk)
+            del chunk  # before the next one is made
         return total.finish(as_count(batch_size(batch), plan.probe.device))
 
     return estimate

@@ -22,6 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.precision._trees import is_transformed
+
+GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower half need not be
 BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
 
 
@@ -49,7 +52,7 @@ class Matrix(NamedTuple):
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
         flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
-        return _plus_product(total, flat.mT, flat)
+        return plus_gram(total, flat)
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
@@ -120,14 +123,13 @@ class Vector(NamedTuple):
         return g[..., None]
 
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        return _plus(total, _summed_squares(g).sum(0)[:, None])
+        return _plus(total, _summed_squares(g.flatten(0, 1))[:, None])
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return _plus(total, x.new_full((1, 1), x.shape[0]))
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        flat = g.flatten(0, 1)
-        return _plus_product(total, flat.mT, flat)
+        return plus_gram(total, g.flatten(0, 1))
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         return _covariance(self.rows(x, g), variance)
@@ -147,27 +149,29 @@ def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
 
 
 def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
-    """Square the gradients of shared weights, a block of data at a time: `[O, I]`."""
-    k, b, positions, outputs = g.shape
-    total = g.new_zeros(outputs, x.shape[2])
-    block = max(1, BLOCK_ENTRIES // (k * total.numel()))
-    for start in range(0, b, block):
-        part = g[:, start : start + block].permute(1, 0, 3, 2).reshape(-1, k * outputs, positions)
-        gradients = torch.bmm(part, x[start : start + block])
-        total = total + gradients.square_().sum(0).reshape(k, *total.shape).sum(0)
+    """Square the gradients of shared weights, a block of data and one factor at a time: `[O, I]`."""
+    total = g.new_zeros(g.shape[3], x.shape[2])
+    block = max(1, BLOCK_ENTRIES // total.numel())
+    for start in range(0, x.shape[0], block):
+        some = slice(start, start + block)
+        for one in g[:, some]:
+            total = total + torch.bmm(one.mT, x[some]).square_().sum(0)
     return total
 
 
 def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-    flat = (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3])
-    return _plus_product(total, flat.mT, flat)
+    if sharing == "expand" and g.stride(-1) != 1:  # a convolution's: channels come first in memory
+        each = g.flatten(0, 1)
+        return _plus(total, torch.bmm(each.mT, each).sum(0))
+    return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
 
 
 def _summed_squares(g: Tensor) -> Tensor:
-    """Sum `[K, ...]` squared over K without forming the squares of all K."""
-    total = g[0].square()
-    for one in g[1:]:
-        total.add_(one * one)
+    """Sum `[K, ...]` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
+    first, *rest = g.split(max(1, -(-g.shape[0] // 4)))
+    total = first.square().sum(0)
+    for some in rest:
+        total.add_(some.square().sum(0))
     return total
 
 
@@ -177,3 +181,25 @@ def _plus(total: Tensor | None, new: Tensor) -> Tensor:
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return a @ b if total is None else total.addmm_(a, b)
+
+
+def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
+    """Add `rows^T rows`, `[n, n]`, to `total`: only the blocks on and above the diagonal, until `mirrored`."""
+    n = rows.shape[1]
+    if n <= GRAM_BLOCK or is_transformed(rows):
+        return _plus_product(total, rows.mT, rows)
+    total = rows.new_zeros((n, n)) if total is None else total
+    for start in range(0, n, GRAM_BLOCK):
+        block = slice(start, start + GRAM_BLOCK)
+        total[block, start:].addmm_(rows[:, block].mT, rows[:, start:])
+    return total
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Fill the blocks below the diagonal in from those above it."""
+    n = total.shape[-1]
+    if n > GRAM_BLOCK and total.ndim == 2 and not is_transformed(total):
+        for start in range(GRAM_BLOCK, n, GRAM_BLOCK):
+            block = slice(start, start + GRAM_BLOCK)
+            total[block, :start] = total[:start, block].mT
+    return total

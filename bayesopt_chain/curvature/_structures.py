@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._chunks import Chunk, Plan
+from bayesopt_chain.curvature._kinds import mirrored, plus_gram
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.precision import (
     Block,
@@ -42,6 +43,10 @@ class Structure:
         """Return how many numbers are formed from the gradient of one datum and factor."""
         return sum(leaf.numel() for leaf in self.leaves)
 
+    def held(self) -> int:
+        """Return how many numbers the result holds."""
+        return sum(leaf.numel() for leaf in self.leaves)
+
     def accepts(self, plan: Plan) -> None:
         """Raise for a model that the structure cannot describe."""
 
@@ -64,8 +69,8 @@ class DiagonalSum(Structure):
         return 0
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            self.sums[leaf] = kind.squares(*form(), self.sums.get(leaf))
+        for leaf, kind, x, g in chunk.gradients:
+            self.sums[leaf] = kind.squares(x(), g(), self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Diagonal:
         return Diagonal(self.to_tree([self.sums[i].reshape(leaf.shape) for i, leaf in enumerate(self.leaves)]), count)
@@ -80,12 +85,15 @@ class DenseSum(Structure):
         self.matrix: Tensor | None = None
         self.dtype = dtype
 
+    def held(self) -> int:
+        return self.formed() ** 2
+
     def add(self, chunk: Chunk) -> None:
         rows = torch.cat([row.reshape(row.shape[0], -1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
-        self.matrix = rows.mT @ rows if self.matrix is None else self.matrix.addmm_(rows.mT, rows)
+        self.matrix = plus_gram(self.matrix, rows)
 
     def finish(self, count: Tensor) -> Dense:
-        return Dense(self.matrix, self.like, count)
+        return Dense(mirrored(self.matrix), self.like, count)
 
 
 class BlockSum(Structure):
@@ -97,13 +105,15 @@ class BlockSum(Structure):
             require_dense_fits(leaf.numel(), leaf.dtype, leaf.device)
         self.matrices: list[Tensor | None] = [None] * len(self.leaves)
 
+    def held(self) -> int:
+        return sum(leaf.numel() ** 2 for leaf in self.leaves)
+
     def add(self, chunk: Chunk) -> None:
         for index, row in enumerate(_rows(chunk, self.leaves)):
-            flat, matrix = row.reshape(row.shape[0], -1), self.matrices[index]
-            self.matrices[index] = flat.mT @ flat if matrix is None else matrix.addmm_(flat.mT, flat)
+            self.matrices[index] = plus_gram(self.matrices[index], row.reshape(row.shape[0], -1))
 
     def finish(self, count: Tensor) -> Block:
-        blocks = [Dense(matrix, shape_only(leaf), count) for matrix, leaf in zip(self.matrices, self.leaves)]
+        blocks = [Dense(mirrored(matrix), shape_only(leaf), count) for matrix, leaf in zip(self.matrices, self.leaves)]
         return Block(self.to_tree(blocks), count)
 
 
@@ -128,6 +138,9 @@ class LowRankSum(Structure):
         self.rank = rank
         self.kept = self.to_tree([leaf.new_zeros((rank, *leaf.shape)) for leaf in self.leaves])
         self.overflow = self.to_tree([torch.zeros_like(leaf) for leaf in self.leaves])
+
+    def held(self) -> int:
+        return (self.rank + 1) * self.formed()
 
     def add(self, chunk: Chunk) -> None:
         new = self.to_tree(_rows(chunk, self.leaves))
@@ -159,17 +172,20 @@ class KroneckerSum(Structure):
                 "leave it out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
             )
 
+    def held(self) -> int:
+        return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
+
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            x, g = form()
+        for leaf, kind, x, g in chunk.gradients:
             self.kinds[leaf] = kind
             if chunk.first:
-                self.inputs[leaf] = kind.input_factor(x, self.sharing, self.inputs.get(leaf))
-            self.outputs[leaf] = kind.output_factor(g, self.sharing, self.outputs.get(leaf))
+                self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf))
+            self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
 
     def finish(self, count: Tensor) -> Kronecker:
         pairs = [
-            self.kinds[i].order(self.inputs[i].to(leaf.dtype), self.outputs[i]) for i, leaf in enumerate(self.leaves)
+            self.kinds[i].order(mirrored(self.inputs[i]).to(leaf.dtype), mirrored(self.outputs[i]))
+            for i, leaf in enumerate(self.leaves)
         ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
         diagonal = self.to_tree([leaf.new_zeros(()) for leaf in self.leaves])
@@ -189,9 +205,9 @@ class EigenbasisSum(KroneckerSum):
         self.sums: dict[int, Tensor] = {}
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, form in chunk.gradients:
-            x, g = kind.rotated(*form(), *self.pairs[leaf])
-            self.sums[leaf] = kind.squares(x, g, self.sums.get(leaf))
+        for leaf, kind, x, g in chunk.gradients:
+            rotated = kind.rotated(x(), g(), *self.pairs[leaf])
+            self.sums[leaf] = kind.squares(*rotated, self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Eigenbasis:
         return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
@@ -199,7 +215,7 @@ class EigenbasisSum(KroneckerSum):
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
     """Return the gradients of every leaf as rows, `[K b, *leaf.shape]`."""
-    rows = {leaf: kind.rows(*form()) for leaf, kind, form in chunk.gradients}
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
     return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
 
 

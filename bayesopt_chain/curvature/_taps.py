@@ -22,7 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain.curvature._kinds import Embedding, Kind, Matrix, Vector
 
-Canonical = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+class Canonical(NamedTuple):
+    """Brings what a layer saw and its output gradients into the form of a kind, for b data: `x(x, b)`, `g(x, g, b)`."""
+
+    x: Callable[[Tensor, int], Tensor]
+    g: Callable[[Tensor, Tensor, int], Tensor]
 
 
 class Use(NamedTuple):
@@ -168,9 +173,9 @@ def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> tupl
     transposed ^= taps.is_transposed(weight)
     shape = tuple(weight.mT.shape if taps.is_transposed(weight) else weight.shape)
 
-    def canonical(x: Tensor, g: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        return x.reshape(b, -1, x.shape[-1]), g.reshape(g.shape[0], b, -1, g.shape[-1])
-
+    canonical = Canonical(
+        lambda x, b: x.reshape(b, -1, x.shape[-1]), lambda x, g, b: g.reshape(g.shape[0], b, -1, g.shape[-1])
+    )
     return (weight, x, Matrix(transposed, shape), canonical)
 
 
@@ -198,11 +203,13 @@ def _convolution(
     kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
     pads = _pads(padding, kernel, dilation)
 
-    def canonical(x: Tensor, g: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        columns = _columns(x, kernel, stride, pads, dilation)
-        return columns.reshape(b, -1, columns.shape[-1]), g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2])
+    inputs = math.prod(weight.shape[1:])
+    canonical = Canonical(
+        lambda x, b: _columns(x, kernel, stride, pads, dilation).reshape(b, -1, inputs),
+        lambda x, g, b: g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2]),
+    )
 
-    kind = Matrix(False, (weight.shape[0], math.prod(weight.shape[1:])))
+    kind = Matrix(False, (weight.shape[0], inputs))
     return taps.tap(y, (weight, input, kind, canonical), bias_use)
 
 
@@ -245,10 +252,13 @@ def _embedding(
         return NotImplemented
     y = F.embedding(input, weight, padding_idx)
 
-    def canonical(x: Tensor, g: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        g = g if padding_idx is None else g * (x != padding_idx % weight.shape[0])[..., None]
-        return x.reshape(b, -1), g.reshape(g.shape[0], b, -1, g.shape[-1])
+    rows = weight.shape[0]
 
+    def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
+        g = g if padding_idx is None else g * (x != padding_idx % rows)[..., None]
+        return g.reshape(g.shape[0], b, -1, g.shape[-1])
+
+    canonical = Canonical(lambda x, b: x.reshape(b, -1), of_output)
     return taps.tap(y, (weight, input, Embedding(tuple(weight.shape)), canonical))
 
 
@@ -319,18 +329,14 @@ def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...]) -> tuple:
     if parameter is None:
         return (None, None, None, None)
 
-    def canonical(x: Tensor, g: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        return x, _sum_to(g, aligned, b)
-
+    canonical = Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
     return (parameter, None, Vector((parameter.numel(), 1)), canonical)
 
 
 def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> tuple:
     """Use of a parameter that multiplies `x` elementwise."""
 
-    def canonical(x: Tensor, g: Tensor, b: int) -> tuple[Tensor, Tensor]:
-        return x.new_zeros(b), _sum_to(g * x, aligned, b)
-
+    canonical = Canonical(lambda x, b: x.new_zeros(b), lambda x, g, b: _sum_to(g * x, aligned, b))
     return (parameter, x, Vector((parameter.numel(), 1)), canonical)
 
 
@@ -339,7 +345,8 @@ def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
     g = g.reshape(g.shape[0], b, -1, *g.shape[2:])
     first = g.ndim - len(aligned)
     axes = [*range(2, first), *(first + i for i, length in enumerate(aligned) if length == 1)]
-    return g.sum(axes).reshape(g.shape[0], b, -1)
+    summed = g.sum(axes) if any(g.shape[axis] > 1 for axis in axes) else g
+    return summed.reshape(g.shape[0], b, -1)
 
 
 _TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}

@@ -60,9 +60,12 @@ def linearized(
     formed = max(sizes) if in_basis else 3 * sum(sizes)
     covariance_of = _in_basis if in_basis else _by_rows
     means, covariances = [], []
-    for chunk in pull_back(forward, params, batch, _unit_factors, plan, chunk_bytes, formed, factors_together=True):
+    for chunk in pull_back(
+        forward, params, batch, _unit_factors, plan, chunk_bytes, formed, sum(sizes), factors_together=True
+    ):
         means.append(chunk.outputs)
         covariances.append(covariance_of(chunk, params, precision))
+        del chunk  # before the next one is made
     return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
 
 
@@ -78,8 +81,8 @@ def _in_basis(chunk: Chunk, params: Tree, precision: Diagonal | Eigenbasis) -> T
     bases = None if isinstance(precision, Diagonal) else list(zip(*map(optree.tree_leaves, precision[:2])))
     values = optree.tree_leaves(precision.values)
     total: Any = 0
-    for leaf, kind, form in chunk.gradients:
-        x, g = form()
+    for leaf, kind, of_input, of_output in chunk.gradients:
+        x, g = of_input(), of_output()
         variance = values[leaf].reciprocal().reshape(kind.shape)
         if bases is not None:
             x, g = kind.rotated(x, g, *bases[leaf])
@@ -90,7 +93,7 @@ def _in_basis(chunk: Chunk, params: Tree, precision: Diagonal | Eigenbasis) -> T
 def _by_rows(chunk: Chunk, params: Tree, precision: Precision) -> Tensor:
     """Solve for the Jacobian's rows."""
     leaves, structure = optree.tree_flatten(params)
-    formed = {leaf: kind.rows(*form()) for leaf, kind, form in chunk.gradients}
+    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
     rows = optree.tree_unflatten(
         structure, [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
     )
