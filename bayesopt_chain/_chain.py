@@ -54,11 +54,6 @@ class Chain(GradientTransformation):
         return responses[0] if len(responses) == 1 else responses
 
     @property
-    def accepts(self) -> frozenset[str]:
-        """Keywords that ``update`` takes beyond the protocol's own."""
-        return self._program.accepts
-
-    @property
     def needs(self) -> frozenset[str]:
         """Those keywords without which ``update`` refuses."""
         return frozenset().union(*(rule.needs for rule in self.rules))

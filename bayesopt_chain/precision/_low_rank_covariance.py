@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_positive
-from bayesopt_chain.precision._trees import Tree, combine, flatten, gram, inner, paths, project, require_like
+from bayesopt_chain.precision._trees import Tree, combine, flatten, gram, inner, paths, project, require_like, scaled
 
 
 class _LowRankCovariance(NamedTuple):
@@ -74,7 +74,7 @@ class LowRankCovariance(_LowRankCovariance, Precision):
         return self.add(value)
 
     def scale(self, factor: float | Tensor) -> LowRankCovariance:
-        diagonal = optree.tree_map(lambda d: d / factor, self.diagonal)
+        diagonal = scaled(self.diagonal, 1 / factor)
         return self._replace(diagonal=diagonal, count=self.count * factor)
 
     def factorised(self) -> LowRankCovariance:
