@@ -20,7 +20,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import _draw
-from bayesopt_chain._foreign import keywords_of
+from bayesopt_chain._foreign import ANY, keywords_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -75,15 +75,18 @@ def make_step(
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
+    takes_curvature = "curvature" in accepts or ANY in accepts
     differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
-    drawing = [i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts]
+    drawing = [
+        i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")
+    ]
     if len(drawing) > 1:
         raise ValueError(f"make_step: {len(drawing)} links of this chain draw; one step takes gradients at one draw")
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
         grads, info = differentiate(loss, params, batch)
-        extra = {"curvature": curvature(params, batch)} if curvature is not None and "curvature" in accepts else {}
+        extra = {"curvature": curvature(params, batch)} if curvature is not None and takes_curvature else {}
         if differentiate is per_sample_gradients:
             extra["per_sample_gradients"] = grads
             grads = optree.tree_map(lambda g: g.mean(0), grads)
