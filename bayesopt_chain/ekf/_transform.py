@@ -190,7 +190,7 @@ class DenseFilter(Filter):
         else:
             solved = rotated[:, parameters:]
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
-        return optree.tree_leaves(unflatten(moves, leaves)), DenseFilterState(upper.mT, state.count + known.count)
+        return optree.tree_leaves(unflatten(moves, leaves)), DenseFilterState(upper.mT.contiguous(), state.count + known.count)
 
     def shapes(self, state):
         return state.root.shape[-1]

@@ -64,11 +64,11 @@ def test_laplace_is_the_exact_posterior():
 
 @pytest.mark.parametrize("family, rank", [("dense", None), ("low_rank", 4)])
 def test_a_family_that_contains_the_posterior_converges_to_it(family, rank):
-    """Sticking the landing, to 1e-10 after 3,000 steps: the gradient's noise vanishes with the distance."""
+    """Sticking the landing, to 1e-8 after 1,000 steps: the gradient's noise vanishes with the distance."""
     data = problem()
     kwargs = {} if rank is None else {"rank": rank}
     tx = getattr(bc.vi, family)(
-        bc.adam(lambda count: 0.03 * 0.5 ** (count / 250)),
+        bc.adam(lambda count: 0.05 * 0.5 ** (count / 120)),
         temperature=1 / N,
         init_scale=0.1,
         n_samples=4,
@@ -77,9 +77,9 @@ def test_a_family_that_contains_the_posterior_converges_to_it(family, rank):
     )
     params, step = data.start, bc.make_step(log_posterior_loss, tx)
     state = tx.init(params)
-    for _ in range(3000):
+    for _ in range(1000):
         params, state, _ = step(params, state, (data.x, data.y))
-    close(moments(tx.posterior(state, params)), exact(data), 1e-10)
+    close(moments(tx.posterior(state, params)), exact(data), 1e-8)
 
 
 def at_the_optimum(family):
@@ -150,24 +150,25 @@ def test_the_mean_fields_optimum_has_the_variance_one_over_lambda_ii():
 
 
 def test_the_mean_field_gets_there():
-    """Plain descent with many draws: mean and variances within 1e-3 relative after its lr has decayed."""
+    """500 steps of descent on exact expectations (all sign patterns as draws): mean and 1 / Lambda_ii to 1e-8."""
     data = problem()
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
+    noise = (corners[:, 0], corners[:, 1:].reshape(-1, 3, 1))
     tx = bc.vi.mean_field(
-        bc.adam(lambda count: 0.03 * 0.5 ** (count / 200)),
-        temperature=1 / N,
-        init_scale=0.1,
-        n_samples=4,
-        antithetic=True,
+        bc.sgd(0.1), temperature=1 / N, init_scale=0.1, n_samples=len(corners), scale_optimizer=bc.sgd(5.0)
     )
-    params, step = data.start, bc.make_step(log_posterior_loss, tx)
+    params = data.start
     state = tx.init(params)
-    for _ in range(3000):
-        params, state, _ = step(params, state, (data.x, data.y))
+    for _ in range(500):
+        points = {k: params[k] + s.exp() * z for k, s, z in zip(sorted(params), state[0].scale, noise)}
+        draw = tx.sample(state, params)._replace(params=points, noise=noise)
+        grads = torch.vmap(lambda p: torch.func.grad(log_posterior_loss)(p, (data.x, data.y)))(points)
+        updates, state = tx.update(grads, state, params=params, draw=draw, inplace=False)
+        params = {k: params[k] + updates[k] for k in params}
     mean, covariance = exact(data)
-    assert (flatten(params, params) - mean).abs().max() < 1e-3
+    assert (flatten(params, params) - mean).abs().max() < 1e-8
     variance = flatten(tx.posterior(state, params).marginal_variance, params)
-    wanted = 1 / torch.linalg.inv(covariance).diagonal()
-    assert ((variance - wanted) / wanted).abs().max() < 0.02
+    torch.testing.assert_close(variance, 1 / torch.linalg.inv(covariance).diagonal(), rtol=1e-8, atol=0)
 
 
 def test_the_negative_elbo_at_the_dense_optimum_is_minus_the_log_evidence():
