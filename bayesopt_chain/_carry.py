@@ -74,6 +74,13 @@ def times(x: Tensor, factor: float | Tensor) -> Tensor:
     return x * (factor.to(x.dtype) if torch.is_tensor(factor) else factor)
 
 
+def tensor_on(value: float | Tensor, device: torch.device) -> Tensor:
+    """A float64 0-d tensor on a device, made there: a copy from the host could not be captured."""
+    if torch.is_tensor(value):
+        return value.to(device=device, dtype=torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
 def device_of(leaves: Sequence[Tensor]) -> torch.device:
     """Where the first leaf is."""
     return leaves[0].device if leaves else torch.device("cpu")

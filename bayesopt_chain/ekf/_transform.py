@@ -104,6 +104,7 @@ class Filter(Rule):
         filled = [torch.zeros_like(p) if x is None else x for x, p in zip(mine, leaves)]
         noise = self._noise(ctx.to_tree(params))
         moves, new = self.predict_and_update(state, known, filled, noise, leaves)
+        new = self.only(state, new, [x is not None for x in mine])
         moves = [None if x is None else m for x, m in zip(mine, moves)]
         return spread_over(moves, params), written(state, new) if ctx.inplace else new
 
@@ -114,6 +115,10 @@ class Filter(Rule):
         self, state: Any, known: Information, g: list[Tensor], noise: list[Tensor] | None, leaves: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
         raise NotImplementedError
+
+    def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
+        """The new state; where leaves are independent, without those that have no gradient."""
+        return new
 
     def precision(self, state: Any, params: Any) -> Precision:
         raise NotImplementedError
@@ -190,7 +195,9 @@ class DenseFilter(Filter):
         else:
             solved = rotated[:, parameters:]
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
-        return optree.tree_leaves(unflatten(moves, leaves)), DenseFilterState(upper.mT.contiguous(), state.count + known.count)
+        return optree.tree_leaves(unflatten(moves, leaves)), DenseFilterState(
+            upper.mT.contiguous(), state.count + known.count
+        )
 
     def shapes(self, state):
         return state.root.shape[-1]
@@ -224,6 +231,9 @@ class DiagonalFilter(Filter):
             along = torch.linalg.solve(gain, innovation)
             moves = [torch.tensordot(along.to(row.dtype), row, dims=1) / v for row, v in zip(rows, before)]
         return moves, DiagonalFilterState(tuple(after), state.count + known.count)
+
+    def only(self, old, new, moves):
+        return new._replace(precision=tuple(b if m else a for a, b, m in zip(old.precision, new.precision, moves)))
 
     def precision(self, state, params):
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.count)

@@ -108,7 +108,7 @@ def make_step(
                 extra["per_sample_gradients"] = _draw.gathered(tx, i, trees, params)
             loss = torch.stack([info.loss for info in infos]).mean()
             aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
-            info = rule.report(state[i], loss, aux) if hasattr(rule, "report") else Info(loss, aux)
+            info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
             return _draw.gathered(tx, i, list(grads), params), info, extra
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:

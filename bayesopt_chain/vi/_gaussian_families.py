@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torchopt.base import GradientTransformation
 
@@ -20,6 +22,7 @@ def mean_field(
     n_samples: int = 1,
     antithetic: bool = False,
     stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
 ) -> VariationalTransform:
@@ -34,6 +37,8 @@ def mean_field(
         antithetic: draw in pairs ``mu +- displacement``; ``n_samples`` must be even.
         stick_the_landing: estimate the gradient along the path only: no variance at the optimum, when the posterior is in
             the family (see :mod:`bayesopt_chain.vi`).
+        weight_decay: delta per datum, the prior of precision ``delta / temperature`` about zero, for a loss that leaves it
+            out; the optimizer's own weight decay would miss its effect on sigma.
         scale_optimizer: for log sigma, instead of ``optimizer``; for instance one without weight decay. It sees the
             tuple of phi's tensors, not the tree of parameters.
         generator: source of the random key (default: torch's global generator).
@@ -66,6 +71,7 @@ def mean_field(
         n_samples,
         antithetic,
         stick_the_landing,
+        weight_decay,
         generator,
     )
 
@@ -78,6 +84,7 @@ def dense(
     n_samples: int = 1,
     antithetic: bool = False,
     stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
 ) -> VariationalTransform:
@@ -95,7 +102,15 @@ def dense(
         tensor([0.0100, 0.0100, 0.0100])
     """
     return _build(
-        Dense(init_scale), optimizer, scale_optimizer, temperature, n_samples, antithetic, stick_the_landing, generator
+        Dense(init_scale),
+        optimizer,
+        scale_optimizer,
+        temperature,
+        n_samples,
+        antithetic,
+        stick_the_landing,
+        weight_decay,
+        generator,
     )
 
 
@@ -108,13 +123,15 @@ def low_rank(
     n_samples: int = 1,
     antithetic: bool = False,
     stick_the_landing: bool = True,
+    weight_decay: float = 0.0,
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
 ) -> VariationalTransform:
     """A low-rank plus diagonal covariance: ``theta = mu + B z + d * eps`` (Ong, Nott and Smith, 2018).
 
     ``B`` starts random, sharing the first variance ``init_scale ** 2`` with ``d`` in halves, for at ``B = 0`` its gradient
-    vanishes. Without ``stick_the_landing`` the entropy's gradient is exact. Its state holds ``rank + 1`` tensors for each
+    vanishes. Adam moves every entry of ``B`` by its lr at once, however small ``B`` is: give ``scale_optimizer`` a smaller
+    lr than the mean's. Without ``stick_the_landing`` the entropy's gradient is exact. Its state holds ``rank + 1`` tensors for each
     parameter and twice what the optimizer remembers of them.
 
     Args:
@@ -132,11 +149,29 @@ def low_rank(
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"vi.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is vi.mean_field")
     family = LowRank(init_scale, rank)
-    return _build(family, optimizer, scale_optimizer, temperature, n_samples, antithetic, stick_the_landing, generator)
+    return _build(
+        family,
+        optimizer,
+        scale_optimizer,
+        temperature,
+        n_samples,
+        antithetic,
+        stick_the_landing,
+        weight_decay,
+        generator,
+    )
 
 
 def _build(
-    family: Family, optimizer, scale_optimizer, temperature, n_samples, antithetic, stick_the_landing, generator
+    family: Family,
+    optimizer,
+    scale_optimizer,
+    temperature,
+    n_samples,
+    antithetic,
+    stick_the_landing,
+    weight_decay,
+    generator,
 ) -> VariationalTransform:
     for who, tx in (("optimizer", optimizer), ("scale_optimizer", scale_optimizer or optimizer)):
         if not isinstance(tx, GradientTransformation):
@@ -144,6 +179,8 @@ def _build(
     _checks.temperature(temperature)
     _checks.positive(f"{family.name}: init_scale", family.init_scale)
     require_samples(family.name, n_samples, antithetic)
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"{family.name}: weight_decay must be finite and not negative, got {weight_decay!r}")
     rule = Variational(
         family,
         chain(optimizer),
@@ -152,6 +189,7 @@ def _build(
         n_samples,
         antithetic,
         stick_the_landing,
+        weight_decay,
         generator,
     )
     return VariationalTransform((rule,))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks, _random
-from bayesopt_chain._carry import Dial, device_of, is_concrete, now, present, spread_over, times, written
+from bayesopt_chain._carry import Dial, device_of, is_concrete, now, present, spread_over, tensor_on, times, written
 from bayesopt_chain._draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain._gaussian import Gaussian
 from bayesopt_chain._leafwise import keep
@@ -159,7 +159,7 @@ class IVON(Natural):
         return [s * z for s, z in zip(self._sigma(state), noise)]
 
     def _sigma(self, state: NaturalState) -> list[Tensor]:
-        temperature = torch.as_tensor(now(self.temperature, state.count), dtype=torch.float64).to(state.key.device)
+        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
         return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
 
     def update(self, g, state, params, ctx):
@@ -194,7 +194,7 @@ class IVON(Natural):
     def precision(self, state, params):
         temperature = now(self.temperature, state.count)
         values = [times(h + self.weight_decay, 1 / temperature) for h in state.hessian]
-        data = 1 / torch.as_tensor(temperature, dtype=torch.float64, device=state.key.device)
+        data = 1 / tensor_on(temperature, state.key.device)
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), data)
 
 
@@ -209,7 +209,7 @@ class VON(Natural):
 
     def displace(self, state, noise, leaves):
         precision = state.hessian.add_diagonal(self.weight_decay)
-        temperature = torch.as_tensor(now(self.temperature, state.count), dtype=torch.float64).to(state.key.device)
+        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 

@@ -26,7 +26,18 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks, _random
-from bayesopt_chain._carry import Dial, device_of, find, now, present, require_these, spread_over, times, written
+from bayesopt_chain._carry import (
+    Dial,
+    device_of,
+    find,
+    now,
+    present,
+    require_these,
+    spread_over,
+    tensor_on,
+    times,
+    written,
+)
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain._gaussian import Gaussian
@@ -69,6 +80,7 @@ class Variational(Rule):
     n_samples: int = 1
     antithetic: bool = False
     stick_the_landing: bool = True
+    weight_decay: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     state = VariationalState
     on_trees = True
@@ -116,6 +128,8 @@ class Variational(Rule):
         if self.is_cold:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
+            if self.weight_decay:
+                g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
             moves, optimizer = self._move_mean(g, state, params, ctx)
             return moves, state._replace(mean_optimizer=optimizer)
         draw = ctx.extra.get("draw")
@@ -136,6 +150,9 @@ class Variational(Rule):
         moves = [x is not None for x in samples]
         filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
         temperature = now(self.temperature, state.count - 1)
+        if self.weight_decay:
+            theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
+            filled = [x + self.weight_decay * y if m else x for x, y, m in zip(filled, theta, moves)]
         if self.stick_the_landing:
             score = family.score(state.scale, noise, leaves)
             filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
@@ -154,12 +171,19 @@ class Variational(Rule):
             optimizer = written(state.mean_optimizer, optimizer)
         return ctx.from_tree(moves), optimizer
 
-    def report(self, state: VariationalState, loss: Tensor, aux: Any) -> VariationalInfo:
+    def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
         """What a step from this state says about itself."""
-        return VariationalInfo(loss, aux, self.negative_elbo(state, loss))
+        return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
 
-    def negative_elbo(self, state: VariationalState, loss: Tensor) -> Tensor:
-        """``loss - T H[q]``."""
+    def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
+        """``loss - T H[q]``, and the weight decay's prior at the draw."""
+        if self.weight_decay:
+            if draw is None:
+                raise ValueError(
+                    f"{self.family.name}: with weight_decay the negative ELBO needs draw=, the draw of the loss"
+                )
+            squares = sum(x.square().sum() for x in optree.tree_leaves(draw.params))
+            loss = loss + times(squares.to(loss), 0.5 * self.weight_decay / self.n_samples)
         if self.is_cold:
             return loss
         return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
@@ -172,7 +196,7 @@ class Variational(Rule):
         if self.is_cold:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         temperature = now(self.temperature, state.count - 1)
-        data = 1 / torch.as_tensor(temperature, dtype=torch.float64, device=state.count.device)
+        data = 1 / tensor_on(temperature, state.count.device)
         precision = self.family.precision(state.scale, params, data)
         return Gaussian(optree.tree_map(torch.Tensor.detach, params), precision.factorised())
 
@@ -227,6 +251,9 @@ class DrawnPosterior(Chain):
 class VariationalTransform(DrawnPosterior):
     """What ``mean_field``, ``dense`` and ``low_rank`` return."""
 
-    def negative_elbo(self, state: Any, loss: Tensor) -> Tensor:
-        """The negative ELBO per datum, 0-d, in nats: ``loss - T H[q]`` for the mean loss over the draws from ``state``."""
-        return self._rule.negative_elbo(self._state(state), loss)
+    def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
+        """The negative ELBO per datum, 0-d, in nats: ``loss - T H[q]`` for the mean loss over the draws from ``state``.
+
+        With ``weight_decay`` it needs the draw too, for the prior there (without the prior's normaliser, a constant).
+        """
+        return self._rule.negative_elbo(self._state(state), loss, draw)

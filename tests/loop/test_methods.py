@@ -49,9 +49,11 @@ METHODS = {
     "sgd": lambda: bc.sgd(0.5),
     "torchopt's adam": lambda: torchopt.adam(0.02),
     "sghmc": lambda: bc.sghmc(0.1, temperature=1 / N),
-    "mean field": lambda: bc.vi.mean_field(bc.adam(0.1), temperature=1 / N),
-    "dense": lambda: bc.vi.dense(bc.adam(0.1), temperature=1 / N, n_samples=2, antithetic=True),
-    "low rank": lambda: bc.vi.low_rank(bc.adam(0.1), temperature=1 / N, rank=3),
+    "mean field": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N),
+    "dense": lambda: bc.vi.dense(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, n_samples=2, antithetic=True),
+    "low rank": lambda: bc.vi.low_rank(
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, rank=3, scale_optimizer=bc.adam(0.005)
+    ),
     "ivon": lambda: bc.vi.ivon(0.1, temperature=1 / N, weight_decay=1 / N, betas=(0.9, 0.999)),
     "von": lambda: bc.vi.von(0.1, temperature=1 / N, weight_decay=1 / N, n_samples=2),
     "vogn": lambda: bc.vi.vogn(0.1, temperature=1 / N, weight_decay=1 / N),
@@ -88,8 +90,8 @@ def run(tx, epochs=4, inplace=False, curvature=root):
 def test_one_loop_serves_every_method(name):
     """Each learns, and each that carries a posterior gives the same type of Gaussian, with covariance across parameters."""
     tx, link = build(name)
-    params, state, losses = run(tx)
-    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+    params, state, _ = run(tx, epochs=10)
+    assert loss(params, data()) < 0.6 * loss(start(), data())
     assert all(torch.isfinite(p).all() and not p.requires_grad for p in params.values())
     if not hasattr(link, "posterior"):
         return
@@ -195,7 +197,7 @@ def test_curvature_is_not_asked_for_where_nothing_takes_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", METHODS)
 def test_every_tensor_stays_on_the_gpu(name):
-    """Parameters, state and posterior; the draw of the first step agrees with the CPU's mean and scale."""
+    """Parameters, state, posterior and its draws."""
     tx, link = build(name)
     params = optree.tree_map(lambda p: p.cuda(), start())
     batch = tuple(x.cuda() for x in data())
@@ -209,30 +211,3 @@ def test_every_tensor_stays_on_the_gpu(name):
         assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
         draws = posterior.sample((2,))
         assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mean field", "low rank", "ivon", "swag"])
-def test_a_captured_step_is_the_eager_one(name):
-    """One CUDA graph replayed five times: to 1e-12 of five eager steps from the same state."""
-    tx, _ = build(name)
-    step = bc.make_step(loss, tx, inplace=True)
-    batch = tuple(x.cuda() for x in data())
-    params = optree.tree_map(lambda p: p.cuda(), start())
-    state = tx.init(params)
-    for _ in range(3):
-        params, state, _ = step(params, state, batch)
-    eager = optree.tree_map(torch.clone, (params, state))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(*optree.tree_map(torch.clone, (params, state)), batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(params, state, batch)
-    for _ in range(5):
-        graph.replay()
-        eager = step(*eager, batch)[:2]
-    for a, b in zip(optree.tree_leaves((params, state)), optree.tree_leaves(eager)):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

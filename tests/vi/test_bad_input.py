@@ -83,6 +83,15 @@ def test_numbers_out_of_range(name):
             make(**{scale: wrong})
 
 
+@pytest.mark.parametrize("name", ["mean_field", "dense", "low_rank"])
+def test_weight_decay(name):
+    with pytest.raises(ValueError, match="weight_decay must be finite"):
+        FAMILIES[name](weight_decay=-0.1)
+    tx = FAMILIES[name](weight_decay=0.1)
+    with pytest.raises(ValueError, match="needs draw="):
+        tx.negative_elbo(tx.init(params), torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("name", ["ivon", "von", "vogn"])
 def test_natural_gradients_numbers(name):
     make = FAMILIES[name]

@@ -72,10 +72,11 @@ def log_q(x, mean, covariance):
     return -0.5 * white.square().sum() - lower.diagonal().log().sum() - 0.5 * len(x) * math.log(2 * math.pi)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.7])
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("sticks", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples):
+def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay):
     """To 1e-10: along the path only when sticking the landing, else with the entropy's exact gradient."""
     tx = getattr(bc.vi, name)(
         capture_gradients(),
@@ -84,6 +85,7 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples):
         n_samples=samples,
         stick_the_landing=sticks,
         antithetic=samples > 1,
+        weight_decay=decay,
         **FAMILIES[name],
     )
     params, batch = parameters(), torch.randn(5, 3)
@@ -108,13 +110,17 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples):
         torch.testing.assert_close(as_tree(theta, params)["w"], points[s]["w"], rtol=1e-12, atol=1e-12)
         if sticks:
             total = total + T * log_q(theta, flat.detach(), covariance.detach()) / samples
-        total = total + loss(as_tree(theta, params), batch) / samples
+        total = total + (loss(as_tree(theta, params), batch) + 0.5 * decay * theta.square().sum()) / samples
     if not sticks:
         total = total - T * 0.5 * torch.logdet(2 * math.pi * math.e * covariance)
     want = torch.autograd.grad(total, [*(mean[k] for k in sorted(mean)), *scale])
     got = [*(updates[k] for k in sorted(updates)), *by_scale]
     for x, y in zip(got, want, strict=True):
         assert (x - y).abs().max() < 1e-10
+    average = sum(loss(point, batch) for point in points) / samples
+    prior = sum(0.5 * decay * x.square().sum() for point in points for x in point.values()) / samples
+    entropy = 0.5 * torch.logdet(2 * math.pi * math.e * covariance)
+    torch.testing.assert_close(tx.negative_elbo(state, average, draw), (average + prior - T * entropy).detach())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

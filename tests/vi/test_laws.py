@@ -9,6 +9,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import LAWS, assert_bitwise_equal
+from bayesopt_chain.testing._laws import a_missing_gradient_leaves_its_leaf_alone
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 
 from .adapters import drawing, filtering, per_sample, two_rows, unit_diagonal
@@ -50,10 +51,27 @@ BUILDS = (
 )
 
 
+# A missing gradient leaves its leaf alone where leaves are independent. A filter's joint information ties every leaf's
+# move and uncertainty to every other's, and a running mean is one of iterates, whether they moved or not.
+JOINT = ("dense filter", "dense filter that forgets", "low-rank filter", *COLLECTORS)
+
+
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("name", BUILDS)
 def test_law(name, law):
+    if name in JOINT and law is a_missing_gradient_leaves_its_leaf_alone:
+        pytest.skip("its leaves are joint")
     law(BUILDS[name])
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_missing_gradient_moves_nothing_of_its_leaf_in_a_joint_state_either(name):
+    tx, params = BUILDS[name](), example_params()
+    state = tx.init(params)
+    updates, state = tx.update({**smooth_gradient(params), "scale": None}, state, params=params, inplace=False)
+    assert updates["scale"] is None and torch.isfinite(updates["weight"]).all()
+    again, _ = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+    assert all(torch.isfinite(u).all() for u in optree.tree_leaves(again))
 
 
 @pytest.mark.parametrize("family", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank])
