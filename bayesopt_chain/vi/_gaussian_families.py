@@ -32,7 +32,8 @@ def mean_field(
         optimizer: any of TorchOpt or this library; it moves the mean, which is the parameters, and log sigma.
         temperature: ``1 / N`` for a loss that is the mean negative log posterior over ``N`` data; a number, a 0-d tensor
             read at every update, or a schedule of the update count. At the number 0 the optimizer runs alone.
-        init_scale: first standard deviation of every parameter, in the parameters' units.
+        init_scale: first standard deviation of every parameter, in the parameters' units. Far below the posterior's, the
+            force that sticks the landing is noise of size ``temperature / init_scale``: start wider, or without it.
         n_samples: draws for each update. More than one put the samples on axis 0 of draws and gradients.
         antithetic: draw in pairs ``mu +- displacement``; ``n_samples`` must be even.
         stick_the_landing: estimate the gradient along the path only: no variance at the optimum, when the posterior is in
@@ -131,8 +132,8 @@ def low_rank(
 
     ``B`` starts random, sharing the first variance ``init_scale ** 2`` with ``d`` in halves, for at ``B = 0`` its gradient
     vanishes. Adam moves every entry of ``B`` by its lr at once, however small ``B`` is: give ``scale_optimizer`` a smaller
-    lr than the mean's. Without ``stick_the_landing`` the entropy's gradient is exact. Its state holds ``rank + 1`` tensors for each
-    parameter and twice what the optimizer remembers of them.
+    lr than the mean's. Without ``stick_the_landing`` the entropy's gradient is exact. Its state holds ``rank + 1`` tensors
+    for each parameter and twice what the optimizer remembers of them.
 
     Args:
         rank: columns of ``B``, at least 1 and at most the number of parameters.

@@ -49,10 +49,12 @@ METHODS = {
     "sgd": lambda: bc.sgd(0.5),
     "torchopt's adam": lambda: torchopt.adam(0.02),
     "sghmc": lambda: bc.sghmc(0.1, temperature=1 / N),
-    "mean field": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N),
-    "dense": lambda: bc.vi.dense(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, n_samples=2, antithetic=True),
+    "mean field": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1),
+    "dense": lambda: bc.vi.dense(
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, scale_optimizer=bc.adam(0.005)
+    ),
     "low rank": lambda: bc.vi.low_rank(
-        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, rank=3, scale_optimizer=bc.adam(0.005)
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, rank=3, scale_optimizer=bc.adam(0.005)
     ),
     "ivon": lambda: bc.vi.ivon(0.1, temperature=1 / N, weight_decay=1 / N, betas=(0.9, 0.999)),
     "von": lambda: bc.vi.von(0.1, temperature=1 / N, weight_decay=1 / N, n_samples=2),
