@@ -45,6 +45,7 @@ class LangevinNoise(Rule):
     lr: float | None = None
     momentum: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    noise: str = "gaussian"
 
     @property
     def response(self) -> Response:
@@ -91,7 +92,7 @@ class LangevinNoise(Rule):
             _checks.alike(
                 f"updates: leaf {leaves[n]}", g[leaves[n]], "the state has", kept.shape[1:], kept.dtype, kept.device
             )
-        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves])
+        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise)
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}
@@ -182,6 +183,7 @@ class LangevinNoise(Rule):
         words = [_checks.show(self.temperature)]
         words += [f"order={self.order}"] if self.order != 2 else []
         words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
+        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
         return f"inject_langevin_noise({', '.join(words)})"
 
 
@@ -192,6 +194,7 @@ def inject_langevin_noise(
     lr: float | None = None,
     momentum: float = 0.0,
     generator: torch.Generator | None = None,
+    noise: str = "gaussian",
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -208,6 +211,8 @@ def inject_langevin_noise(
             noise then acts where it is written, which must be before the momentum.
         momentum: likewise, the chain's momentum.
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
+        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), cheaper, keeps order 2); or ``"rademacher"`` (signs,
+            cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
 
     Returns:
         A link. Its state holds one draw for each parameter (order 2).
@@ -227,6 +232,10 @@ def inject_langevin_noise(
     _checks.temperature(temperature)
     if order not in (1, 2):
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
+    if noise not in ("gaussian", "rademacher", "three_point"):
+        raise ValueError(
+            f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
+        )
     if lr is not None:
         _checks.positive("inject_langevin_noise: lr", lr)
         _checks.momentum("inject_langevin_noise: momentum", momentum)
@@ -234,7 +243,7 @@ def inject_langevin_noise(
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if isinstance(temperature, int):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, lr, momentum, generator),))
+    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise),))
 
 
 def _in_place(old: tuple, new: list) -> list:
