@@ -53,4 +53,12 @@ from bayesopt_chain.optimizers.classes import (
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
 
+# isort: split
+# The SGMCMC family.
+from bayesopt_chain import schedules
+from bayesopt_chain.links.delay import delay
+from bayesopt_chain.samplers.cyclical import cyclical, cyclical_paper
+from bayesopt_chain.samplers.euler import sghmc_stale_gradient
+from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+
 __version__ = "0.1.0"
