@@ -60,5 +60,6 @@ from bayesopt_chain.links.delay import delay
 from bayesopt_chain.samplers.cyclical import cyclical, cyclical_paper
 from bayesopt_chain.samplers.euler import sghmc_stale_gradient
 from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+from bayesopt_chain.samplers.thermostats import badodab, badodab_per_parameter, sgnht, sgnht_per_parameter
 
 __version__ = "0.1.0"

@@ -75,12 +75,12 @@ def target_moment(potential: Potential, temperature: float, f: Callable = lambda
 class Probe:
     """One step of a sampler's code as a map of reduced coordinates.
 
-    ``reduce`` takes the floating-point leaves of the state (each ``[m]``) to the ``k`` coordinates beside ``theta``; a
-    state with those coordinates is made by setting its first ``k`` leaves to them and the others to zero.
+    ``reduce`` takes the floating-point leaves of the state (each ``[m]``) to the coordinates beside ``theta``; a state with
+    those coordinates is made by setting the leaves numbered ``keep`` (default: the first ones) to them, the others to zero.
     """
 
-    def __init__(self, tx, potential: Potential, reduce: Callable | None = None, **extra) -> None:
-        self.tx, self.potential, self.extra = tx, potential, extra
+    def __init__(self, tx, potential: Potential, reduce: Callable | None = None, keep=None, **extra) -> None:
+        self.tx, self.potential, self.extra, self.keep = tx, potential, extra, keep
         self.reduce = reduce or (lambda *leaves: leaves)
 
     def start(self, theta: torch.Tensor):
@@ -94,9 +94,11 @@ class Probe:
         """``x'`` of shape ``[m, 1 + k]``, and how many draws were made; ``xi`` has shape ``[m, draws]``."""
         theta = x[:, 0].clone()
         leaves, spec, moving = self.start(theta)
-        for n, i in enumerate(moving):
-            value = x[:, 1 + n] if 1 + n < x.shape[1] else torch.zeros_like(theta)
-            leaves[i] = value.clone().reshape(leaves[i].shape)
+        keep = self.keep if self.keep is not None else range(x.shape[1] - 1)
+        for i in moving:
+            leaves[i] = torch.zeros_like(leaves[i])
+        for n, k in enumerate(keep):
+            leaves[moving[k]] = x[:, 1 + n].clone().reshape(leaves[moving[k]].shape)
         with NormalProbe(None if xi is None else xi.T.reshape(-1)) as probe:
             updates, state = self.tx.update(
                 self.potential.gradient(theta),
