@@ -56,7 +56,8 @@ class Scale(Rule):
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
         else:
             factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
-        return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, factors), state
+        multiply = Tensor.mul_ if ctx.inplace else Tensor.mul
+        return each(lambda x, f: multiply(x, _as_scalar_of(x, f)), g, factors), state
 
     def _signed(self, count: Tensor):
         return -self.step_size(count) if self.sign < 0 else self.step_size(count)
@@ -64,6 +65,11 @@ class Scale(Rule):
     def __str__(self) -> str:
         shown = _checks.show(self.step_size)
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
+
+
+def _as_scalar_of(x: Tensor, factor: Any) -> Any:
+    """The factor such that it cannot promote ``x``: a wider 0-d tensor would promote a 0-d parameter."""
+    return factor.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) else factor
 
 
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
