@@ -76,17 +76,19 @@ class Probe:
     """One step of a sampler's code as a map of reduced coordinates.
 
     ``reduce`` takes the floating-point leaves of the state (each ``[m]``) to the coordinates beside ``theta``; a state with
-    those coordinates is made by setting the leaves numbered ``keep`` (default: the first ones) to them, the others to zero.
+    those coordinates is a fresh one, passed through ``prepare``, with its leaves numbered ``keep`` (default: the first ones)
+    set to them. ``extra`` are keywords of ``update`` as functions of theta.
     """
 
-    def __init__(self, tx, potential: Potential, reduce: Callable | None = None, keep=None, **extra) -> None:
+    def __init__(self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, **extra) -> None:
         self.tx, self.potential, self.extra, self.keep = tx, potential, extra, keep
         self.reduce = reduce or (lambda *leaves: leaves)
+        self.prepare = prepare or (lambda state: state)
 
     def start(self, theta: torch.Tensor):
         """A fresh state's leaves, structure, and the positions of its coordinates."""
         torch.manual_seed(0)
-        leaves, spec = optree.tree_flatten(self.tx.init(theta))
+        leaves, spec = optree.tree_flatten(self.prepare(self.tx.init(theta)))
         moving = [i for i, t in enumerate(leaves) if t.is_floating_point() and t.numel() == theta.numel()]
         return leaves, spec, moving
 
@@ -95,8 +97,6 @@ class Probe:
         theta = x[:, 0].clone()
         leaves, spec, moving = self.start(theta)
         keep = self.keep if self.keep is not None else range(x.shape[1] - 1)
-        for i in moving:
-            leaves[i] = torch.zeros_like(leaves[i])
         for n, k in enumerate(keep):
             leaves[moving[k]] = x[:, 1 + n].clone().reshape(leaves[moving[k]].shape)
         with NormalProbe(None if xi is None else xi.T.reshape(-1)) as probe:
