@@ -153,7 +153,8 @@ class LangevinNoise(Rule):
             coefficients.append(c)
             scale = s if s is not None else scale
         if scale is not None:
-            scale = torch.where(temperature > 0, scale, one)
+            thermal = (temperature > 0) | (before[0] > 0)  # a cold velocity is the optimizer's own, and stays
+            scale = torch.where(thermal, scale, one)
         return coefficients, scale, torch.stack(list(now))
 
     def _warn_of_rounding(self, placements, leaves, state, rates) -> None:
