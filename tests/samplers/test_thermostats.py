@@ -35,7 +35,12 @@ def test_the_scalar_thermostat_follows_the_mean_over_all_leaves():
 def test_badodab_is_its_splitting_step_by_step():
     h, gamma, q, t = 0.3, 0.8, 2.0, 1.5
     tx, theta = bc.badodab_per_parameter(h, gamma, temperature=t, thermostat_mass=q), torch.tensor([0.7]).double()
-    state, p, xi, x = tx.init(theta), torch.zeros(1).double(), torch.full((1,), gamma, dtype=torch.float64), theta.clone()
+    state, p, xi, x = (
+        tx.init(theta),
+        torch.zeros(1).double(),
+        torch.full((1,), gamma, dtype=torch.float64),
+        theta.clone(),
+    )
     for n in (0.3, -1.2, 0.8):
         with NormalProbe(torch.tensor([n]).double()):
             updates, state = tx.update(theta + theta**3, state, params=theta, inplace=False)
