@@ -33,7 +33,7 @@ def moment(g: list, state: tuple, decay: float, order: int, inplace: bool) -> tu
         if decay != 1.0:
             t = t.mul_(decay) if inplace else t.mul(decay)
         if order == 1:
-            return t.add_(x, alpha=weight) if inplace else t.add(x, alpha=weight)
-        return t.addcmul_(x, x, value=weight) if inplace else t.addcmul(x, x, value=weight)
+            return t.add_(x, alpha=weight) if inplace else t.add(x, alpha=weight).to(t.dtype)
+        return t.addcmul_(x, x, value=weight) if inplace else t.addcmul(x, x, value=weight).to(t.dtype)
 
     return keep(step, g, state)

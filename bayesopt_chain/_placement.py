@@ -186,6 +186,11 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
     total = sum(b)
     if total == 0.0:
         return Placement(at, (), matched_to="F = 0")  # lr = 0: nothing moves
+    if not links:
+        raise ValueError(
+            "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
+            "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
+        )
     if total * sign > 0:
         raise ValueError(
             "chain: its updates climb the loss (its gain is positive), so nothing can be sampled; "
@@ -204,10 +209,9 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
 
     remainders: dict[tuple[int, ...], law.Poly] = {}
     for weight_decay, prefix_b, prefix_a, prefix, rated in decays:
-        suffix_b = _divide(b, prefix_b)
-        r = law.excess(b, law.decay_numerator(prefix_a, suffix_b, weight_decay))
-        if not any(r):
-            continue
+        if len(prefix_a) == len(prefix_b) == 1:
+            continue  # in the gradient: a part of the loss
+        r = law.excess(b, law.decay_numerator(prefix_a, _divide(b, prefix_b), weight_decay))
         if rated:
             raise ValueError(
                 "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._leafwise import each, keep, moment, zeros_like
 from bayesopt_chain._response import Adaptive, Refused, Response
+from bayesopt_chain._rule import Rule
 
 
 class RunningScaleState(NamedTuple):
@@ -346,7 +347,9 @@ def _decay(name: str, value: float) -> None:
         raise ValueError(f"Invalid {name} parameter: {value}; it must lie in [0, 1)")
 
 
-def _freezing(freeze_after: int | None) -> None:
+def _settings(eps: float, freeze_after: int | None) -> None:
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}; it must not be negative")
     if freeze_after is not None and not freeze_after >= 1:
         raise ValueError(f"Invalid freeze_after value: {freeze_after}; it must be None or at least 1")
 
@@ -366,7 +369,7 @@ def scale_by_rms(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((RunningScale(_rms, alpha, eps, initial_scale, freeze_after),))
 
 
@@ -380,7 +383,7 @@ def scale_by_stddev(
         >>> bc.scale_by_stddev(0.5)
         scale_by_stddev(decay=0.5, eps=1e-08)
     """
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((RunningScale(_stddev, alpha, eps, initial_scale, freeze_after),))
 
 
@@ -398,7 +401,7 @@ def scale_by_rss(
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
 
 
@@ -426,7 +429,7 @@ def scale_by_adam(
     """
     _decay("b1", b1)
     _decay("b2", b2)
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((Adam(b1, b2, eps, eps_root, moment_requires_grad, freeze_after),))
 
 
@@ -447,7 +450,7 @@ def scale_by_adamax(
     """
     _decay("b1", b1)
     _decay("b2", b2)
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((AdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
@@ -468,7 +471,7 @@ def scale_by_radam(
     """
     _decay("b1", b1)
     _decay("b2", b2)
-    _freezing(freeze_after)
+    _settings(eps, freeze_after)
     return Chain((RAdam(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
@@ -481,4 +484,5 @@ def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad:
         scale_by_adadelta(rho=0.9, eps=1e-06)
     """
     _decay("rho", rho)
+    _settings(eps, None)
     return Chain((AdaDelta(rho, eps, moment_requires_grad),))

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks, _random
-from bayesopt_chain._chain import Chain, Injection, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._noise_process import Conditions
 from bayesopt_chain._response import Linear, Noise, Response
+from bayesopt_chain._rule import Injection, Rule
 
 Temperature = float | Tensor | Callable[[Tensor], Any]
 
@@ -164,9 +165,9 @@ class LangevinNoise(Rule):
             placement = placements[j]
             before = state.conditions[0] if state.conditions else None
             coefficients, _, _ = self._coefficients(placement, self._now(state.count), before, rates, j)
-            ones = torch.ones((), dtype=torch.float64)
+            one, none = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
             e = [
-                s.process.step([ones] * s.process.draws, [ones] * s.process.memory, c)[0]
+                s.process.step([one] * s.process.draws, [none] * s.process.memory, c)[0]
                 for s, c in zip(placement.sources, coefficients)
             ]
             gain = math.prod((float(rates[i][j]) for i in placement.rates_after), start=placement.gain_after)

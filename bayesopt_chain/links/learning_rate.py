@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,9 +12,11 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import _checks, _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
+from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each
 from bayesopt_chain._response import Linear, Rate, Response
+from bayesopt_chain._rule import Rule
 
 ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 
@@ -115,3 +118,16 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
         [tensor([1.])]
     """
     return Chain((Scale(step_size_fn),))
+
+
+@recognises("_scale.<locals>.update_fn")
+def _torchopts_scale(link, cells):
+    return (Scale(cells["step_size"]),)
+
+
+@recognises("_scale_by_schedule.<locals>.update_fn")
+def _torchopts_schedule(link, cells):
+    fn = cells["step_size_fn"]
+    if fn.__qualname__ == "_scale_by_neg_lr.<locals>.schedule_wrapper":
+        return (Scale(inspect.getclosurevars(fn).nonlocals["lr"], -1),)
+    return (Scale(fn),)

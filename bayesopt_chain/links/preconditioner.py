@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._leafwise import each
 from bayesopt_chain._response import Elementwise, Response
+from bayesopt_chain._rule import Rule
 from bayesopt_chain.links.adaptive import RunningScale, _rms
 from bayesopt_chain.links.learning_rate import Scale
 

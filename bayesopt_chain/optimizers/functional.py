@@ -241,12 +241,8 @@ def adagrad(
         >>> bc.adagrad(0.1).rules[-1]
         Scale(step_size=0.1, sign=-1)
     """
-    for name, value in (
-        ("lr_decay", lr_decay),
-        ("initial_accumulator_value", initial_accumulator_value),
-        ("epsilon", eps),
-    ):
-        _nonnegative(name, value)
+    _nonnegative("lr_decay", lr_decay)
+    _nonnegative("initial_accumulator_value", initial_accumulator_value)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay, maximize),
         scale_by_rss(initial_accumulator_value, eps, freeze_after=freeze_after),
@@ -292,7 +288,6 @@ def rmsprop(
         )
     """
     _nonnegative("alpha", alpha)
-    _nonnegative("epsilon", eps)
     scaler = scale_by_stddev if centered else scale_by_rms
     return chain(
         flip_sign_and_add_weight_decay(weight_decay, maximize),
@@ -326,7 +321,6 @@ def adadelta(
             scale_by_neg_lr(1.0),
         )
     """
-    _nonnegative("epsilon", eps)
     return chain(
         flip_sign_and_add_weight_decay(weight_decay),
         scale_by_adadelta(rho, eps, moment_requires_grad),

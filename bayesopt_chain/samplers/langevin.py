@@ -9,11 +9,12 @@ With ``lr`` and ``momentum`` in SGD's sense,
 Ornstein-Uhlenbeck, half drift, with one gradient a step. On a quadratic loss of curvature ``h`` the stationary variance is
 ``T / h`` for order 2 and too large by the factor ``1 + y / (2 (1 + mu) - y)``, ``y = lr h``, for order 1.
 
-The parametrisation of SGHMC by step ``lr``, friction ``alpha``, mass-like ``sigma`` and noise ``beta``,
+SGHMC is also written with a step ``eps``, friction ``alpha``, momentum scale ``sigma`` and gradient-noise estimate ``beta``,
 
-    theta' = theta + eps sigma^-2 m,   m' = m - eps (g + sigma^-2 alpha m) + N(0, eps T (2 alpha - eps T beta)),
+    m <- m - eps (g + alpha m / sigma^2) + N(0, eps T (2 alpha - eps T beta)),     theta <- theta + eps m / sigma^2.
 
-is SGD with momentum once ``v = -m / (eps)``: ``momentum = 1 - eps alpha / sigma^2`` and ``lr = eps^2 / sigma^2``.
+With ``v = -m / eps`` that is the order-1 scheme above, ``lr = eps^2 / sigma^2``, ``mu = 1 - eps alpha / sigma^2``, at the
+temperature ``T (1 - eps T beta / (2 alpha))``.
 """
 
 from __future__ import annotations
@@ -87,51 +88,64 @@ def sghmc(
     )
 
 
-def sghmc_from_friction(lr: float, alpha: float, sigma: float = 1.0) -> dict[str, float]:
-    """``lr`` and ``momentum`` of the SGHMC with step ``lr``, friction ``alpha`` and momentum scale ``sigma``.
-
-    The noise parameter ``beta`` of that parametrisation (an estimate of the gradient noise to subtract) has no
-    counterpart: gradient noise is not subtracted here.
+def sghmc_from_friction(
+    lr: float, alpha: float, beta: float = 0.0, sigma: float = 1.0, temperature: float = 1.0
+) -> dict[str, float]:
+    """Keywords of :func:`sghmc` for the parametrisation by friction.
 
     Args:
-        lr: step size ``eps``, positive. alpha: friction, with ``0 < eps alpha / sigma^2 <= 1``. sigma: positive.
+        lr: its step ``eps``, positive.
+        alpha: friction, positive, ``eps alpha / sigma^2`` at most 1.
+        beta: estimate of the gradient noise, whose share is left out of the injected noise.
+        sigma: momentum scale, positive.
+        temperature: ``T``.
 
     Returns:
-        ``{"lr": eps^2 / sigma^2, "momentum": 1 - eps alpha / sigma^2}``, keywords of :func:`sghmc`.
+        ``{"lr": eps^2 / sigma^2, "momentum": 1 - eps alpha / sigma^2, "temperature": T (1 - eps T beta / (2 alpha))}``.
 
     Raises:
-        ValueError: the friction is too strong for the step, so that the momentum would be negative.
+        ValueError: the friction is too strong for the step (the momentum would be negative), or ``beta`` so large that the
+            noise variance would be.
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.sghmc_from_friction(lr=0.1, alpha=1.0)
-        {'lr': 0.010000000000000002, 'momentum': 0.9}
+        >>> bc.sghmc_from_friction(lr=0.5, alpha=0.25)
+        {'lr': 0.25, 'momentum': 0.875, 'temperature': 1.0}
     """
-    for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma)):
+    for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma), ("temperature", temperature)):
         _checks.positive(f"sghmc_from_friction: {name}", value)
     momentum = 1.0 - lr * alpha / sigma**2
-    if momentum < 0:
+    if momentum < -1e-12:
         raise ValueError(
-            f"sghmc_from_friction: lr * alpha / sigma^2 = {1 - momentum:.3g} exceeds 1, so the momentum would be negative; "
-            "lower lr or alpha"
+            f"sghmc_from_friction: lr * alpha / sigma^2 = {1 - momentum:.3g} exceeds 1, so the momentum would be "
+            "negative; lower lr or alpha"
         )
-    return {"lr": lr**2 / sigma**2, "momentum": momentum}
+    share = 1.0 - lr * temperature * beta / (2.0 * alpha)
+    if not share >= 0.0:
+        raise ValueError(
+            f"sghmc_from_friction: beta={beta} makes the noise variance negative; it may be at most "
+            f"2 alpha / (lr temperature) = {2 * alpha / (lr * temperature):.3g}"
+        )
+    return {"lr": lr**2 / sigma**2, "momentum": max(momentum, 0.0), "temperature": temperature * share}
 
 
-def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0) -> dict[str, float]:
-    """The inverse of :func:`sghmc_from_friction`: ``{"lr": eps, "alpha": friction, "sigma": sigma}``.
+def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperature: float = 1.0) -> dict[str, float]:
+    """The inverse of :func:`sghmc_from_friction`, with ``beta = 0``.
 
     Args:
-        lr, momentum: of :func:`sghmc`. sigma: the momentum scale to express them in, positive.
+        lr, momentum, temperature: of :func:`sghmc`. sigma: the momentum scale to express them in, positive.
+
+    Returns:
+        ``lr`` (the step ``eps``), ``alpha``, ``beta``, ``sigma`` and ``temperature``.
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> there = bc.sghmc_to_friction(0.01, 0.9)
-        >>> {k: round(v, 12) for k, v in there.items()}
-        {'lr': 0.1, 'alpha': 1.0, 'sigma': 1.0}
+        >>> bc.sghmc_to_friction(0.25, 0.875)
+        {'lr': 0.5, 'alpha': 0.25, 'beta': 0.0, 'sigma': 1.0, 'temperature': 1.0}
     """
-    _checks.positive("sghmc_to_friction: lr", lr)
-    _checks.positive("sghmc_to_friction: sigma", sigma)
+    for name, value in (("lr", lr), ("sigma", sigma), ("temperature", temperature)):
+        _checks.positive(f"sghmc_to_friction: {name}", value)
     _checks.momentum("sghmc_to_friction: momentum", momentum)
     eps = sigma * lr**0.5
-    return {"lr": eps, "alpha": (1.0 - momentum) * sigma**2 / eps, "sigma": sigma}
+    alpha = (1.0 - momentum) * sigma**2 / eps
+    return {"lr": eps, "alpha": alpha, "beta": 0.0, "sigma": sigma, "temperature": temperature}

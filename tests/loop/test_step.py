@@ -1,0 +1,153 @@
+"""``make_step``: one pure function of parameters, state and batch."""
+
+import copy
+
+import pytest
+import torch
+import torchopt
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import assert_bitwise_equal
+
+
+def loss(params, batch):
+    x, y = batch
+    return ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+
+def setup():
+    g = torch.Generator().manual_seed(0)
+    batch = torch.randn(8, 3, generator=g), torch.randn(8, generator=g)
+    return {"w": torch.randn(3, generator=g), "b": torch.zeros(())}, batch
+
+
+def test_a_step_is_gradient_update_and_apply():
+    params, batch = setup()
+    tx = bc.sghmc(0.1, temperature=0.1)
+    state = tx.init(params)
+    new, _, info = bc.make_step(loss, tx)(params, state, batch)
+    wanted = {k: p.clone().requires_grad_() for k, p in params.items()}
+    value = loss(wanted, batch)
+    grads = dict(zip(wanted, torch.autograd.grad(value, list(wanted.values()))))
+    updates, _ = tx.update(grads, state, params=params, inplace=False)
+    assert_bitwise_equal(new, torchopt.apply_updates(params, updates, inplace=False))
+    assert info.loss == value.detach() and info.aux == ()
+
+
+def test_it_is_pure_detached_and_repeatable():
+    params, batch = setup()
+    params["w"].requires_grad_()
+    tx = bc.sghmc(0.1, temperature=0.1)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    before = copy.deepcopy((params, state))
+    first = step(params, state, batch)
+    assert_bitwise_equal((params, state), before)
+    assert_bitwise_equal(step(params, state, batch), first)
+    for leaf in (*first[0].values(), first[2].loss):
+        assert not leaf.requires_grad and leaf.grad_fn is None
+
+
+def test_in_place_writes_into_the_tensors_it_was_given():
+    params, batch = setup()
+    tx = bc.sghmc(0.1, temperature=0.1)
+    state = tx.init(params)
+    want = params, state
+    for _ in range(3):
+        want = bc.make_step(loss, tx)(*want[:2], batch)
+    mine, mine_state = copy.deepcopy(params), copy.deepcopy(state)
+    step = bc.make_step(loss, tx, inplace=True)
+    for _ in range(3):
+        out, out_state, _ = step(mine, mine_state, batch)
+    assert out["w"] is mine["w"] and out_state[0].trace[0] is mine_state[0].trace[0]
+    assert_bitwise_equal((out, out_state), want[:2])
+
+
+def test_aux_is_passed_on_detached():
+    params, batch = setup()
+    tx = bc.sgd(0.1)
+    step = bc.make_step(lambda p, b: (loss(p, b), {"norm": p["w"].norm(), "name": "x"}), tx)
+    _, _, info = step(params, tx.init(params), batch)
+    assert not info.aux["norm"].requires_grad and info.aux["name"] == "x"
+
+
+def test_parameters_the_loss_ignores_have_gradient_zero_and_diffuse():
+    params = {"used": torch.ones(2), "idle": torch.ones(2)}
+    tx = bc.sgd(0.1, weight_decay=1.0)
+    new, _, _ = bc.make_step(lambda p, b: p["used"].sum(), tx)(params, tx.init(params), None)
+    torch.testing.assert_close(new["idle"], torch.full((2,), 0.9))
+
+
+def test_torchopts_optimizers_and_parameter_trees_with_none_work():
+    params = {"w": torch.ones(2), "absent": None}
+    for tx in (torchopt.sgd(0.1), bc.sgd(0.1)):
+        new, _, _ = bc.make_step(lambda p, b: p["w"].sum(), tx)(params, tx.init(params), None)
+        assert new["absent"] is None
+        torch.testing.assert_close(new["w"], torch.full((2,), 0.9))
+
+
+def test_curvature_reaches_the_links_that_take_it():
+    seen = []
+
+    def update_fn(updates, state, *, params=None, inplace=True, curvature=None):
+        seen.append(curvature)
+        return updates, state
+
+    link = bc.declare(torchopt.base.GradientTransformation(lambda params: (), update_fn), bc.response.Linear())
+    params, batch = setup()
+    tx = bc.chain(link, bc.sgd(0.1))
+    bc.make_step(loss, tx, curvature=lambda p, b: len(b))(params, tx.init(params), batch)
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_is_sampled_through_functional_call(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    params = dict(model.named_parameters())
+    x = torch.randn(16, 3, dtype=dtype)
+
+    def module_loss(params, batch):
+        return torch.func.functional_call(model, params, (batch,)).square().mean()
+
+    tx = bc.sghmc(0.1, temperature=1e-6)
+    step, state = bc.make_step(module_loss, tx), tx.init(params)
+    first = None
+    for _ in range(50):
+        params, state, info = step(params, state, x)
+        first = info.loss if first is None else first
+    assert info.loss < 0.5 * first and all(p.dtype == dtype for p in params.values())
+
+
+@pytest.mark.slow
+def test_sghmc_samples_a_bayesian_linear_regression():
+    """A real run. Covariance of 40 chains x 2,000 thinned draws against the closed form; the tolerance is 5 standard errors
+    of a variance estimate from the run's own effective size (false-alarm rate below 1e-5 for the five entries checked)."""
+    g = torch.Generator().manual_seed(1)
+    n, d = 50, 2
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -0.5], dtype=torch.float64) + 0.5 * torch.randn(n, generator=g, dtype=torch.float64)
+    precision = x.T @ x / 0.25 + torch.eye(d, dtype=torch.float64)
+    covariance = torch.linalg.inv(precision)
+    mean = covariance @ x.T @ y / 0.25
+
+    def regression(w, batch):
+        return (0.5 * ((x @ w - y) ** 2).sum() / 0.25 + 0.5 * (w**2).sum()) / n
+
+    tx = bc.sghmc(0.05, temperature=1 / n)
+    chains = bc.parallel(bc.make_step(regression, tx), 40)
+    w = torch.zeros(40, d, dtype=torch.float64)
+    torch.manual_seed(2)
+    state, draws = chains.init(tx, w), []
+    for k in range(2500):
+        w, state, _ = chains(w, state, ())
+        if k >= 500:
+            draws.append(w)
+    draws = torch.stack(draws, 1)  # chains, time, parameters
+    pooled = draws.reshape(-1, d)
+    per_chain = (draws - mean).square().mean(1)  # independent estimates of the variances, one for each chain
+    error = per_chain.std(0) / 40**0.5
+    assert ((per_chain.mean(0) - covariance.diagonal()).abs() < 5 * error).all()
+    assert ((pooled.mean(0) - mean).abs() < 5 * draws.mean(1).std(0) / 40**0.5).all()
+    cross = ((draws - mean)[..., 0] * (draws - mean)[..., 1]).mean(1)
+    assert (cross.mean() - covariance[0, 1]).abs() < 5 * cross.std() / 40**0.5

@@ -1,0 +1,232 @@
+"""Temperature zero is TorchOpt, to the last bit: functions, classes, wrappers; every setting, tree and dtype."""
+
+import copy
+
+import optree
+import pytest
+import torch
+import torchopt
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal, assert_zero_temperature_limit
+from bayesopt_chain.testing import strategies as own
+from tests.optimizers.registry import ROWS, ours, theirs
+
+
+def trajectory(tx, params, draws, inplace):
+    """Parameters after every step along given gradients, with TorchOpt's own apply_updates."""
+    params = optree.tree_map(torch.clone, params)
+    state, out = tx.init(params), []
+    for grads in draws:
+        grads = optree.tree_map(torch.clone, grads)
+        updates, state = tx.update(grads, state, params=params, inplace=inplace)
+        params = torchopt.apply_updates(params, updates, inplace=inplace)
+        out.append(optree.tree_map(torch.clone, params))
+    return out
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@given(data=st.data())
+def test_functions_equal_torchopts_bitwise(row, data):
+    settings = data.draw(row.settings)
+    dtype = data.draw(own.dtypes)
+    params = data.draw(own.trees(dtype))
+    draws = [data.draw(own.gradients(params)) for _ in range(data.draw(st.integers(1, 5)))]
+    inplace = data.draw(st.booleans())
+    want = trajectory(theirs(row.name)(**settings), params, draws, inplace)
+    before = torch.random.get_rng_state()
+    got = trajectory(ours(row.name)(**settings, temperature=0.0), params, draws, inplace)
+    assert_bitwise_equal(got, want, f"{row.name}({settings})")
+    assert torch.equal(before, torch.random.get_rng_state()), "a random number was drawn"
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name != "adadelta"], ids=lambda row: row.name)
+@pytest.mark.parametrize("zero", [torch.tensor(0.0), lambda count: 0.0 * count], ids=["tensor", "schedule"])
+@given(data=st.data())
+def test_a_tensor_or_schedule_that_is_zero_gives_the_same_values(row, zero, data):
+    settings = data.draw(row.settings)
+    params = data.draw(own.trees(torch.float64, none=False))
+    draws = [data.draw(own.gradients(params)) for _ in range(3)]
+    inplace = data.draw(st.booleans())
+    try:
+        got = trajectory(ours(row.name)(**settings, temperature=zero), params, draws, inplace)
+    except ValueError as err:
+        assert "no noise can be matched" in str(err)  # momentum behind another filter, refused at T > 0
+        return
+    want = trajectory(theirs(row.name)(**settings), params, draws, inplace)
+    for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want)):
+        assert torch.equal(x, y)
+
+
+LIMITS = {
+    "sgd": {"lr": 0.1},
+    "sgd, momentum": {"lr": 0.1, "momentum": 0.9},
+    "sgd, nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "sgd, dampening": {"lr": 0.1, "momentum": 0.8, "dampening": 0.3},
+    "adam": {"lr": 0.01, "weight_decay": 0.1},
+    "adamw": {"lr": 0.01},
+    "adamax": {"lr": 0.01},
+    "radam": {"lr": 0.01},
+    "adagrad": {"lr": 0.1, "lr_decay": 0.1},
+    "rmsprop": {"lr": 0.01, "momentum": 0.9},
+    "rmsprop, centred": {"lr": 0.01, "centered": True},
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_trajectory_leaves_the_optimizers_as_the_root_of_temperature(name):
+    function, settings = name.split(",")[0], LIMITS[name]
+    assert_zero_temperature_limit(
+        lambda t: ours(function)(**settings, temperature=t), lambda: theirs(function)(**settings)
+    )
+
+
+@pytest.mark.parametrize("build, reference", [
+    (lambda t: bc.sgld(0.1, temperature=t), lambda: torchopt.sgd(0.1)),
+    (lambda t: bc.sgld(0.1, temperature=t, order=1), lambda: torchopt.sgd(0.1)),
+    (lambda t: bc.sghmc(0.1, 0.9, temperature=t), lambda: torchopt.sgd(0.1, momentum=0.9)),
+    (lambda t: bc.sghmc(0.1, 0.9, temperature=t, order=1), lambda: torchopt.sgd(0.1, momentum=0.9)),
+])  # fmt: skip
+def test_named_samplers_have_their_optimizer_as_limit(build, reference):
+    assert_zero_temperature_limit(build, reference)
+
+
+def test_the_limit_check_finds_a_sampler_with_the_wrong_limit():
+    with pytest.raises(AssertionError, match="bits differ"):
+        assert_zero_temperature_limit(lambda t: bc.sgd(0.1, temperature=t), lambda: torchopt.sgd(0.1000001))
+    with pytest.raises(AssertionError, match="not T"):  # noise proportional to T instead of its root
+        assert_zero_temperature_limit(
+            lambda t: bc.sgd(0.1, temperature=t * t if isinstance(t, float) else t), lambda: torchopt.sgd(0.1)
+        )
+
+
+def test_no_normal_is_drawn_at_a_static_zero():
+    tx, params = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(0), bc.scale_by_neg_lr(0.1)), [torch.ones(3)]
+    with NormalProbe() as probe:
+        tx.update([torch.ones(3)], tx.init(params), params=params)
+    assert probe.drawn == 0
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+BATCHES = [torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+CLASS_SETTINGS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "dampening": 0.2},
+    "Adam": {"weight_decay": 0.01},
+    "AdamW": {},
+    "AdaMax": {},
+    "RAdam": {},
+    "AdaGrad": {"lr_decay": 0.1},
+    "RMSProp": {"momentum": 0.5, "centered": True},
+    "AdaDelta": {},
+}
+
+
+@pytest.mark.parametrize("name", CLASS_SETTINGS)
+def test_classes_equal_torchopts_bitwise(name):
+    def train(library):
+        model = network()
+        optimizer = getattr(library, name)(model.parameters(), **{"lr": 0.05, **CLASS_SETTINGS[name]})
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert_bitwise_equal(train(bc), train(torchopt), name)
+
+
+@pytest.mark.parametrize("name", CLASS_SETTINGS)
+def test_meta_classes_equal_torchopts_bitwise_and_so_do_their_meta_gradients(name):
+    def meta(library):
+        model = network()
+        start = list(model.parameters())
+        settings = {k: v for k, v in CLASS_SETTINGS[name].items() if k != "dampening"}
+        optimizer = getattr(library, f"Meta{name}")(model, **{"lr": 0.05, **settings})
+        for batch in BATCHES:
+            optimizer.step(model(batch).square().mean())
+        outer = model(BATCHES[0]).square().mean()
+        return [outer.detach(), *torch.autograd.grad(outer, start)]
+
+    got, want = meta(bc), meta(torchopt)
+    assert_bitwise_equal(got[0], want[0], "outer loss")
+    for x, y in zip(got[1:], want[1:]):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_func_optimizer_equals_torchopts_bitwise(row):
+    def train(tx):
+        optimizer = torchopt.FuncOptimizer(tx)
+        params = (torch.ones(3, dtype=torch.float64, requires_grad=True),)
+        for k in range(4):
+            loss = ((params[0] - k) ** 2).sum() + params[0].prod()
+            params = optimizer.step(loss, params)
+        return params
+
+    assert_bitwise_equal(train(ours(row.name)(lr=0.1)), train(theirs(row.name)(lr=0.1)))
+
+
+def test_links_work_inside_torchopts_chain_and_wrappers():
+    tx = torchopt.chain(torchopt.clip_grad_norm(1.0), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+    want = torchopt.chain(torchopt.clip_grad_norm(1.0), torchopt.sgd(0.1, momentum=0.9))
+    params = [torch.ones(3)]
+    draws = [[torch.full((3,), float(k))] for k in range(1, 4)]
+    assert_bitwise_equal(trajectory(tx, params, draws, False), trajectory(want, params, draws, False))
+    inner = torchopt.transform.masked(bc.sgd(0.1), {"a": True, "b": False})
+    updates, _ = inner.update(
+        {"a": torch.ones(1), "b": torch.ones(1)}, inner.init({"a": torch.ones(1), "b": torch.ones(1)})
+    )
+    assert updates["a"].item() == pytest.approx(-0.1) and updates["b"].item() == 1.0
+
+
+MASK = {"w": True, "b": False}
+
+
+def test_torchopts_links_work_inside_our_chain():
+    params = {"w": torch.ones(3), "b": torch.ones(2)}
+    draws = [{"w": torch.full((3,), float(k)), "b": torch.tensor([float("nan"), 1.0])} for k in range(1, 4)]
+    for build in (
+        lambda sgd: (torchopt.nan_to_num(0.5), torchopt.clip_grad_norm(1.0), sgd(0.1, momentum=0.9)),
+        lambda sgd: (torchopt.nan_to_num(0.5), torchopt.transform.masked(sgd(0.1), MASK)),
+        lambda sgd: (torchopt.nan_to_num(0.5), torchopt.transform.masked(torchopt.clip_grad_norm(0.1), MASK), sgd(0.1)),
+    ):  # fmt: skip
+        want = torchopt.chain(*build(torchopt.sgd))
+        for sgd in (bc.sgd, torchopt.sgd):
+            ours = bc.chain(*build(sgd))
+            assert_bitwise_equal(trajectory(ours, params, draws, False), trajectory(want, params, draws, False))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torchopts_optimizers_keep_their_bits_inside_our_chain(inplace):
+    params = {"w": torch.randn(3), "b": torch.randn(2)}
+    draws = [optree.tree_map(lambda p: torch.randn_like(p), params) for _ in range(3)]
+    for row in ROWS:
+        got = trajectory(bc.chain(theirs(row.name)(lr=0.1)), params, draws, inplace)
+        want = trajectory(theirs(row.name)(lr=0.1), params, draws, inplace)
+        assert_bitwise_equal(got, want, row.name)
+
+
+def test_copies_of_a_class_train_on():
+    model = network()
+    optimizer = bc.SGD(model.parameters(), lr=0.1, momentum=0.9, temperature=1e-3)
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    step(model, optimizer, BATCHES[0])
+    twin, states = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer, BATCHES[1])
+    other = bc.SGD(twin.parameters(), lr=0.1, momentum=0.9, temperature=1e-3)
+    other.load_state_dict(states)
+    step(twin, other, BATCHES[1])
+    assert_bitwise_equal(list(twin.parameters()), list(model.parameters()), "resumed from state_dict")

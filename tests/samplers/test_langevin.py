@@ -1,0 +1,100 @@
+"""SGLD and SGHMC: their classical recursions, and the conversion between parametrisations."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import NormalProbe
+
+
+def gradient(theta):
+    return theta**3 + torch.sin(theta)
+
+
+def run(tx, theta, xi):
+    state, path = tx.init(theta), []
+    for row in xi:
+        with NormalProbe(row):
+            updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        path.append(theta)
+    return torch.stack(path)
+
+
+def test_order_one_without_momentum_is_sgld():
+    lr, temperature, xi = 0.05, 0.7, torch.randn(20, 3, dtype=torch.float64)
+    theta, path = torch.ones(3, dtype=torch.float64), []
+    for row in xi:
+        theta = theta - lr * gradient(theta) - math.sqrt(2 * lr * temperature) * row
+        path.append(theta)
+    got = run(bc.sgld(lr, temperature=temperature, order=1), torch.ones(3, dtype=torch.float64), xi)
+    torch.testing.assert_close(got, torch.stack(path), rtol=1e-12, atol=1e-12)
+
+
+@given(
+    eps=st.floats(0.01, 0.3),
+    alpha=st.floats(0.1, 3.0),
+    sigma=st.floats(0.5, 2.0),
+    beta=st.floats(0.0, 0.5),
+    t=st.floats(0.1, 1.0),
+)
+def test_the_friction_parametrisation_is_the_same_recursion(eps, alpha, sigma, beta, t):
+    if eps * alpha / sigma**2 > 1 or eps * t * beta > 2 * alpha:
+        with pytest.raises(ValueError):
+            bc.sghmc_from_friction(eps, alpha, beta, sigma, t)
+        return
+    xi = torch.randn(10, 3, dtype=torch.float64)
+    theta, m, path = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), []
+    for row in xi:
+        noise = math.sqrt(eps * t * (2 * alpha - eps * t * beta)) * row
+        m = m - eps * (gradient(theta) + alpha * m / sigma**2) - noise
+        theta = theta + eps * m / sigma**2
+        path.append(theta)
+    got = run(
+        bc.sghmc(**bc.sghmc_from_friction(eps, alpha, beta, sigma, t), order=1), torch.ones(3, dtype=torch.float64), xi
+    )
+    torch.testing.assert_close(got, torch.stack(path), rtol=1e-9, atol=1e-10)
+
+
+@given(lr=st.floats(1e-4, 1.0), momentum=st.floats(0.0, 0.999), sigma=st.floats(0.1, 10.0), t=st.floats(1e-5, 10.0))
+def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
+    back = bc.sghmc_from_friction(**bc.sghmc_to_friction(lr, momentum, sigma, t))
+    assert back["lr"] == pytest.approx(lr, rel=1e-12)
+    assert back["momentum"] == pytest.approx(momentum, rel=1e-12, abs=1e-12)
+    assert back["temperature"] == pytest.approx(t, rel=1e-12)
+
+
+def test_beta_so_large_that_the_noise_would_vanish_is_refused():
+    with pytest.raises(ValueError, match="beta"):
+        bc.sghmc_from_friction(0.1, 1.0, beta=100.0)
+
+
+@pytest.mark.peers
+def test_posteriors_sghmc_uses_a_stale_gradient_and_ours_is_sgd():
+    """posteriors 0.1.3 moves theta with the momentum of the step before: at T = 0 it is not SGD with momentum."""
+    posteriors = pytest.importorskip("posteriors")
+    eps, alpha = 0.1, 1.0
+    theirs = posteriors.sgmcmc.sghmc.build(
+        lambda p, batch: (-0.25 * p["x"].pow(4).sum() + p["x"].cos().sum(), torch.tensor(0.0)),
+        lr=eps, alpha=alpha, temperature=0.0, momenta=0.0,
+    )  # fmt: skip
+    state, path = theirs.init({"x": torch.ones(2)}), []
+    for _ in range(3):
+        state, _ = theirs.update(state, None)
+        path.append(state.params["x"].clone())
+    settings = bc.sghmc_from_friction(eps, alpha)
+    reference = torch.ones(2, requires_grad=True)
+    optimizer, sgd = torch.optim.SGD([reference], lr=settings["lr"], momentum=settings["momentum"]), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (0.25 * reference.pow(4).sum() - reference.cos().sum()).backward()
+        optimizer.step()
+        sgd.append(reference.detach().clone())
+    torch.testing.assert_close(path[0], torch.ones(2))  # its first step does not move at all
+    torch.testing.assert_close(path[1], sgd[0])  # one step stale
+    tx = bc.sghmc(**{**settings, "temperature": 0.0})
+    torch.testing.assert_close(run(tx, torch.ones(2), torch.zeros(3, 2)), torch.stack(sgd))

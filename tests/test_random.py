@@ -1,0 +1,102 @@
+"""The noise is a function of the state, normal, and different wherever it should be."""
+
+import pytest
+import torch
+from scipy import stats
+
+import bayesopt_chain as bc
+from bayesopt_chain._random import new_key, normals, philox, philox_normal, splitmix64
+
+
+def words(values):
+    return [torch.tensor([v], dtype=torch.int64) for v in values]
+
+
+@pytest.mark.parametrize(
+    "counter, key, want",
+    [  # known answers of the Random123 distribution
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter, key, want):
+    assert [w.item() for w in philox(words(counter), words(key))] == want
+
+
+def test_splitmix_gives_the_known_answers():
+    assert [splitmix64(0), splitmix64(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def draw(key=1, step=0, shapes=((5,), (2, 3)), draws=(1, 1), dtype=torch.float64):
+    templates = [torch.empty(1, *s, dtype=dtype) for s in shapes]
+    return normals(torch.tensor(key), torch.tensor(step), templates, draws)
+
+
+def test_normals_have_the_shape_and_number_asked_for():
+    out = draw(draws=(2, 0))
+    assert [len(x) for x in out] == [2, 0] and out[0][1].shape == (5,)
+
+
+@pytest.mark.parametrize("n", [20_000])
+@pytest.mark.parametrize("kind", ["generator", "philox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_streams_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, kind, dtype):
+    """Kolmogorov-Smirnov and correlation tests at a false-alarm rate of 1e-4 each, on fixed keys."""
+
+    def sample(key, step, leaf):
+        if kind == "philox":
+            return philox_normal(torch.tensor(key), torch.tensor(step), n, leaf, dtype)
+        return draw(key, step, ((n,), (n,)), (1, 1), dtype)[leaf][0]
+
+    base = sample(7, 3, 0)
+    assert base.dtype == dtype
+    assert stats.kstest(base.double().numpy(), "norm").pvalue > 1e-4
+    for other in (sample(7, 4, 0), sample(8, 3, 0), sample(7, 3, 1), base.roll(1)):
+        assert stats.pearsonr(base.double().numpy(), other.double().numpy()).pvalue > 1e-4
+
+
+def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
+    key, step = torch.tensor(5), torch.tensor(9)
+    long = philox_normal(key, step, 103, 2, torch.float64)
+    assert torch.equal(philox_normal(key, step, 10, 2, torch.float64), long[:10])
+    single = philox_normal(key, step, 103, 2, torch.float32)
+    torch.testing.assert_close(single.double(), long, rtol=0, atol=1e-6)
+
+
+def test_chains_under_vmap_draw_what_each_draws_alone():
+    keys, steps = torch.arange(4), torch.tensor([3, 3, 5, 5])
+    template = [torch.empty(1, 6)]
+    stacked = torch.vmap(lambda k, s: normals(k, s, template, [1])[0][0])(keys, steps)
+    for i in range(4):
+        assert torch.equal(stacked[i], normals(keys[i], steps[i], template, [1])[0][0])
+    shared_step = torch.vmap(lambda k: normals(k, steps[0], template, [1])[0][0])(keys)
+    assert torch.equal(shared_step[:2], stacked[:2])
+
+
+def test_the_key_comes_from_the_generator_and_nothing_else_does():
+    g = torch.Generator().manual_seed(3)
+    before = torch.random.get_rng_state()
+    tx = bc.sghmc(0.1, temperature=1.0, generator=g)
+    params = [torch.zeros(3)]
+    state = tx.init(params)
+    updates, _ = tx.update([torch.zeros(3)], state, params=params)
+    assert torch.equal(before, torch.random.get_rng_state())
+    g2 = torch.Generator().manual_seed(3)
+    again = bc.sghmc(0.1, temperature=1.0, generator=g2).init(params)
+    assert again[1].key == state[1].key != tx.init(params)[1].key
+    assert new_key(None, torch.device("cpu")).dtype == torch.int64
+    assert torch.isfinite(updates[0]).all()
+
+
+def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
+    tx = bc.sgld(0.1, temperature=1.0, order=1)
+    out = []
+    for params in ({"a": torch.zeros(3), "b": torch.zeros(2)}, {"b": torch.zeros(2), "a": torch.zeros(3)}):
+        torch.manual_seed(0)
+        out.append(tx.update(params, tx.init(params), params=params, inplace=False)[0])
+    assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
