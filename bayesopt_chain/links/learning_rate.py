@@ -59,8 +59,7 @@ class Scale(Rule):
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
         else:
             factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
-        multiply = Tensor.mul_ if ctx.inplace else Tensor.mul
-        return each(lambda x, f: multiply(x, _as_scalar_of(x, f)), g, factors), state
+        return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
 
     def _signed(self, count: Tensor):
         return -self.step_size(count) if self.sign < 0 else self.step_size(count)
@@ -70,9 +69,10 @@ class Scale(Rule):
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 
-def _as_scalar_of(x: Tensor, factor: Any) -> Any:
-    """The factor such that it cannot promote ``x``: a wider 0-d tensor would promote a 0-d parameter."""
-    return factor.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) else factor
+def _times(x: Tensor, factor: Any) -> Tensor:
+    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+    out = x.mul(factor)
+    return out.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) and factor.dtype == torch.float64 else out
 
 
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:

@@ -7,7 +7,8 @@ Within a cycle of ``C`` updates, ``t`` being the count,
 a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample around it. Two noise rules:
 
 * :func:`cyclical`, ours: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
-  learning rate asks for (see ``_matched_noise.scheduled_momentum_noise``), second order where lr is constant.
+  learning rate asks for (see ``_matched_noise.scheduled_momentum_noise``), second order where lr is constant. A restart
+  brings the thermal velocity to the new lr's scale; that step has no limit as T -> 0, where the velocity is kept.
 * :func:`cyclical_paper`: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
 
       v <- mu v - lr(t) g + N(0, 2 (1 - mu) lr(t) T(t)),      theta <- theta + v.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from samplers_registry import LAW, SAMPLERS
-from samplers_transfer import fitted_slope
 
 from bayesopt_chain.testing import _laws, assert_zero_temperature_limit
 from bayesopt_chain.testing._zero_temperature import example_params
+from tests.samplers.registry import LAW, SAMPLERS
+from tests.samplers.transfer import fitted_slope
 
 
 def stacked_params(dtype=torch.float64):

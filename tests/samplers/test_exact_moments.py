@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from samplers_registry import cheap, fed, frozen_adam, frozen_rms, frozen_window
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
+from tests.samplers.registry import cheap, fed, frozen_adam, frozen_rms, frozen_window
 
 T = 0.7
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from samplers_transfer import Potential, gibbs_grid, target_moment
 
 import bayesopt_chain as bc
 from bayesopt_chain import _random
+from tests.samplers.transfer import Potential, gibbs_grid, target_moment
 
 WELLS = Potential(lambda x: (x**2 - 1) ** 2 + 0.25 * x, lambda x: 4 * x * (x**2 - 1) + 0.25)
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from samplers_transfer import QUARTIC, target_moment
 
 import bayesopt_chain as bc
 from bayesopt_chain import _random
+from tests.samplers.transfer import QUARTIC, target_moment
 
 
 def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from samplers_transfer import QUARTIC, Probe, stationary_moment, target_moment
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
+from tests.samplers.transfer import QUARTIC, Probe, stationary_moment, target_moment
 
 
 def grid_moment(tx, **keywords) -> float:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from samplers_transfer import QUARTIC, Probe, stationary_moment, target_moment
 
 import bayesopt_chain as bc
 from bayesopt_chain.samplers.thermostats import NoseHoover
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
+from tests.samplers.transfer import QUARTIC, Probe, stationary_moment, target_moment
 
 SCALAR_AND_PER_PARAMETER = [(bc.sgnht, bc.sgnht_per_parameter), (bc.badodab, bc.badodab_per_parameter)]
 
@@ -42,7 +42,7 @@ def test_badodab_is_its_splitting_step_by_step():
         theta.clone(),
     )
     for n in (0.3, -1.2, 0.8):
-        with NormalProbe(torch.tensor([n]).double()):
+        with NormalProbe(torch.tensor([n], dtype=torch.float64)):
             updates, state = tx.update(theta + theta**3, state, params=theta, inplace=False)
         theta = theta + updates
         p = p - h * (x + x**3)

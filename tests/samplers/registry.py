@@ -10,12 +10,12 @@ from typing import Any
 import optree
 import torch
 import torchopt
-from samplers_transfer import QUARTIC, Probe
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
 from bayesopt_chain.samplers.preconditioned import AdaptiveWindowState
 from bayesopt_chain.testing import LAWS
+from tests.samplers.transfer import QUARTIC, Probe
 
 LAW = {law.__name__: law for law in LAWS}
 NO_GRADIENT = ("updates_can_be_differentiated",)
@@ -296,7 +296,8 @@ SAMPLERS = (
     Sampler(
         "cyclical",
         lambda t: bc.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
-        lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 6), momentum=0.8),
+        lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 24), momentum=0.8),
+        cold=lambda t: bc.cyclical(0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t),  # no restart in its 12 steps
     ),
     Sampler(
         "cyclical_paper",
