@@ -31,11 +31,12 @@ _SWAP_STREAM = 0x2545F4914F6CDD1D
 
 
 class ReplicaExchangeState(NamedTuple):
-    """Stream; velocity like each (stacked) parameter; accepted and proposed swaps of each pair, int64 ``[n - 1]``."""
+    """Stream; velocity like each (stacked) parameter; temperatures, float64 ``[n]``; swaps of each pair, int64 ``[n - 1]``."""
 
     key: Tensor
     count: Tensor
     velocity: tuple[Tensor, ...]
+    temperature: Tensor
     accepted: Tensor
     proposed: Tensor
 
@@ -64,7 +65,8 @@ class ReplicaExchange(Rule):
                 )
         key, count = _own_noise.start(params, self.generator)
         pairs = torch.zeros(n - 1, dtype=torch.int64, device=key.device)
-        return ReplicaExchangeState(key, count, zeros_like(params), pairs, pairs.clone())
+        temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=key.device)
+        return ReplicaExchangeState(key, count, zeros_like(params), temperature, pairs, pairs.clone())
 
     def update(self, g, state, params, ctx):
         loss = ctx.extra.get("loss")
@@ -78,7 +80,7 @@ class ReplicaExchange(Rule):
         if params is None:
             raise ValueError("replica_exchange: update needs the parameters, since swaps move them; pass params=params")
         order, accepted, proposed = self.exchange(loss, state)
-        temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=loss.device)
+        temperature = state.temperature
         heat = torch.sqrt(temperature / temperature[order])
         strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
         xi = _own_noise.draw(state, list(state.velocity), 1)
@@ -95,6 +97,7 @@ class ReplicaExchange(Rule):
             state.key,
             _own_noise.tick(state.count, ctx.inplace),
             _own_noise.write(state.velocity, velocity, ctx.inplace),
+            temperature,
             *_own_noise.write((state.accepted, state.proposed), [accepted, proposed], ctx.inplace),
         )
 
@@ -106,15 +109,15 @@ class ReplicaExchange(Rule):
         pair = torch.arange(n - 1, device=loss.device)
         turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
         proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)
-        swap = proposing & (u < torch.exp(self.log_acceptance(loss.detach().to(torch.float64))))
+        swap = proposing & (u < torch.exp(self.log_acceptance(loss.detach().to(torch.float64), state.temperature)))
         up = torch.nn.functional.pad(swap, (0, 1)).to(torch.int64)  # swaps with the next hotter chain
         down = torch.nn.functional.pad(swap, (1, 0)).to(torch.int64)
         order = torch.arange(n, device=loss.device) + up - down
         return order, state.accepted + swap, state.proposed + proposing
 
-    def log_acceptance(self, loss: Tensor) -> Tensor:
+    def log_acceptance(self, loss: Tensor, temperature: Tensor) -> Tensor:
         """Logarithm of the swap probabilities of neighbours before the minimum with 1, ``[n - 1]``."""
-        beta = 1.0 / torch.tensor(self.temperatures, dtype=torch.float64, device=loss.device)
+        beta = 1.0 / temperature
         b = beta[:-1] - beta[1:]
         return b * (loss[:-1] - loss[1:]) - b * b * (self.loss_variance / self.correction_factor)
 

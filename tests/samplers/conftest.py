@@ -1,16 +1,12 @@
 """Draws of every kind through the one door that can be probed."""
 
 import pytest
-import torch
 
-from bayesopt_chain import _random
+from tests.samplers.transfer import every_draw_as_a_normal
 
 
 @pytest.fixture
-def every_draw_is_normal(monkeypatch):
-    """Cheap variables are drawn as normals, which a NormalProbe replaces by the values it is given."""
-
-    def seeded(key, step, salt, size, dtype, kind):
-        return torch.empty(size, dtype=dtype).normal_()
-
-    monkeypatch.setattr(_random, "_seeded", seeded)
+def every_draw_is_normal():
+    """See :func:`every_draw_as_a_normal`."""
+    with every_draw_as_a_normal():
+        yield

@@ -64,13 +64,17 @@ class TreePrecision:
 
 @dataclass(frozen=True)
 class Order:
-    """Bias of order ``slope`` in the step that ``probe`` takes, fitted over ``steps``."""
+    """Bias of order ``slope`` in the step that ``probe`` takes, fitted over ``steps``.
+
+    ``in_time`` says that the step is a time, whose square is a learning rate.
+    """
 
     slope: float
     probe: Callable[[float], Probe]
     steps: tuple[float, ...]
     degree: int = 16
     noise: Any = None
+    in_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,13 +170,14 @@ SAMPLERS = (
             2,
             lambda h: Probe(bc.baoab(h, 1.0, temperature=1.0), reduce=remembering(math.exp(-h))),
             (0.05, 0.1, 0.2),
+            in_time=True,
         ),
     ),
     Sampler(
         "obabo",
         lambda t: bc.obabo(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
-        Order(2, lambda h: Probe(bc.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2)),
+        Order(2, lambda h: Probe(bc.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
     ),
     Sampler(
         "ubu",
@@ -183,6 +188,7 @@ SAMPLERS = (
             lambda h: Probe(bc.ubu(h, 1.0, temperature=1.0), reduce=lambda m, v: (v + m / math.exp(-h),), keep=(1,)),
             (0.05, 0.1, 0.2),
             14,
+            in_time=True,
         ),
     ),
     Sampler(
@@ -201,7 +207,9 @@ SAMPLERS = (
     Sampler(
         "badodab_per_parameter",
         lambda t: bc.badodab_per_parameter(0.2, temperature=t or 1.0),
-        order=Order(2, lambda h: Probe(bc.badodab_per_parameter(h, 1.0, temperature=1.0)), (0.03, 0.045, 0.06), 11),
+        order=Order(
+            2, lambda h: Probe(bc.badodab_per_parameter(h, 1.0, temperature=1.0)), (0.03, 0.045, 0.06), 11, in_time=True
+        ),
     ),
     Sampler(
         "psgld",

@@ -13,8 +13,11 @@ from tests.samplers.transfer import Potential, gibbs_grid, target_moment
 WELLS = Potential(lambda x: (x**2 - 1) ** 2 + 0.25 * x, lambda x: 4 * x * (x**2 - 1) + 0.25)
 
 
+TEMPERATURES = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
+
+
 def replica_rule(**kwargs):
-    return bc.replica_exchange(0.01, temperatures=(0.3, 1.0, 2.5), **kwargs).rules[0]
+    return bc.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).rules[0]
 
 
 def test_swaps_keep_the_joint_law_of_true_losses():
@@ -22,8 +25,8 @@ def test_swaps_keep_the_joint_law_of_true_losses():
     rule = replica_rule()
     for a in (0.1, 0.7, 2.0):
         for b in (0.2, 1.5):
-            there = rule.log_acceptance(torch.tensor([a, b, b], dtype=torch.float64))[0].exp()
-            back = rule.log_acceptance(torch.tensor([b, a, a], dtype=torch.float64))[0].exp()
+            there = rule.log_acceptance(torch.tensor([a, b, b], dtype=torch.float64), TEMPERATURES)[0].exp()
+            back = rule.log_acceptance(torch.tensor([b, a, a], dtype=torch.float64), TEMPERATURES)[0].exp()
             weight = math.exp((b - a) / 0.3 + (a - b) / 1.0)
             assert weight * there.clamp(max=1).item() == pytest.approx(back.clamp(max=1).item(), rel=1e-12)
 
@@ -33,11 +36,15 @@ def test_the_correction_makes_noisy_losses_unbiased():
     s = 0.2
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     weights = weights / weights.sum()
-    true = replica_rule().log_acceptance(torch.tensor([0.5, 0.8, 0.1]).double())[0].exp().item()
+    true = replica_rule().log_acceptance(torch.tensor([0.5, 0.8, 0.1]).double(), TEMPERATURES)[0].exp().item()
     for variance, unbiased in ((s * s, True), (0.0, False)):
         rule = replica_rule(loss_variance=variance)
         noisy = sum(
-            w1 * w2 * rule.log_acceptance(torch.tensor([0.5 + s * z1, 0.8 + s * z2, 0.1]).double())[0].exp().item()
+            w1
+            * w2
+            * rule.log_acceptance(torch.tensor([0.5 + s * z1, 0.8 + s * z2, 0.1]).double(), TEMPERATURES)[0]
+            .exp()
+            .item()
             for z1, w1 in zip(nodes, weights)
             for z2, w2 in zip(nodes, weights)
             if w1 * w2 > 1e-14
