@@ -158,7 +158,13 @@ SAMPLERS = (
         "sghmc_stale_gradient",
         lambda t: bc.sghmc_stale_gradient(0.05, 0.8, temperature=t),
         lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
-        Order(1, lambda lr: Probe(bc.sghmc_stale_gradient(lr, 0.5, temperature=1.0)), (0.0025, 0.005, 0.01), 14),
+        Order(
+            1,
+            lambda lr: Probe(  # what the delay holds is the velocity
+                bc.sghmc_stale_gradient(lr, 0.5, temperature=1.0), reduce=lambda v, held: (v,), keep=((0, 1),)
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
         skip=NO_GRADIENT,
         why="this step's gradient moves the parameters in the next",
     ),

@@ -89,8 +89,9 @@ class Probe:
     """One step of a sampler's code as a map of reduced coordinates.
 
     ``reduce`` takes the floating-point leaves of the state (each ``[m]``) to the coordinates beside ``theta``; a state with
-    those coordinates is a fresh one, passed through ``prepare``, with its leaves numbered ``keep`` (default: the first ones)
-    set to them. ``extra`` are keywords of ``update`` as functions of theta.
+    those coordinates is a fresh one, passed through ``prepare``, its leaves numbered ``keep`` (default: the first ones)
+    set to them (a tuple of numbers: all of these to one coordinate). ``extra`` are keywords of ``update`` as functions
+    of theta.
     """
 
     def __init__(self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, **extra) -> None:
@@ -110,8 +111,9 @@ class Probe:
         theta = x[:, 0].clone()
         leaves, spec, moving = self.start(theta)
         keep = self.keep if self.keep is not None else range(x.shape[1] - 1)
-        for n, k in enumerate(keep):
-            leaves[moving[k]] = x[:, 1 + n].clone().reshape(leaves[moving[k]].shape)
+        for n, places in enumerate(keep):
+            for k in places if isinstance(places, tuple) else (places,):
+                leaves[moving[k]] = x[:, 1 + n].clone().reshape(leaves[moving[k]].shape)
         with NormalProbe(None if xi is None else xi.T.reshape(-1)) as probe:
             updates, state = self.tx.update(
                 self.potential.gradient(theta),
