@@ -58,7 +58,7 @@ class sampling_phase:
     def __call__(self, count) -> Tensor:
         t = torch.as_tensor(count)
         hot = torch.remainder(t, self.cycle) >= self.burn_in
-        return torch.where(hot, self.temperature, 0.0).to(torch.float64)
+        return hot.to(torch.float64) * self.temperature
 
 
 def cyclical(

@@ -80,6 +80,9 @@ class RunningScaleWithDivergence(RunningScale):
     temperature: Any = 0.0
     accepts = frozenset({"curvature"})
 
+    def init(self, params):
+        return super().init(params)._replace(count=_counters.zeros(params))
+
     def update(self, g, state, params, ctx):
         if ctx.extra.get("curvature") is None:
             raise ValueError(
@@ -87,22 +90,24 @@ class RunningScaleWithDivergence(RunningScale):
                 "parameters; pass make_step(..., curvature=fn), or use psgld"
             )
         hessian = optree.tree_leaves(ctx.extra["curvature"], none_is_leaf=True)
-        counts = state.count or [None] * len(g)
         clean = [None if x is None else x.clone() for x in g] if ctx.inplace else g
-        learning = [None if c is None else (c < self.freeze_after) for c in counts]
+        strength = _counters.each(self._strength, state.count)
         out, state = super().update(g, state, params, ctx)
-        count = state.count[0] if state.count else torch.zeros((), dtype=torch.int64)
-        temperature = _own_noise.now(self.temperature, count)
 
-        def drift(u: Tensor, x: Tensor, nu: Tensor, h: Tensor, live) -> Tensor:
+        def drift(u: Tensor, x: Tensor, nu: Tensor, h: Tensor, strength: Tensor) -> Tensor:
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
-            slope = temperature * slope / (root + self.eps) ** 2
-            if live is not None:
-                slope = torch.where(live, slope, torch.zeros_like(slope))
+            slope = strength * slope / (root + self.eps) ** 2
             return (u.add_ if ctx.inplace else u.add)(slope.to(u.dtype))
 
-        return each(drift, out, clean, state.nu, hessian, learning), state
+        return each(drift, out, clean, state.nu, hessian, strength), state
+
+    def _strength(self, count: Tensor) -> Tensor:
+        """The temperature while the preconditioner still learns, then 0."""
+        temperature = torch.as_tensor(_own_noise.now(self.temperature, count), dtype=torch.float64, device=count.device)
+        if self.freeze_after is None:
+            return temperature
+        return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))
 
     def __str__(self) -> str:
         return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")

@@ -91,10 +91,8 @@ LINEAR = {
     "obabo, its splitting": (lambda: bc.obabo(0.9, 0.3, temperature=T), splitting("OBABO", 0.9, 0.3)),
     "ubu": (lambda: bc.ubu(0.9, 0.3, temperature=T), splitting("UBU", 0.9, 0.3, shift="U")),
     "ubu, strong friction": (lambda: bc.ubu(0.9, 3.0, temperature=T), splitting("UBU", 0.9, 3.0, shift="U")),
-    "cyclical, no cycle": (
-        lambda: bc.sghmc(bc.schedules.constant(0.5), 0.9, temperature=bc.schedules.constant(T)),
-        gibbs,
-    ),
+    "cyclical, in one long cycle": (lambda: bc.cyclical(0.5, 10**9, 0, 0.9, temperature=T), gibbs),
+    "cyclical_paper, likewise": (lambda: bc.cyclical_paper(0.5, 10**9, 0, 0.9, temperature=T), white(0.5, 0.9)),
 }
 
 

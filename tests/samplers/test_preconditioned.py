@@ -98,6 +98,21 @@ def test_the_drift_is_the_derivative_of_the_preconditioner():
     torch.testing.assert_close(updates, want)
 
 
+def test_the_drift_follows_a_temperature_schedule():
+    p, heat = torch.tensor([0.5]).double(), bc.schedules.piecewise((2,), (0.5, 2.0))
+    tx = bc.psgld_corrected(0.1, 0.6, 1.0, temperature=heat)
+    state, steps = tx.init(p), {}
+    for t in range(4):
+        for h in (0.0, 1.0):
+            with NormalProbe():
+                updates, after = tx.update(p, state, params=p, curvature=torch.full((1,), h).double(), inplace=False)
+            steps[t, h] = updates
+        nu = after[0].nu[0]
+        want = -0.1 * heat(t) * 0.4 * p / nu.sqrt() / (1 + nu.sqrt()) ** 2
+        torch.testing.assert_close(steps[t, 1.0] - steps[t, 0.0], want)
+        state = after
+
+
 def test_the_correction_needs_the_hessian():
     tx, p = bc.psgld_corrected(0.1, temperature=1.0), torch.zeros(2)
     with pytest.raises(ValueError, match="needs curvature=, the diagonal of the loss's Hessian"):
