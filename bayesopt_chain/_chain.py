@@ -11,6 +11,7 @@ The state is a tuple with one entry for each rule, in the order written.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from bayesopt_chain import _checks, _placement
-from bayesopt_chain._foreign import Foreign, adopt, keywords_of, recognises
-from bayesopt_chain._response import Adaptive, Noise, Response
+from bayesopt_chain._foreign import ANY, Foreign, adopt, keywords_of, recognises
+from bayesopt_chain._response import Adaptive, Decay, Linear, Noise, Nonlinear, Response
 from bayesopt_chain._rule import AdaptiveNoise, Context, Injection, Leaves, Rule
 from bayesopt_chain._warm_start import warm_start
 
@@ -40,6 +41,11 @@ class Chain(GradientTransformation):
         self.rules = program.rules
         self._program = program
         return self
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The keywords that ``update`` passes on to a link."""
+        return self._program.accepts
 
     @property
     def response(self):
@@ -88,7 +94,9 @@ class _Program:
         where = self.positions(params)
         plan = self.plan(where, len(leaves))
         if plan is not None:
-            _checks.parameters(leaves, optree.tree_paths(params, none_is_leaf=True))
+            paths = optree.tree_paths(params, none_is_leaf=True)
+            placed = plan.leaves()
+            _checks.parameters([leaves[j] for j in placed], [paths[j] for j in placed])
         state = []
         for rule, idx in zip(self.rules, where):
             if rule.on_trees:
@@ -96,14 +104,14 @@ class _Program:
             else:
                 state.append(rule.init(_pick(leaves, idx)))
         if plan is not None:
-            rates = self.rates(state, where, plan, len(leaves))
+            rates, gains = self.rates(state, where, plan, len(leaves)), self.gains(state, where, plan)
             for i in plan.noise:
-                state[i] = self.rules[i].start(plan.placements[i], leaves, rates)
+                state[i] = self.rules[i].start(plan.placements[i], leaves, rates, gains)
         return tuple(state) if like is None else warm_start(tuple(state), like)
 
     def update(self, updates: Any, state: tuple, *, params: Any = None, inplace: bool = True, **extra: Any):
         """Transformed updates and the next state. See ``torchopt.base.GradientTransformation``."""
-        if unknown := extra.keys() - self.accepts:
+        if (unknown := extra.keys() - self.accepts) and ANY not in self.accepts:
             raise TypeError(
                 f"update() got {', '.join(sorted(unknown))}=, which no link of this chain takes; "
                 f"its links take: {', '.join(sorted(self.accepts)) or 'no further keywords'}"
@@ -118,11 +126,13 @@ class _Program:
         p = optree.tree_leaves(params, none_is_leaf=True) if params is not None else None
         where = self.positions(params if params is not None else updates)
         plan = self.plan(where, len(g))
-        new_state = list(state)
+        new_state, given = list(state), g
         injections: list[Injection] = []
         scales: list | None = None
         if plan is not None:
             _checks.updates(g, p, spec, None if p is None else optree.tree_structure(params, none_is_leaf=True))
+            for i in plan.noise:
+                self.rules[i].check(plan.placements[i], state[i], g)
             rates, gains = self.rates(state, where, plan, len(g)), self.gains(state, where, plan)
             for i in plan.noise:
                 injection, new_state[i] = self.rules[i].draw(plan.placements[i], state[i], g, rates, gains, inplace)
@@ -138,7 +148,7 @@ class _Program:
             idx = where[i]
             ctx = Context(
                 inplace,
-                {k: v for k, v in extra.items() if k in rule.accepts} if extra else extra,
+                {k: v for k, v in extra.items() if k in rule.accepts or ANY in rule.accepts} if extra else extra,
                 AdaptiveNoise(injections, i, idx) if adaptive and injections else None,
                 None if scales is None else _pick(scales, idx),
                 partial(_tree, spec, idx=idx),
@@ -152,6 +162,8 @@ class _Program:
                 for j, leaf in zip(idx, mine):
                     g[j] = leaf
         g = _inject(injections, len(self.rules), g, inplace)
+        if plan is not None:  # coefficients of another precision promote 0-d leaves
+            g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
         return optree.tree_unflatten(spec, g), tuple(new_state)
 
     def positions(self, tree) -> list[list[int] | None]:
@@ -266,8 +278,18 @@ def declare(link: GradientTransformation, response: Response, *, name: str | Non
     """
     if not isinstance(link, GradientTransformation):
         raise TypeError(f"declare: link is {link!r}, not a gradient transformation")
-    if not isinstance(response, Response):
+    if not isinstance(response, (Linear, Nonlinear, Decay)):
         raise TypeError(f"declare: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
+    numbers = (
+        (*response.b, *response.a)
+        if isinstance(response, Linear)
+        else (response.weight_decay,)
+        if isinstance(response, Decay)
+        else ()
+    )
+    empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
+    if empty or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"declare: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0")
     return Chain((Foreign(link, response, name or "declared link", keywords_of(link)),))
 
 
@@ -282,12 +304,15 @@ def _torchopts_flat_chain(link, cells):
 
 def _selected(mask: Any, tree: Any) -> set[int]:
     """Numbers of the leaves a mask selects."""
-    value = mask(tree) if callable(mask) else mask
+    return {i for i, bit in enumerate(leaves_of_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
+
+
+def leaves_of_prefix(prefix: Any, tree: Any) -> list:
+    """The leaf of ``prefix`` that stands above each leaf of ``tree``."""
     try:
-        bits = optree.tree_leaves(optree.tree_broadcast_prefix(value, tree, none_is_leaf=True), none_is_leaf=True)
+        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
     except ValueError as err:
-        raise ValueError(f"mask: its structure is no prefix of the parameters': {err}") from None
-    return {i for i, bit in enumerate(bits) if bit}
+        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
 
 
 def _tree(spec, leaves: Leaves, idx: list[int] | None):

@@ -18,6 +18,7 @@ from bayesopt_chain._rule import Rule
 
 Translation = Callable[[GradientTransformation, Mapping[str, Any]], tuple[Rule, ...]]
 _KNOWN: dict[str, Translation] = {}
+ANY = "**"  # among the keywords of a link that takes every keyword
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,11 @@ def adopt(link: GradientTransformation) -> tuple[Rule, ...]:
 
 def keywords_of(link: GradientTransformation) -> frozenset[str]:
     """Named keywords of a foreign ``update`` beyond the protocol's own."""
-    names = inspect.signature(link.update).parameters
-    return frozenset(list(names)[2:]) - {"params", "inplace"}
+    if hasattr(link, "accepts"):
+        return link.accepts
+    parameters = list(inspect.signature(link.update).parameters.values())[2:]
+    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return frozenset(names) - {"params", "inplace"}
 
 
 @recognises("clip_grad_norm.<locals>.update_fn")

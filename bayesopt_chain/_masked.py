@@ -9,7 +9,7 @@ from typing import Any
 import optree
 from torchopt.base import EmptyState, GradientTransformation
 
-from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain._chain import Chain, chain, leaves_of_prefix
 from bayesopt_chain._foreign import recognises
 from bayesopt_chain._response import Linear
 from bayesopt_chain._rule import Rule
@@ -20,7 +20,7 @@ class MaskedRule(Rule):
     """A rule that acts only on the leaves that every one of its masks selects."""
 
     rule: Rule
-    masks: tuple[Any, ...] = field(hash=False, compare=False)
+    masks: tuple[Any, ...] = field(hash=False)
 
     def __getattr__(self, name):
         if name.startswith("__") or name == "rule":
@@ -50,7 +50,7 @@ class MaskedRule(Rule):
         return self.rule.update(g, state, params, ctx)
 
     def __str__(self) -> str:
-        return f"masked({self.rule}, {', '.join(getattr(mask, 'label', '...') for mask in self.masks)})"
+        return f"masked({self.rule}, {', '.join(str(getattr(mask, 'label', '...')) for mask in self.masks)})"
 
 
 def masked(link: GradientTransformation, mask: Any) -> Chain:
@@ -86,8 +86,8 @@ def _with_mask(rule: Rule, mask: Any) -> MaskedRule:
 class _Labelled:
     """The mask of one group of a partition."""
 
-    labels: Any = field(hash=False, compare=False)
-    label: str
+    labels: Any = field(hash=False)
+    label: Any
 
     def __call__(self, tree: Any) -> Any:
         labels = self.labels(tree) if callable(self.labels) else self.labels
@@ -114,9 +114,8 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Any
         >>> import bayesopt_chain as bc
         >>> tx = bc.partition({"body": bc.sgd(0.1), "head": bc.sghmc(0.1, temperature=1e-3)}, {"conv": "body", "fc": "head"})
     """
-    known = set(transformations)
     return chain(
-        Chain((_CheckLabels(labels, tuple(sorted(known))),)),
+        Chain((_CheckLabels(labels, tuple(transformations)),)),
         *(masked(tx, _Labelled(labels, name)) for name, tx in transformations.items()),
     )
 
@@ -125,17 +124,21 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Any
 class _CheckLabels(Rule):
     """Refuses, at ``init``, leaves that no group of a partition takes."""
 
-    labels: Any = field(hash=False, compare=False)
-    known: tuple[str, ...]
+    labels: Any = field(hash=False)
+    known: tuple[Any, ...]
     response = Linear()
     on_trees = True
 
     def init_tree(self, params):
         labels = self.labels(params) if callable(self.labels) else self.labels
-        unknown = {label for label in optree.tree_leaves(labels) if label not in self.known}
+        unknown = {
+            label
+            for label, p in zip(leaves_of_prefix(labels, params), optree.tree_leaves(params, none_is_leaf=True))
+            if p is not None and label not in self.known
+        }
         if unknown:
             raise ValueError(
-                f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {sorted(self.known)}"
+                f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {list(self.known)}"
             )
         return EmptyState()
 
@@ -143,7 +146,7 @@ class _CheckLabels(Rule):
         return g, state
 
     def __str__(self) -> str:
-        return f"partition into {', '.join(self.known)}"
+        return f"partition into {', '.join(map(str, self.known))}"
 
 
 @recognises("_masked.<locals>.update_fn")

@@ -30,7 +30,9 @@ def warm_start(fresh: tuple, like: Any) -> tuple:
 
 
 def _alike(mine: Any, donor: Any) -> bool:
-    """Whether two states remember the same things; fields without tensors do not count."""
+    """Whether two states are of one kind, by name and fields; fields without tensors do not count."""
+    if type(mine).__name__ != type(donor).__name__:
+        return False
     names = [[f for f in getattr(s, "_fields", ()) if optree.tree_leaves(getattr(s, f))] for s in (mine, donor)]
     if names[0] != names[1] or "key" in names[0]:
         return False

@@ -9,10 +9,10 @@ tell and what the draws disagree about:
 
     total H(p)  =  aleatoric E_w H(p_w)  +  epistemic H(p) - E_w H(p_w).
 
-What to expect (seeds 0 to 3): many chains tell unseen digits apart better than one in every seed, and the noise
-helps them further in most (three of four). On the seen digits, clean and easy, the posterior
-is a little underconfident, so that its ECE is worse than the point estimate's, and its NLL may be. One short chain
-explores one mode and may do worse than SGD.
+What to expect (seeds 20 to 23, which were not looked at before the settings were fixed): parallel SGHMC tells unseen digits
+apart best in every seed, by either uncertainty, and both many-chain methods beat SGD at it. On the seen digits all are equally
+accurate, and the posterior at ``T = 1 / N`` is underconfident, as it usually is on clean labels: its NLL and ECE are worse than
+SGD's. A single chain of this length is worse than SGD at telling unseen digits apart too: one mode is not enough.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Posterior(NamedTuple):
     draws: int
 
 
-def posteriors(N: int, K: int, S: int, lr: float = 0.05) -> dict[str, Posterior]:
+def posteriors(N: int, K: int, S: int, lr: float = 0.1) -> dict[str, Posterior]:
     """The four methods for N data, K chains and S draws. Read down the columns: what differs is what you see."""
     # fmt: off
     return {
@@ -61,12 +61,8 @@ def posteriors(N: int, K: int, S: int, lr: float = 0.05) -> dict[str, Posterior]
 
 
 def network() -> nn.Module:
-    """A small convolutional network for 8 x 8 images, at PyTorch's random initial weights."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.AvgPool2d(2)),
-        *(nn.Conv2d(4, 8, 3, padding=1), nn.GELU(), nn.AvgPool2d(2)),
-        *(nn.Flatten(), nn.Linear(32, SEEN)),
-    )
+    """One hidden layer on the 64 pixels, at PyTorch's random initial weights."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, SEEN))
 
 
 def sample(posterior: Posterior, train: tuple[Tensor, Tensor], images: Tensor, steps: int, bar: tqdm) -> Tensor:
@@ -140,7 +136,7 @@ def load(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def run(seed: int = 0, steps: int = 600, chains: int = 6, draws: int = 25, figure: str | Path = "demo.png") -> dict:
+def run(seed: int = 0, steps: int = 2000, chains: int = 8, draws: int = 25, figure: str | Path = "demo.png") -> dict:
     """Sample the four posteriors, print the table, draw the figure; returns what was printed."""
     train, (images, labels) = load(seed)
     N, unseen = len(train[0]), int((labels >= SEEN).sum())
@@ -193,8 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the split, the initial weights and the noise (%(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=600, help="gradients per chain (%(default)s)")
-    parser.add_argument("--chains", type=int, default=6, help="of the ensemble and of parallel SGHMC (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="gradients per chain (%(default)s)")
+    parser.add_argument("--chains", type=int, default=8, help="of the ensemble and of parallel SGHMC (%(default)s)")
     parser.add_argument("--draws", type=int, default=25, help="kept per chain by the samplers (%(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("demo.png"), help="where to write it (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write the table here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Scale(Rule):
 
     def update(self, g, state, params, ctx):
         if self.is_schedule:
-            factors = _counters.each(self._signed, state.count)
+            factors = _counters.each(self._signed, state.count, g)
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
         else:
             factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
@@ -91,6 +92,8 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
         >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
         [tensor([-0.5000, -0.5000])]
     """
+    if not (callable(lr) or isinstance(lr, Real) or torch.is_tensor(lr)):
+        raise TypeError(f"Invalid learning rate: {lr!r}; it must be a number, a 0-d tensor or a schedule")
     if not (callable(lr) or lr >= 0.0):
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
     return Chain((Scale(lr, -1),))

@@ -47,7 +47,7 @@ class StatedNoise(Rule):
         scale = _own_noise.root(temperature)
         if self.gain is not None:
             scale = scale * _own_noise.now(self.gain, state.count)
-        xi = _own_noise.draw(state, list(state.memory) if self.later else g, len(self.current))
+        xi = _own_noise.draw(state, list(state.memory or params or g), len(self.current))
         hot = temperature > 0 if torch.is_tensor(temperature) else None
         out, memory = [], list(state.memory)
         for i, x in enumerate(g):

@@ -30,12 +30,11 @@ class AddDecayedWeights(Rule):
 
     def update(self, g, state, params, ctx):
         def add(x: Tensor, p: Tensor) -> Tensor:
+            if ctx.inplace and not x.requires_grad:
+                p = p.data
             if self.flip:
-                x = x.neg_() if ctx.inplace else x.neg()
-                return x.add_(p if x.requires_grad or not ctx.inplace else p.data, alpha=self.weight_decay)
-            if ctx.inplace:
-                return x.add_(p if x.requires_grad else p.data, alpha=self.weight_decay)
-            return x.add(p, alpha=self.weight_decay)
+                return (x.neg_() if ctx.inplace else x.neg()).add_(p, alpha=self.weight_decay)
+            return (x.add_ if ctx.inplace else x.add)(p, alpha=self.weight_decay)
 
         return each(add, g, params), state
 

@@ -87,6 +87,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         for i, p in zip(wanted, chosen):
             full[i] = p
         out = loss(optree.tree_unflatten(spec, full), batch)
+        if isinstance(out, tuple) and len(out) != 2:
+            raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
         out, aux = out if isinstance(out, tuple) else (out, ())
         if not torch.is_tensor(out) or out.ndim != 0:
             came = f"shape {tuple(out.shape)}" if torch.is_tensor(out) else repr(type(out).__name__)

@@ -46,7 +46,7 @@ class Lattice(Rule):
 
     def update(self, g, state, params, ctx):
         temperature = _own_noise.now(self.temperature, state.count)
-        uniform = _own_noise.draw(state, g, 1, "uniform")
+        uniform = _own_noise.draw(state, params or g, 1, "uniform")
         delta = _own_noise.root(2.0 * temperature * self.lr)
         tilt = self.lr / delta
         out = []

@@ -19,6 +19,8 @@ from tests.samplers.transfer import QUARTIC, Probe
 
 LAW = {law.__name__: law for law in LAWS}
 NO_GRADIENT = ("updates_can_be_differentiated",)
+COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
+NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
 
 
 def fed(tx: GradientTransformation, **keywords: Callable) -> GradientTransformation:
@@ -209,6 +211,8 @@ SAMPLERS = (
     Sampler(
         "badodab",
         lambda t: bc.badodab(0.2, temperature=t or 1.0),
+        skip=COUPLED,
+        why="all parameters share one friction, so that a missing one is felt by the others within the step",
     ),
     Sampler(
         "badodab_per_parameter",
@@ -287,7 +291,7 @@ SAMPLERS = (
             ),
             (0.0025, 0.005, 0.01),
         ),
-        skip=("a_missing_gradient_leaves_its_leaf_alone", "absent_parameters_are_skipped"),
+        skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
         why="a precision may couple all parameters, so that none may lack a gradient",
     ),
     Sampler(
@@ -304,7 +308,7 @@ SAMPLERS = (
     Sampler(
         "sgfs_dense",
         lambda t: fed(bc.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
-        skip=("a_missing_gradient_leaves_its_leaf_alone",),
+        skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),
     Sampler(
@@ -327,6 +331,8 @@ SAMPLERS = (
         "svgd",
         lambda t: bc.svgd(0.1, temperature=t),
         stacked=True,
+        skip=COUPLED,
+        why="all parameters of a particle share its kernel",
     ),
     Sampler(
         "replica_exchange",

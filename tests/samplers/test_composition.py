@@ -1,10 +1,12 @@
 """Samplers inside the rest of the library: groups, steps, parallel chains, optimizers behind particles."""
 
+import optree
 import pytest
 import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
+from tests.samplers.registry import SAMPLERS
 
 
 def loss(params, batch):
@@ -68,9 +70,18 @@ def test_parallel_chains_move_as_each_does_alone(build):
 
 
 def _pick(state, i: int):
-    import optree
-
     return optree.tree_map(lambda t: t[i], state)
+
+
+@pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs_dense"])
+def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(name):
+    (sampler,) = [s for s in SAMPLERS if s.name == name]
+    tx = sampler.build(0.3)
+    state = tx.init(PARAMS)
+    before = [t.data_ptr() for t in optree.tree_leaves(state)]
+    for _ in range(2):
+        _, state = tx.update({k: v.clone() for k, v in PARAMS.items()}, state, params=PARAMS, inplace=True)
+    assert before == [t.data_ptr() for t in optree.tree_leaves(state)]
 
 
 def test_make_step_feeds_the_curvature_to_fisher_scoring():
