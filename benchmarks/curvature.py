@@ -21,11 +21,13 @@ import json
 import os
 import platform
 import resource
+import signal
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from bayesopt_chain import curvature, likelihoods
 RESULTS = Path(__file__).parent / "results"
 MEMORY_LIMIT = 12 * 2**30  # a contender that needs more fails with an error instead of taking the machine down
 SLOW = 3.0  # seconds: what takes longer is timed once
+PATIENCE = 40  # seconds: what takes longer is given up
 Contenders = dict[str, Callable[[], Any]]
 
 
@@ -82,10 +85,12 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def ours(net: nn.Module, batch: tuple[Tensor, Tensor], structure: str) -> Callable[[], Any]:
     params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    forward = lambda p, b: functional_call(net, p, (b[0],))  # noqa: E731
     wanted = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
-    forward, kept = curvature.subset(lambda p, b: functional_call(net, p, (b[0],)), params, wanted.__contains__)
+    if len(wanted) < len(params):
+        forward, params = curvature.subset(forward, params, wanted.__contains__)
     estimate = curvature.ggn(forward, likelihoods.categorical(), structure)
-    return lambda: estimate(kept, batch)
+    return lambda: estimate(params, batch)
 
 
 def laplace_torch(net: nn.Module, batch: tuple[Tensor, Tensor], backend: str, method: str) -> Callable[[], Any]:
@@ -165,6 +170,21 @@ def summary(result: Any) -> float | None:
     return float(result.trace) if hasattr(result, "trace") else None
 
 
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` in what takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no result after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The most bytes that the allocator held above the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -190,8 +210,11 @@ def compare(
         try:
             run = make()
             start = time.perf_counter()
-            rows[name] = {"trace": summary(run())}
+            with at_most(PATIENCE):
+                result = run()
             first = time.perf_counter() - start
+            rows[name] = {"trace": summary(result)}
+            del result
         except Exception as error:
             reason = str(error).splitlines()[0][:160] if str(error) else ""
             rows[name] = {"not possible": f"{type(error).__name__}: {reason}"}
@@ -345,7 +368,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     written = RESULTS / "curvature.json"
     written.write_text(json.dumps(report, indent=1) + "\n")
-    report["growth"] = growth(7)
+    report["growth"] = growth(5)
     written.write_text(json.dumps(report, indent=1) + "\n")
     plot(report["growth"], RESULTS / "curvature.png")
 
