@@ -22,9 +22,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
 from bayesopt_chain._response import Linear
+from bayesopt_chain._rule import Rule
 from bayesopt_chain.precision import Diagonal, Precision, Zero
 from bayesopt_chain.precision._trees import Tree, require_like, spread
 

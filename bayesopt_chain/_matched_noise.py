@@ -16,8 +16,8 @@ gives ``theta`` the spectrum ``-T cot(w/2) Im chi``, and since ``cot(w/2) sin(n 
 ``A(1) = sum_j w_j / H_j(1)``, for every curvature and every stable learning rate. Without decay ``Psi`` reduces to
 ``T Re[(1 + z) / F]``.
 
-Write ``A = N / b`` with a Laurent polynomial ``N`` and ``M(z) = N(z) b(z)`` (``b(z)`` being the conjugate of ``b(x)``
-on the circle). With ``m_k`` its coefficients and ``sin(k w) cot(w/2) = (1 + cos w) U_{k-1}(cos w)``,
+Write ``A = N / b`` with a Laurent polynomial ``N`` and ``M(z) = N(z) b(z)`` (``b(z)`` being the conjugate of ``b(x)`` on
+the circle). With ``m_k`` its coefficients and ``sin(k w) cot(w/2) = (1 + cos w) U_{k-1}(cos w)``,
 
     Psi = T (1 + cos w) r(w) / |b|^2,        r = sum_{k>=1} (m_k - m_{-k}) U_{k-1}(cos w).
 
@@ -157,9 +157,7 @@ def _solve(rows: list[list[float]], rhs: list[float]) -> list[float]:
 
 
 def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> NoiseFilter:
-    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w =
-    0``.
-    """
+    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w = 0``."""
     if not is_stable(b):
         raise NoMatchedNoise(f"the response's numerator {tuple(b)} has no stable inverse")
     level = r[0] + 2 * sum(r[1:])
@@ -229,13 +227,13 @@ def scheduled_momentum_noise(momentum: float, level, level_before, temperature, 
         s^2  = (1 - mu^2) T_t / lr'_t,   s'^2 = T_{t+1} / lr'_{t+1} - k^2 T_t / lr'_t   (clamped at 0),
 
     ``k = mu``, except where a rise of lr makes ``mu^2 / lr'_t > 1 / lr'_{t+1}``: there the velocity is first scaled so
-    that ``k = sqrt(lr'_t / lr'_{t+1})``. A falling temperature never rescales. Written for ``v = -(p + s xi / (1 +
-    mu))``, as a chain runs it, one step is
+    that ``k = sqrt(lr'_t / lr'_{t+1})``. A falling temperature never rescales. Written for ``v = -(p + s xi / (1 + mu))``,
+    as a chain runs it, one step is
 
         e_{t+1} = alpha_{t+1} xi_{t+1} + (s' - k alpha_t) xi_t,        alpha = s / (1 + mu),
 
-    and the factor ``k / mu`` for the velocity. At constant lr and T both coefficients are ``sqrt(T (1 - mu) / (2
-    lr))``. ``order=1`` draws white noise ``e^2 = 2 / (1 + mu) (T_{t+1} / lr_{t+1} - k^2 T_t / lr_t)`` instead.
+    and the factor ``k / mu`` for the velocity. At constant lr and T both coefficients are ``sqrt(T (1 - mu) / (2 lr))``.
+    ``order=1`` draws white noise ``e^2 = 2 / (1 + mu) (T_{t+1} / lr_{t+1} - k^2 T_t / lr_t)`` instead.
 
     All arguments but ``momentum`` and ``order`` may be numbers or 0-d tensors; ``where(condition, x, y)`` selects.
     """

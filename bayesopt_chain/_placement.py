@@ -7,8 +7,8 @@ For each leaf the links that act on it are split into what comes before the line
 * where there is neither, where it was written.
 
 By linearity any such place is as good as the head of the linear part. With ``F = G f`` (``G`` the gains that change
-with time, ``f`` the constant filter) and ``P`` the product of frozen diagonals, noise of spectrum ``Psi P^-1`` at the
-head becomes, behind the gains ``G_b`` and diagonals ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``.
+with time, ``f`` the constant filter) and ``P`` the product of frozen diagonals, noise of spectrum ``Psi P^-1`` at the head
+becomes, behind the gains ``G_b`` and diagonals ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def ggn(
         generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
             convolution's per-datum weight gradients, 2 MB). One datum and one factor are the least possible. Default:
-            as much as the parameters, at least 1 MiB, and at least what 16 data need for one factor.
+            as much as the result, at least 1 MiB, and at least what 32 data need for one factor.
 
     Returns:
         `estimate(params, batch)`, a precision summed over the batch, with `count` = B.

@@ -47,6 +47,7 @@ class LangevinNoise(Rule):
     lr: float | None = None
     momentum: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    noise: str = "gaussian"
 
     @property
     def response(self) -> Response:
@@ -100,7 +101,7 @@ class LangevinNoise(Rule):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
         leaves = list(placements)
         live = [n for n, j in enumerate(leaves) if g[j] is not None and placements[j].sources]
-        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves])
+        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise)
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}
@@ -146,9 +147,7 @@ class LangevinNoise(Rule):
         return not self.is_static or bool(placement.rates_before or placement.rates_after)
 
     def _coefficients(self, placement, temperature, before, rates, j):
-        """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's
-        ``before``.
-        """
+        """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""
         if before is None:
             return [s.process.coefficients(Conditions(temperature), None)[0] for s in placement.sources], None, None
         one = torch.ones((), dtype=torch.float64, device=before.device)
@@ -168,7 +167,8 @@ class LangevinNoise(Rule):
             coefficients.append(c)
             scale = s if s is not None else scale
         if scale is not None:
-            scale = torch.where(temperature != 0, scale, one)
+            thermal = (temperature != 0) | (before[0] != 0)  # a cold velocity is the optimizer's own, and stays
+            scale = torch.where(thermal, scale, one)
         return coefficients, scale, torch.stack(list(now))
 
     def _check_conditions(self, count: Tensor, rates) -> None:
@@ -216,6 +216,7 @@ class LangevinNoise(Rule):
         words = [_checks.show(self.temperature)]
         words += [f"order={self.order}"] if self.order != 2 else []
         words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
+        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
         return f"inject_langevin_noise({', '.join(words)})"
 
 
@@ -226,6 +227,7 @@ def inject_langevin_noise(
     lr: float | None = None,
     momentum: float = 0.0,
     generator: torch.Generator | None = None,
+    noise: str = "gaussian",
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -236,13 +238,14 @@ def inject_langevin_noise(
     Args:
         temperature: number, 0-d tensor (read at every update) or schedule ``count -> temperature``. The number 0 makes
             this the identity, without state or draw; a tensor or schedule that is 0 leaves the gradient's bits alone.
-        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1:
-        white
+        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1: white
             noise of the same level (SGLD, SGHMC), bias of first order.
         lr: only inside plain ``torchopt.chain``, whose links cannot see each other: the chain's learning rate. The
             noise then acts where it is written, which must be before the momentum.
         momentum: likewise, the chain's momentum.
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
+        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), cheaper, keeps order 2); or ``"rademacher"`` (signs,
+            cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
 
     Returns:
         A link. Its state holds one draw for each parameter (order 2).
@@ -262,6 +265,10 @@ def inject_langevin_noise(
     _checks.temperature(temperature)
     if order not in (1, 2) or isinstance(order, bool):
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
+    if noise not in ("gaussian", "rademacher", "three_point"):
+        raise ValueError(
+            f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
+        )
     if lr is not None:
         _checks.positive("inject_langevin_noise: lr", lr)
         _checks.momentum("inject_langevin_noise: momentum", momentum)
@@ -269,7 +276,7 @@ def inject_langevin_noise(
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, lr, momentum, generator),))
+    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise),))
 
 
 def _product(start: Tensor, factors) -> Tensor:

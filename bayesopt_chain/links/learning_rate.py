@@ -60,7 +60,7 @@ class Scale(Rule):
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
         else:
             factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
-        return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, factors), state
+        return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
 
     def _signed(self, count: Tensor):
         return -self.step_size(count) if self.sign < 0 else self.step_size(count)
@@ -68,6 +68,12 @@ class Scale(Rule):
     def __str__(self) -> str:
         shown = _checks.show(self.step_size)
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
+
+
+def _times(x: Tensor, factor: Any) -> Tensor:
+    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+    out = x.mul(factor)
+    return out.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) and factor.dtype == torch.float64 else out
 
 
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:

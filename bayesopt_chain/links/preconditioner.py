@@ -1,8 +1,8 @@
 r"""Preconditioning by a positive diagonal ``P``: a number, a frozen tree, or a running RMS of the gradients.
 
-Noise in a chain with ``P`` has covariance ``Psi P^-1`` at the head. For a frozen ``P`` that is exact, also where
-``P`` and the curvature do not commute. A running ``P`` samples, while it follows the gradients, roughly ``P^-1
-exp(-loss / T)``; ``freeze_after`` makes it exact from there on.
+Noise in a chain with ``P`` has covariance ``Psi P^-1`` at the head. For a frozen ``P`` that is exact, also where ``P`` and
+the curvature do not commute. A running ``P`` samples, while it follows the gradients, roughly ``P^-1 exp(-loss / T)``;
+``freeze_after`` makes it exact from there on.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-r"""Weight decay, ``u + wd * theta``: in front of momentum an exact Gaussian prior of precision ``wd`` (coupled);
-behind it
+r"""Weight decay, ``u + wd * theta``: in front of momentum an exact Gaussian prior of precision ``wd`` (coupled); behind it
 (decoupled) the prior ``(1 - momentum) wd``, since the noise is matched to it too."""
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
     Written before momentum this is a Gaussian prior of precision ``weight_decay`` in the units of the loss (the mean
-    over data: a prior precision ``lambda`` on ``N`` data is ``weight_decay = lambda / N``). Written behind momentum,
-    as in AdamW, the prior that is sampled is ``(1 - momentum) * weight_decay``, divided by the preconditioner where
-    one stands before it.
+    over data: a prior precision ``lambda`` on ``N`` data is ``weight_decay = lambda / N``). Written behind momentum, as in
+    AdamW, the prior that is sampled is ``(1 - momentum) * weight_decay``, divided by the preconditioner where one stands
+    before it.
 
     Args:
         weight_decay: not negative; 0 is the identity.

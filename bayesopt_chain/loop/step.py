@@ -145,8 +145,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
 def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     """Gradient tree of the loss, and :class:`Info`.
 
-    Reverse mode through autograd; under a ``torch.func`` transformation (many chains by ``vmap``) through
-    ``torch.func``.
+    Reverse mode through autograd; under a ``torch.func`` transformation (many chains by ``vmap``) through ``torch.func``.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     wanted = [i for i, p in enumerate(leaves) if p is not None]

@@ -1,9 +1,8 @@
-"""The optimizer classes of TorchOpt with a temperature: ``SGD(params, lr, ...)``, ``MetaAdam(module, ...)`` and their
-kin.
+"""The optimizer classes of TorchOpt with a temperature: ``SGD(params, lr, ...)``, ``MetaAdam(module, ...)`` and their kin.
 
-TorchOpt's classes differ from its functions in argument order and defaults (``SGD`` takes weight decay before
-dampening, ``AdaMax`` has lr 0.002). Each class here has the signature of its namesake, read from it, and then
-keyword-only ``temperature`` (and ``freeze_after`` where a preconditioner is learned).
+TorchOpt's classes differ from its functions in argument order and defaults (``SGD`` takes weight decay before dampening,
+``AdaMax`` has lr 0.002). Each class here has the signature of its namesake, read from it, and then keyword-only
+``temperature`` (and ``freeze_after`` where a preconditioner is learned).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 r"""TorchOpt's optimizers, each a chain, each with a temperature.
 
 At ``temperature=0`` (the default) each is TorchOpt's optimizer to the last bit. At T > 0 the same chain carries matched
-noise and samples ``exp(-loss / temperature)``; ``temperature = 1 / N`` is the Bayesian posterior for a loss that is a
-mean over ``N`` data. Signatures are TorchOpt 0.7.3's, followed by keyword-only ``temperature`` and, where a
-preconditioner is learned, ``freeze_after``.
+noise and samples ``exp(-loss / temperature)``; ``temperature = 1 / N`` is the Bayesian posterior for a loss that is a mean
+over ``N`` data. Signatures are TorchOpt 0.7.3's, followed by keyword-only ``temperature`` and, where a preconditioner is
+learned, ``freeze_after``.
 
 Learning rates may be numbers, 0-d tensors (read at every update) or schedules ``count -> lr``; temperatures likewise.
 """
@@ -85,8 +85,8 @@ def adam(
 ) -> Chain:
     """Adam (Kingma and Ba, 2014); at T > 0 SGHMC whose preconditioner ``P`` is Adam's.
 
-    While ``P`` follows the gradients the target is roughly ``P^-1 exp(-loss / temperature)``; from ``freeze_after``
-    updates on ``P`` is frozen and the target is ``exp(-loss / temperature)``.
+    While ``P`` follows the gradients the target is roughly ``P^-1 exp(-loss / temperature)``; from ``freeze_after`` updates
+    on ``P`` is frozen and the target is ``exp(-loss / temperature)``.
 
     Args:
         lr: learning rate.
@@ -133,12 +133,11 @@ def adamw(
 ) -> Chain:
     """AdamW (Loshchilov and Hutter, 2019); at T > 0 it samples with the prior that its decay amounts to.
 
-    Behind the preconditioner ``P`` the decay is a Gaussian prior of precision ``weight_decay / (P temperature)``; the
-    noise is matched to it.
+    Behind the preconditioner ``P`` the decay is a Gaussian prior of precision ``weight_decay / (P temperature)``; the noise
+    is matched to it.
 
     Args:
-        mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay. (TorchOpt's flat
-        mode
+        mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay. (TorchOpt's flat mode
             ignores it.)
 
     The other arguments are :func:`adam`'s.

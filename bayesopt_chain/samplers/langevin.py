@@ -6,8 +6,8 @@ With ``lr`` and ``momentum`` in SGD's sense,
     order 2:  v <- mu v + g + sqrt(2 T (1 - mu) / lr) (xi_t + xi_{t-1}) / 2,    theta <- theta - lr v.
 
 ``mu = 0`` is SGLD; its order 2 is the Leimkuhler-Matthews scheme. Order 2 with momentum is BAOA: kick, half drift,
-Ornstein-Uhlenbeck, half drift, with one gradient a step. On a quadratic loss of curvature ``h`` the stationary
-variance is ``T / h`` for order 2 and too large by the factor ``1 + y / (2 (1 + mu) - y)``, ``y = lr h``, for order 1.
+Ornstein-Uhlenbeck, half drift, with one gradient a step. On a quadratic loss of curvature ``h`` the stationary variance is
+``T / h`` for order 2 and too large by the factor ``1 + y / (2 (1 + mu) - y)``, ``y = lr h``, for order 1.
 
 SGHMC is also written with a step ``eps``, friction ``alpha``, momentum scale ``sigma`` and gradient-noise estimate ``beta``,
 

@@ -1,8 +1,7 @@
 """Property tests for your own links and samplers: what this library's tests are made of.
 
-``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its
-optimizer at T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a
-linear sampler
+``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its optimizer at
+T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a linear sampler
 samples; :mod:`bayesopt_chain.testing.strategies` draws trees, gradients and hyperparameters for Hypothesis.
 """
 

@@ -1,8 +1,8 @@
 r"""What a linear sampler samples, solved exactly.
 
-On a quadratic loss with curvature ``K`` the update of a linear sampler is ``x' = A x + B xi``, ``x`` holding the
-parameters and every floating-point tensor of the state. Unit impulses in ``x`` and in the intercepted normal draws
-read off ``A`` and ``B``; the stationary covariance solves ``X = A X A^T + B B^T`` and its parameter block is returned.
+On a quadratic loss with curvature ``K`` the update of a linear sampler is ``x' = A x + B xi``, ``x`` holding the parameters
+and every floating-point tensor of the state. Unit impulses in ``x`` and in the intercepted normal draws read off ``A`` and
+``B``; the stationary covariance solves ``X = A X A^T + B B^T`` and its parameter block is returned.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NormalProbe(TorchDispatchMode):
             fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
             self.drawn += n
             out.copy_(fresh.reshape(out.shape))
-        elif name in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint"):
+        elif name in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_"):
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )
@@ -58,12 +58,10 @@ def stationary_covariance(
     """Covariance of the parameters that ``tx`` samples on ``loss = theta^T K theta / 2``.
 
     Args:
-        tx: a sampler whose update is linear in the gradients, the state and the noise (frozen preconditioners
-        included).
+        tx: a sampler whose update is linear in the gradients, the state and the noise (frozen preconditioners included).
         curvature: ``K``, shape ``[d, d]``, symmetric, float64.
         params: tree with ``d`` elements in all, float64 (default: one vector). Only its structure matters.
-        state: state to probe at, for instance after a preconditioner was frozen (default: ``init`` and ``warmup``
-        steps).
+        state: state to probe at, for instance after a preconditioner was frozen (default: ``init`` and ``warmup`` steps).
         warmup: number of noiseless steps at zero gradient before probing.
         tolerance: how far from linear the update may be, relative to its size.
 
