@@ -88,8 +88,7 @@ from bayesopt_chain.samplers.variance_reduction import (
 
 # isort: split
 # Posteriors carried in the state.
-from bayesopt_chain import curvature, ekf, likelihoods, vi
-from bayesopt_chain._laplace import laplace
+from bayesopt_chain import ekf, vi
 from bayesopt_chain._swag import swag
 
 __version__ = "0.1.0"
