@@ -104,6 +104,23 @@ def test_one_loop_serves_every_method(name):
     assert (posterior.marginal_variance["head"] > 0).all()
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name](), "posterior")])
+def test_prediction_never_asks_which_method_it_was(name):
+    """Linearised moments against the dense covariance, and Monte Carlo outputs of the right shape, for every posterior."""
+    tx, link = build(name)
+    params, state, _ = run(tx)
+    posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    inputs = data()[0][:5]
+    mean, covariance = bc.predict.linearized(forward, posterior, (inputs, None))
+    jacobian = torch.func.jacrev(lambda p: forward(p, (inputs, None)))(posterior.mean)
+    jacobian = torch.cat([jacobian[k].reshape(5, -1) for k in sorted(jacobian)], 1)
+    dense = torch.linalg.inv(posterior.precision.to_dense())
+    torch.testing.assert_close(mean, forward(posterior.mean, (inputs, None)))
+    torch.testing.assert_close(covariance.reshape(5), ((jacobian @ dense) * jacobian).sum(1), rtol=1e-8, atol=1e-10)
+    outputs = bc.predict.monte_carlo(forward, posterior, (inputs, None), samples=7)
+    assert outputs.shape == (7, 5)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_in_place_the_loop_is_the_same(name):
     """Parameters and losses bit for bit."""

@@ -196,3 +196,24 @@ def test_antithetic_draws_average_to_the_mean():
     for x, p in zip(optree.tree_leaves(draw.params), optree.tree_leaves(params)):
         assert x.shape == (6, *p.shape)
         torch.testing.assert_close(x.mean(0), p, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_temperature_may_change_between_updates(name):
+    """A tensor is read at every update, a schedule sees the count of updates so far: both equal a number's update."""
+    params = parameters()
+    dial = torch.tensor(5.0)
+    ends = []
+    for temperature in (0.2, dial, lambda count: 0.4 / (2 - count)):
+        generator = torch.Generator().manual_seed(1)
+        tx = getattr(bc.vi, name)(
+            bc.scale(1.0), temperature=temperature, init_scale=0.4, generator=generator, **FAMILIES[name]
+        )
+        state = tx.init(params)
+        dial.fill_(0.2)
+        draw = tx.sample(state, params)
+        ends.append(tx.update(draw.params, state, params=params, draw=draw, inplace=False))
+        dial.fill_(5.0)
+    for other in ends[1:]:
+        for a, b in zip(optree.tree_leaves(ends[0]), optree.tree_leaves(other)):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -110,3 +110,24 @@ def test_adams_count_advances_in_place(optimizer):
         x for x in optree.tree_leaves((first[0].mean_optimizer, first[0].scale_optimizer)) if x.dtype == torch.int64
     ]
     assert counts and all(bool((c == 3).all()) for c in counts) and int(first[0].count) == 4
+
+
+@pytest.mark.parametrize("name", [*VARIATIONAL, *FURTHER, *FILTERS])
+def test_parameters_of_several_dtypes_keep_them(name):
+    """A float32 matrix, a float64 vector and a float32 number in one tree: updates, state and posterior."""
+    tx = BUILDS[name]()
+    params = {
+        "bias": torch.ones(2, dtype=torch.float64),
+        "scale": torch.ones((), dtype=torch.float32),
+        "weight": torch.ones(2, 2, dtype=torch.float32),
+    }
+    state = tx.init(params)
+    before = [x.dtype for x in optree.tree_leaves(state)]
+    for _ in range(3):
+        updates, state = tx.update(optree.tree_map(torch.ones_like, params), state, params=params, inplace=False)
+        assert {k: u.dtype for k, u in updates.items()} == {k: p.dtype for k, p in params.items()}
+    assert [x.dtype for x in optree.tree_leaves(state)] == before
+    if name in VARIATIONAL:
+        posterior = VARIATIONAL[name]().posterior(state, params)
+        draws = posterior.sample((2,))
+        assert {k: d.dtype for k, d in draws.items()} == {k: p.dtype for k, p in params.items()}
