@@ -6,7 +6,10 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 """
 
 from bayesopt_chain import _response as response
+from bayesopt_chain import curvature, likelihoods, precision, predict
 from bayesopt_chain._chain import Chain, chain, declare
+from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain._laplace import laplace
 from bayesopt_chain._masked import masked, partition
 from bayesopt_chain._matched_noise import NoiseFilter, NoMatchedNoise, matched_noise
 from bayesopt_chain.links.adaptive import (

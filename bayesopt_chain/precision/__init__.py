@@ -1,0 +1,27 @@
+"""Gaussian precisions over parameter trees: one algebra, several structures (see `_algebra.py`)."""
+
+from bayesopt_chain.precision._algebra import Precision
+from bayesopt_chain.precision._block import Block
+from bayesopt_chain.precision._dense import Cholesky, Dense
+from bayesopt_chain.precision._diagonal import Diagonal
+from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
+from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
+from bayesopt_chain.precision._trees import flatten, shape_only, unflatten
+from bayesopt_chain.precision._zero import Zero
+
+__all__ = [
+    "Block",
+    "Cholesky",
+    "Dense",
+    "Diagonal",
+    "Eigenbasis",
+    "Kronecker",
+    "LowRank",
+    "Precision",
+    "Root",
+    "Woodbury",
+    "Zero",
+    "flatten",
+    "shape_only",
+    "unflatten",
+]
