@@ -50,7 +50,7 @@ class Structure(ABC):
         """Return how many numbers the result holds."""
         return sum(leaf.numel() for leaf in self.leaves)
 
-    def accepts(self, plan: Plan) -> None:
+    def accepts(self, plan: Plan) -> None:  # noqa: B027
         """Raise for a model that the structure cannot describe."""
 
     @abstractmethod
