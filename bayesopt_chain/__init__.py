@@ -9,9 +9,10 @@ from bayesopt_chain import _response as response
 from bayesopt_chain import curvature, likelihoods, precision, predict
 from bayesopt_chain._chain import Chain, chain, declare
 from bayesopt_chain._gaussian import Gaussian
-from bayesopt_chain._laplace import laplace
+from bayesopt_chain._laplace import Laplace, laplace
 from bayesopt_chain._masked import masked, partition
 from bayesopt_chain._matched_noise import NoiseFilter, NoMatchedNoise, matched_noise
+from bayesopt_chain._tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -85,6 +86,9 @@ from bayesopt_chain.samplers.variance_reduction import (
     mean_gradient,
     svrg,
 )
+
+# isort: split
+from bayesopt_chain import testing
 
 # isort: split
 # Posteriors carried in the state.

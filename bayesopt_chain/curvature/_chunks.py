@@ -30,7 +30,7 @@ Forward = Callable[[Tree, Any], Tensor]
 Factors = Callable[[Tensor, Any], Tensor]
 
 SMALL_CHUNK_BYTES = 2**20
-FEW_DATA = 32  # a chunk may be as large as what so many data need for one factor
+FEW_DATA = 32  # a chunk may be as large as what so many data need for one factor, unless a structure says otherwise
 
 
 class Gradient(NamedTuple):
@@ -134,17 +134,19 @@ def pull_back(
     held: int = 0,
     accepts: Callable[[Plan], None] = lambda plan: None,
     factors_together: bool = False,
+    few_data: int = FEW_DATA,
 ) -> Iterator[Chunk]:
     """Yield the gradients of all data and factors, a chunk at a time.
 
     `factors(outputs, targets)` gives S, `[K, b, *event]`; `formed` is how many numbers the caller forms from the
     gradient of one datum and factor, `held` how many its result holds; `accepts` raises for a plan that the caller
-    cannot use; `factors_together` keeps all factors of a datum in one chunk.
+    cannot use; `factors_together` keeps all factors of a datum in one chunk; `few_data` may always share a
+    chunk.
     """
     accepts(plan)
     n = batch_size(batch)
     factor_count = factors(plan.probe, part(unpack(batch)[1], n - 1, n)).shape[0]
-    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed, held)
+    data, at_once = _sizes(params, plan, n, factor_count, chunk_bytes, formed, held, few_data)
     if factors_together:
         data, at_once = max(1, data * at_once // factor_count), factor_count
     data = -(-n // -(-n // data))  # the same number of chunks, of one length
@@ -176,7 +178,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sizes(
-    params: Tree, plan: Plan, n: int, factor_count: int, chunk_bytes: int | None, formed: int, held: int
+    params: Tree,
+    plan: Plan,
+    n: int,
+    factor_count: int,
+    chunk_bytes: int | None,
+    formed: int,
+    held: int,
+    few_data: int,
 ) -> tuple[int, int]:
     """Return how many data, and how many factors, go into a chunk.
 
@@ -190,7 +199,7 @@ def _sizes(
     unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
     once = 4 * activations + unfolded + plan.probe.numel() * factor_count
     per_factor = 2 * activations + generic + formed
-    default = max(SMALL_CHUNK_BYTES // item, held, min(n, FEW_DATA) * (once + per_factor))
+    default = max(SMALL_CHUNK_BYTES // item, held, min(n, few_data) * (once + per_factor))
     numbers = default if chunk_bytes is None else chunk_bytes // item
     at_once = max(1, min(factor_count, (numbers - once) // per_factor))
     return max(1, min(n, numbers // (once + at_once * per_factor))), at_once

@@ -220,7 +220,16 @@ def _estimator(
         total = structure_sum(structure, params, **options)
         plan = make_plan(forward, params, batch)
         for chunk in pull_back(
-            forward, params, batch, factors, plan, chunk_bytes, total.formed(), total.held(), total.accepts
+            forward,
+            params,
+            batch,
+            factors,
+            plan,
+            chunk_bytes,
+            total.formed(),
+            total.held(),
+            total.accepts,
+            few_data=total.few_data,
         ):
             total.add(chunk)
             del chunk  # before the next one is made

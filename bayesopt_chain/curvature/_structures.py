@@ -9,13 +9,14 @@ Over the rows r_kb = J_b^T s_kb of a batch, for K factors a datum and P paramete
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import Chunk, Plan
+from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Plan
 from bayesopt_chain.curvature._kinds import mirrored, plus_gram
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.precision import (
@@ -33,8 +34,10 @@ from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.precision._trees import Tree, common_dtype, size
 
 
-class Structure:
+class Structure(ABC):
     """A running sum of a structure: `start` it, `add` chunks, `finish` it into a precision."""
+
+    few_data = FEW_DATA
 
     def __init__(self, params: Tree):
         self.leaves, self.tree = optree.tree_flatten(params)
@@ -47,20 +50,24 @@ class Structure:
         """Return how many numbers the result holds."""
         return sum(leaf.numel() for leaf in self.leaves)
 
-    def accepts(self, plan: Plan) -> None:
+    def accepts(self, plan: Plan) -> None:  # noqa: B027
         """Raise for a model that the structure cannot describe."""
 
+    @abstractmethod
     def add(self, chunk: Chunk) -> None:
-        raise NotImplementedError
+        """Add a chunk's gradients."""
 
+    @abstractmethod
     def finish(self, count: Tensor) -> Precision:
-        raise NotImplementedError
+        """Return the precision of all that was added."""
 
     def to_tree(self, leaves: list[Any]) -> Tree:
         return optree.tree_unflatten(self.tree, leaves)
 
 
 class DiagonalSum(Structure):
+    few_data = 48  # as fast as chunks of any size, at less than half the memory of the whole batch
+
     def __init__(self, params: Tree):
         super().__init__(params)
         self.sums: dict[int, Tensor] = {}
@@ -153,6 +160,8 @@ class LowRankSum(Structure):
 
 
 class KroneckerSum(Structure):
+    few_data = 128  # its work is matrix products of whole chunks, which small ones starve
+
     def __init__(self, params: Tree, sharing: str):
         super().__init__(params)
         if sharing not in ("expand", "reduce"):

@@ -38,7 +38,7 @@ class Delay(Rule):
                 out.append(x.copy_(h))
                 held.append(h.copy_(kept))
             else:
-                out.append(h)
+                out.append(h.clone())
                 held.append(x.clone())
         return out, DelayState(tuple(held))
 

@@ -82,9 +82,10 @@ def obabo(
 
     Example:
         >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.testing import stationary_covariance
         >>> tx = bc.obabo(0.2, friction=1.0, temperature=1.0)
         >>> k = torch.tensor([[4.0]], dtype=torch.float64)
-        >>> round(bc.testing.stationary_covariance(tx, k).item() * 4 * (1 - 0.2**2 * 4 / 4), 12)
+        >>> round(stationary_covariance(tx, k).item() * 4 * (1 - 0.2**2 * 4 / 4), 12)
         1.0
     """
     lr, momentum = splitting_parameters(step_size, friction)

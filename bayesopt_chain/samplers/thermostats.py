@@ -19,9 +19,9 @@ is off by the relative amount ``(1 - mu) / 2`` however small lr is.
     O  p <- exp(-xi h) p + sqrt(gamma T (1 - exp(-2 xi h)) / xi) n
     D, A again.
 
-Second order in ``h``. ``Q`` (``thermostat_mass``) is a squared time: larger, slower. The papers' is ``Q T``; ours leaves the
-thermostat's time scale alone when the temperature is ``1 / N``. The stationary law of ``xi`` is about
-``N(friction, 1 / (d Q))`` in continuous time.
+Second order in ``h`` at fixed ``gamma``, fourth (second in lr) at fixed ``gamma h``, as BAOAB. ``Q`` (``thermostat_mass``) is a
+squared time: larger, slower. The papers' is ``Q T``; ours leaves the thermostat's time scale alone when the temperature is
+``1 / N``. The stationary law of ``xi`` is about ``N(friction, 1 / (d Q))`` in continuous time.
 
 *One* thermostat follows the mean kinetic energy of all parameters, which is what the theory of scalar gradient noise asks
 for; one *per parameter* also absorbs gradient noise that differs between parameters.

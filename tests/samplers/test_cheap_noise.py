@@ -5,6 +5,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain import _random
+from bayesopt_chain.testing import stationary_covariance
 
 KEY, STEP = torch.tensor(12345), torch.tensor(7)
 
@@ -71,6 +72,13 @@ def test_stacked_chains_draw_what_each_draws_alone():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="noise must be 'gaussian', 'three_point' or 'rademacher', got 'uniform'"):
         bc.inject_langevin_noise(1.0, noise="uniform")
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "three_point"])
+def test_a_normal_probe_says_that_it_cannot_probe_other_draws(kind):
+    tx = bc.chain(bc.inject_langevin_noise(1.0, noise=kind), bc.scale_by_neg_lr(0.1))
+    with pytest.raises(TypeError, match="draws random_, which is not a normal"):
+        stationary_covariance(tx, torch.eye(1, dtype=torch.float64))
 
 
 def test_repr_names_the_noise():

@@ -7,7 +7,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.samplers.thermostats import NoseHoover
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
-from tests.samplers.transfer import QUARTIC, Probe, stationary_moment, target_moment
+from tests.samplers.transfer import QUARTIC, Probe, fitted_slope, stationary_moment, target_moment
 
 SCALAR_AND_PER_PARAMETER = [(bc.sgnht, bc.sgnht_per_parameter), (bc.badodab, bc.badodab_per_parameter)]
 
@@ -70,6 +70,19 @@ def test_the_kinetic_factor_is_what_makes_the_bias_vanish_with_lr():
     paper = stationary_moment(Probe(bc.Chain((PaperKinetic(lr, 0.5, 1.0, 1.0, True),))), 1.0, degree=9)
     assert abs(ours / want - 1) < 0.01
     assert abs(paper / want - 1) > 0.05
+
+
+def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
+    build = lambda h: Probe(bc.badodab_per_parameter(h, 0.7 / h, temperature=1.0))  # noqa: E731
+    slope, biases = fitted_slope(build, (0.1, 0.14, 0.2), degree=9)
+    assert abs(slope / 2 - 2) < 0.1, biases
+
+
+@pytest.mark.parametrize("momentum", [0.2, 0.5])
+def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
+    build = lambda lr: Probe(bc.sgnht_per_parameter(lr, momentum, temperature=1.0))  # noqa: E731
+    slope, biases = fitted_slope(build, (0.005, 0.01, 0.02), degree=9)
+    assert abs(slope - 1) < 0.1, biases
 
 
 @pytest.mark.parametrize(
