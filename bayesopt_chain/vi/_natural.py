@@ -171,7 +171,8 @@ class IVON(Natural):
             estimates = [
                 None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
-            hessian = keep(self._averaged, estimates, state.hessian)
+            warm = tensor_on(now(self.temperature, state.count), state.key.device) > 0
+            hessian = keep(lambda h, x: torch.where(warm, self._averaged(h, x), h), estimates, state.hessian)
         force, momentum = self._force(means, state, leaves)
         lr = now(self.lr, state.count)
         if self.rescale_lr:
@@ -187,7 +188,6 @@ class IVON(Natural):
         rho = 1 - self.betas[1]
         if rho == 0:
             return h
-        estimate = torch.where(estimate.isfinite(), estimate, h)  # no noise where the temperature has come to 0
         gap = h - estimate
         return self.betas[1] * h + rho * estimate + 0.5 * rho**2 * gap.square() / (h + self.weight_decay)
 

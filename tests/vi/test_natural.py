@@ -225,3 +225,22 @@ def test_von_in_place_writes_into_its_precision():
         assert (state[0].hessian.matrix is matrix) == inplace
         ends.append((params, state[0].hessian.matrix))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_ivon_survives_a_temperature_that_comes_to_zero():
+    """Where there is no noise there is no estimate of curvature: the Hessian stays, the mean goes on."""
+    dial = torch.tensor(0.1)
+    tx, params = bc.vi.ivon(0.1, temperature=dial, betas=(0.0, 0.5)), torch.tensor([1.0, 2.0])
+    state = tx.init(params)
+    for value in (0.1, 0.0):
+        dial.fill_(value)
+        before = state[0].hessian[0]
+        draw = tx.sample(state, params)
+        updates, state = tx.update(3 * draw.params, state, params=params, draw=draw, inplace=False)
+    assert torch.equal(draw.params, params) and torch.equal(state[0].hessian[0], before)
+    torch.testing.assert_close(updates, -0.1 * 3 * params / before)
+    dial.fill_(0.1)
+    _, state = tx.update(
+        torch.full((2,), torch.nan), state, params=params, draw=tx.sample(state, params), inplace=False
+    )
+    assert state[0].hessian[0].isnan().all()  # a broken gradient is not hidden
