@@ -90,4 +90,9 @@ from bayesopt_chain.samplers.variance_reduction import (
 # isort: split
 from bayesopt_chain import testing
 
+# isort: split
+# Posteriors carried in the state.
+from bayesopt_chain import ekf, vi
+from bayesopt_chain._swag import swag
+
 __version__ = "0.1.0"

@@ -53,6 +53,15 @@ class Chain(GradientTransformation):
         responses = tuple(rule.response for rule in self.rules)
         return responses[0] if len(responses) == 1 else responses
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Those keywords without which ``update`` refuses."""
+        return frozenset().union(*(rule.needs for rule in self.rules))
+
+    def positions(self, params: Any) -> list[list[int] | None]:
+        """For each rule the numbers of the leaves it acts on, in optree order; ``None`` for all."""
+        return self._program.positions(params)
+
     def chain(self, next: GradientTransformation) -> Chain:
         """This chain followed by ``next``."""
         return chain(self, next)

@@ -43,6 +43,10 @@ class MaskedRule(Rule):
     def needs_params(self):
         return self.rule.needs_params
 
+    @property
+    def needs(self):
+        return self.rule.needs
+
     def init(self, params):
         return self.rule.init(params)
 

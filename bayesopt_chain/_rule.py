@@ -38,12 +38,17 @@ class Context(NamedTuple):
 
 
 class Rule:
-    """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle."""
+    """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
+
+    A rule that accepts ``draw`` also has ``n_samples`` and ``sample(state, params) -> Draw`` (see ``_draw.py``): it wants
+    the gradient there instead of at the parameters.
+    """
 
     response: Response | None = None
     accepts: frozenset[str] = frozenset()
     on_trees = False  # whether init_tree and update want the user's tree, as a foreign link does
     needs_params = False
+    needs: frozenset[str] = frozenset()  # those of accepts without which update refuses
     masks: tuple[Any, ...] = ()
 
     def init(self, params: Leaves) -> Any:

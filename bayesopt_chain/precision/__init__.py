@@ -6,6 +6,7 @@ from bayesopt_chain.precision._dense import Cholesky, Dense
 from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
 from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
+from bayesopt_chain.precision._low_rank_covariance import LowRankCovariance, low_rank_covariance
 from bayesopt_chain.precision._trees import flatten, shape_only, unflatten
 from bayesopt_chain.precision._zero import Zero
 
@@ -17,11 +18,13 @@ __all__ = [
     "Eigenbasis",
     "Kronecker",
     "LowRank",
+    "LowRankCovariance",
     "Precision",
     "Root",
     "Woodbury",
     "Zero",
     "flatten",
+    "low_rank_covariance",
     "shape_only",
     "unflatten",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
-from bayesopt_chain.precision._trees import Tree, flatten, inner, paths, require_like, spread
+from bayesopt_chain.precision._trees import Tree, flatten, inner, paths, require_like, scaled, spread
 
 
 class _Diagonal(NamedTuple):
@@ -38,7 +38,7 @@ class Diagonal(_Diagonal, Precision):
         return Diagonal(optree.tree_map(torch.add, self.values, other.values), self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Diagonal:
-        return Diagonal(optree.tree_map(lambda v: v * factor, self.values), self.count * factor)
+        return Diagonal(scaled(self.values, factor), self.count * factor)
 
     def add_diagonal(self, value: Any) -> Diagonal:
         leaves, structure = optree.tree_flatten(self.values)

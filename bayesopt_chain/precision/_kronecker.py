@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
-from bayesopt_chain.precision._trees import Tree, is_transformed, paths, require_like, spread
+from bayesopt_chain.precision._trees import Tree, is_transformed, paths, require_like, scaled, spread
 
 
 class _Kronecker(NamedTuple):
@@ -61,7 +61,7 @@ class Kronecker(_Kronecker, Precision):
         return Kronecker(*trees, self.like, self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
-        trees = [optree.tree_map(lambda t: t * factor, tree) for tree in self[:3]]
+        trees = [scaled(tree, factor) for tree in self[:3]]
         return Kronecker(*trees, self.like, self.count * factor)
 
     def add_diagonal(self, value: Any) -> Kronecker:
@@ -142,7 +142,7 @@ class Eigenbasis(_Eigenbasis, Precision):
         return self._replace(values=values, count=self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Eigenbasis:
-        return self._replace(values=optree.tree_map(lambda v: v * factor, self.values), count=self.count * factor)
+        return self._replace(values=scaled(self.values, factor), count=self.count * factor)
 
     def add_diagonal(self, value: Any) -> Eigenbasis:
         leaves, structure = optree.tree_flatten(self.values)

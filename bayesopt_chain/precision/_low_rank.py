@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
-from bayesopt_chain.precision._trees import Tree, combine, first, flatten, gram, project, require_like
+from bayesopt_chain.precision._trees import Tree, combine, first, flatten, gram, project, require_like, scaled
 
 
 class _Root(NamedTuple):
@@ -113,7 +113,7 @@ class LowRank(_LowRank, Precision):
         return LowRank(diagonal, kept, self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> LowRank:
-        diagonal = optree.tree_map(lambda d: d * factor, self.diagonal)
+        diagonal = scaled(self.diagonal, factor)
         return LowRank(diagonal, Root(self.rows, self.count).scale(factor).rows, self.count * factor)
 
     def add_diagonal(self, value: Any) -> LowRank:
@@ -156,7 +156,7 @@ class Woodbury(_Woodbury, Precision):
         return self.unfactorised().add(other)
 
     def scale(self, factor: float | Tensor) -> Woodbury:
-        diagonal = optree.tree_map(lambda d: d * factor, self.diagonal)
+        diagonal = scaled(self.diagonal, factor)
         return self._replace(diagonal=diagonal, count=self.count * factor)
 
     def add_diagonal(self, value: Any) -> LowRank:

@@ -77,6 +77,11 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
     return optree.tree_unflatten(structure, shaped)
 
 
+def scaled(tree: Tree, factor: float | Tensor) -> Tree:
+    """Multiply the leaves by a number, each in its own dtype (a 0-d leaf would take on that of a 0-d factor)."""
+    return optree.tree_map(lambda leaf: leaf * (factor.to(leaf) if isinstance(factor, Tensor) else factor), tree)
+
+
 def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
     """Return the inner products `[*lead]` of two trees like `like`."""
     total: Any = 0
