@@ -53,4 +53,6 @@ from bayesopt_chain.optimizers.classes import (
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
 
+from bayesopt_chain.links.langevin_noise import counter_based
+
 __version__ = "0.1.0"
