@@ -37,6 +37,8 @@ class Context(NamedTuple):
     velocity_scale: Any = None  # for each leaf, the factor the velocity is scaled by before this step
     to_tree: Callable[[Leaves], Any] | None = None  # the rule's leaves as the user's tree
     from_tree: Callable[[Any], Leaves] | None = None
+    factors: list | None = None  # for a rule that takes them: what the next rule would multiply each leaf by
+    done: bool = False  # the rule before has multiplied by this rule's factors already
 
     def scaled(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A velocity as this step begins with it (see ``_matched_noise.scheduled_momentum_noise``)."""
@@ -53,6 +55,11 @@ class Rule:
     accepts: frozenset[str] = frozenset()
     on_trees = False  # whether init_tree and update want the user's tree, as a foreign link does
     masks: tuple[Any, ...] = ()
+    takes_factors = False  # whether update multiplies by ``ctx.factors`` while its leaves are in cache
+
+    def factors(self, state: Any, n: int) -> list | None:
+        """What this rule multiplies each of ``n`` leaves by, if that is all it does."""
+        return None
 
     def init(self, params: Leaves) -> Any:
         """State for parameters given as leaves; ``None`` stands for an absent parameter."""
@@ -158,8 +165,6 @@ class _Program:
         where = self.positions(spec, params if params is not None else updates)
         plan = self.plan(where, len(g))
         new_state = list(state)
-        injections: dict[int, Any] = {}
-        scales = None
         injections: list[Injection] = []
         scales: list | None = None
         if plan is not None:
@@ -172,8 +177,11 @@ class _Program:
                     scales = scales or [None] * len(g)
                     for j, scale in injection.velocity_scale.items():
                         scales[j] = scale
+        factors = None
         for i, rule in enumerate(self.rules):
             adaptive = isinstance(rule.response, Adaptive)
+            done = factors is not None
+            factors = self.next_factors(i, where, state, injections, g) if inplace and rule.takes_factors else None
             if injections and not adaptive:
                 g = _inject(injections, i, g, inplace)
             idx = where[i]
@@ -184,6 +192,8 @@ class _Program:
                 None if scales is None else _pick(scales, idx),
                 partial(_tree, spec, idx=idx),
                 partial(_leaves, spec, idx=idx),
+                factors,
+                done,
             )
             mine, new_state[i] = rule.update(_pick(g, idx), new_state[i], None if p is None else _pick(p, idx), ctx)
             if idx is None:
@@ -194,6 +204,19 @@ class _Program:
                     g[j] = leaf
         g = _inject(injections, len(self.rules), g, inplace)
         return optree.tree_unflatten(spec, g), tuple(new_state)
+
+    def next_factors(self, i: int, where, state, injections: list[Injection], g: Leaves) -> list | None:
+        """The factors of the rule behind rule ``i``, where nothing comes between the two and nobody differentiates."""
+        if (
+            i + 1 == len(self.rules)
+            or where[i] is not None
+            or where[i + 1] is not None
+            or any(i + 1 in injection.at.values() for injection in injections)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or any(x is not None and x.requires_grad for x in g)
+        ):
+            return None
+        return self.rules[i + 1].factors(state[i + 1], len(g))
 
     def positions(self, spec, tree) -> list[list[int] | None]:
         """For each rule the leaves it acts on; ``None`` for all."""

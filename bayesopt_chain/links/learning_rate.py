@@ -50,12 +50,17 @@ class Scale(Rule):
             return _counters.each(lambda c: torch.as_tensor(self.step_size(c), dtype=torch.float64), state.count)
         return [self.step_size] * n
 
-    def update(self, g, state, params, ctx):
+    def factors(self, state, n: int) -> list:
         if self.is_schedule:
-            factors = _counters.each(self._signed, state.count)
+            return _counters.each(self._signed, state.count)
+        return [-self.step_size if self.sign < 0 else self.step_size] * n
+
+    def update(self, g, state, params, ctx):
+        factors = None if ctx.done else self.factors(state, len(g))
+        if self.is_schedule:
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
-        else:
-            factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
+        if ctx.done:
+            return g, state
         return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, factors), state
 
     def _signed(self, count: Tensor):
@@ -82,7 +87,8 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
         >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
         [tensor([-0.5000, -0.5000])]
     """
-    if not (callable(lr) or lr >= 0.0):
+    transformed = torch.is_tensor(lr) and torch._C._functorch.is_functorch_wrapped_tensor(lr)
+    if not (callable(lr) or transformed or lr >= 0.0):
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
     return Chain((Scale(lr, -1),))
 
