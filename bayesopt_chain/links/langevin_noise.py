@@ -93,7 +93,9 @@ class LangevinNoise(Rule):
             _checks.alike(
                 f"updates: leaf {leaves[n]}", g[leaves[n]], "the state has", kept.shape[1:], kept.dtype, kept.device
             )
-        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.stream)
+        draws = _random.normals(
+            state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.stream
+        )
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}

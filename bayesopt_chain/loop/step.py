@@ -3,12 +3,15 @@ r"""``make_step``: loss, gradient, chain and update as one pure function of (par
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
+
+from bayesopt_chain import _fused
 
 Loss = Callable[[Any, Any], Any]
 
@@ -20,20 +23,45 @@ class Info(NamedTuple):
     aux: Any
 
 
+@dataclass(frozen=True)
+class Step:
+    """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into."""
+
+    loss: Loss
+    tx: GradientTransformation
+    curvature: Callable[[Any, Any], Any] | None = None
+    inplace: bool = False
+    fused: _fused.FusedSGD | None = None
+
+    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
+        grads, info = gradient(self.loss, params, batch)
+        extra = {} if self.curvature is None else {"curvature": self.curvature(params, batch)}
+        with torch.no_grad():
+            if self.fused is not None:
+                p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
+                if self.fused.fits(p, g, state):
+                    return params, self.fused.advance(p, g, state), info
+            updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
+            params = apply(params, updates, self.inplace)
+        return params, state, info
+
+
 def make_step(
     loss: Loss,
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
     inplace: bool = False,
-) -> Callable:
+) -> Step:
     """One training or sampling step.
 
     Args:
         loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``.
-        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects.
+        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
+            common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
+            run fused; their values agree with ``update`` to one unit in the last place for each operation.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
@@ -55,15 +83,8 @@ def make_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
-        grads, info = gradient(loss, params, batch)
-        extra = {} if curvature is None else {"curvature": curvature(params, batch)}
-        with torch.no_grad():
-            updates, state = tx.update(grads, state, params=params, inplace=inplace, **extra)
-            params = apply(params, updates, inplace)
-        return params, state, info
-
-    return step
+    fused = _fused.recognise(tx) if inplace and curvature is None else None
+    return Step(loss, tx, curvature, inplace, fused)
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
