@@ -17,11 +17,12 @@ from bayesopt_chain.links.adaptive import (
     scale_by_rss,
     scale_by_stddev,
 )
-from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.optimizers.classes import (
@@ -52,7 +53,5 @@ from bayesopt_chain.optimizers.classes import (
 )
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
-
-from bayesopt_chain.links.langevin_noise import counter_based
 
 __version__ = "0.1.0"

@@ -116,12 +116,16 @@ def splitmix64(x: int) -> int:
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
-    """Philox-4x32-10 on int64 tensors that hold 32-bit words; returns four words of the broadcast shape."""
+    """Philox-4x32-10 on int64 tensors that hold 32-bit words; returns four words of the broadcast shape.
+
+    The multipliers exceed 2^31, so that a product with a word may overflow int64, which compilers of C++ take as leave to
+    do anything. With ``M - 2^32`` in place of ``M`` none does: the low word is the same, the high word lacks ``c``.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
+        p0, p1 = c0 * (0xD2511F53 - 2**32), c2 * (0xCD9E8D57 - 2**32)
+        c0, c1, c2, c3 = ((p1 >> 32) + c2) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) + c0) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return [c0, c1, c2, c3]
 

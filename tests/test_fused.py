@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import bayesopt_chain as bc
 from bayesopt_chain import _fused
 from bayesopt_chain.loop.step import Step
-from bayesopt_chain.testing._zero_temperature import smooth_gradient
 from bayesopt_chain.testing import strategies as own
+from bayesopt_chain.testing._zero_temperature import smooth_gradient
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 SHAPES = [(), (3,), (2, 3), (16,), (4, 8), (33,), (5, 64)]
