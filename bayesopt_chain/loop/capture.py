@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bayesopt_chain.loop.step import Info, Step
 
@@ -276,21 +277,26 @@ class _Body:
 
 def _trace(body: _Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """The step's graph over (static buffers, batch, closed-over tensors), writing the buffers; and those tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     n = len(body.static)
     batch = [x for x in body.batch_leaves if torch.is_tensor(x)]
+    mutations = _Mutations()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols: a value or shape it does not know is an error
 
     def function(*flat):
-        new, info = body.run(flat[:n], flat[n:])
+        with mutations:
+            new, info = body.run(flat[:n], flat[n:])
         for buffer, value in zip(flat, new):
             if value is not buffer:
                 buffer.copy_(value)
         return info
 
     try:
-        with torch.no_grad():
-            graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*body.static, *batch)
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in (*body.static, *batch)]
+        with torch.no_grad(), mode:
+            graph = make_fx(function)(*fakes)
     except CaptureError:
         raise
     except Exception as err:
@@ -302,7 +308,30 @@ def _trace(body: _Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
             "Write it with tensors (torch.where for a branch, a schedule that is a function of the count), "
             "or leave this step uncaptured"
         ) from err
+    finally:
+        mutations.undo()
     return graph, _lift_constants(graph)
+
+
+class _Mutations(TorchDispatchMode):
+    """Remembers the closed-over tensors that the traced step writes (BatchNorm's statistics), to put them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            with _disable_current_modes():
+                for x in args:
+                    if type(x) in (Tensor, torch.nn.Parameter) and id(x) not in self.before:
+                        self.before[id(x)] = x, x.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for x, old in self.before.values():
+                x.copy_(old)
 
 
 def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
@@ -391,10 +420,16 @@ def _best(body: _Body) -> Backend:
         return "cuda"
     if compiler_found():
         return "inductor"
-    warnings.warn(
-        "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX", stacklevel=3
-    )
+    global _said
+    if not _said:
+        _said = True
+        warnings.warn(
+            "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX", stacklevel=3
+        )
     return "eager"
+
+
+_said = False  # whether the missing compiler was mentioned
 
 
 def compiler_found() -> bool:
