@@ -214,7 +214,7 @@ def test_another_shape_structure_or_number_is_refused_by_name():
     fast = bc.capture(step, params, state, batch, backend=EAGER)
     with pytest.raises(ValueError, match=r"batch, leaf 0: \(5, 20\).*drop_last"):
         fast(params, state, (batch[0][:5], batch[1][:5]))
-    with pytest.raises(ValueError, match="params, leaf 1: .*float64"):
+    with pytest.raises(ValueError, match=r"params, leaf 1: .*float64"):
         fast({**params, "w": params["w"].double()}, state, batch)
     with pytest.raises(ValueError, match="structure"):
         fast({"w": params["w"]}, state, batch)
