@@ -13,7 +13,8 @@ multiplication and the addition behind it rounded once: equal to one unit in the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -42,67 +43,62 @@ class FusedSGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
+    last: list = field(
+        default_factory=list, repr=False, compare=False
+    )  # the last call's buffers, nothing the noise needs
 
     def fits(self, params: list, g: list, state: tuple) -> bool:
         """Whether the kernel can take these tensors: dense and contiguous, of one device and dtype, not traced."""
-        velocity = state[self.velocity].trace if self.velocity is not None else ()
-        memory = state[self.noise].memory if self.noise is not None else ()
         first = next((x for x in g if x is not None), None)
-        return (
-            first is not None
-            and first.dtype in _DTYPES
-            and _random.is_plain(first)
-            and all(
-                x is None or (x.dtype == p.dtype == first.dtype and x.device == p.device == first.device)
-                for x, p in zip(g, params)
-            )
-            and all(p is None or p.is_contiguous() for p in params)
-            and all(v.dtype == p.dtype for v, p in zip(velocity, params) if p is not None)
-            and all(t.is_contiguous() and not t.requires_grad for t in (*velocity, *memory))
-        )
+        return first is not None and _random.is_plain(first) and self._buffers(params, g, state).usable
 
     def advance(self, params: list, g: list, state: tuple) -> tuple:
         """Move ``params`` and ``state`` in place, given gradients that may be overwritten. Returns the state."""
-        live = [j for j, x in enumerate(g) if x is not None]
-        g = [None if x is None else x.contiguous() for x in g]
-        trace = state[self.velocity].trace if self.velocity is not None else None
+        buffers = self._buffers(params, g, state)
+        g = [x if x is None or x.is_contiguous() else x.contiguous() for x in g]
+        live = [g[j] for j in buffers.live]
         if self.noise is None:
-            self._sweep([params[j] for j in live], [g[j] for j in live], trace and [trace[j] for j in live])
+            self._sweep(buffers.theta, live, buffers.velocity)
             return state
-        plan = self.chain._program.plan([None] * len(self.chain.rules), len(g))
-        placements = plan.placements[self.noise]
         noise = state[self.noise]
-        processes = {placements[j].sources[0].process for j in live}
-        level = _mean_of_two(processes, self.chain.rules[self.noise], len(placements[live[0]].sources), g[live[0]])
-        if level is None:
-            rule = self.chain.rules[self.noise]
-            injection, after = rule.draw(placements, noise, g, {}, {}, True)
-            g = _inject([injection], injection.at[live[0]], g, True)
-            self._sweep([params[j] for j in live], [g[j] for j in live], trace and [trace[j] for j in live])
+        if buffers.level is None:
+            injection, after = buffers.rule.draw(buffers.placements, noise, g, {}, {}, True)
+            live = [x for x in _inject([injection], injection.at[buffers.live[0]], g, True) if x is not None]
+            self._sweep(buffers.theta, live, buffers.velocity)
             return (*state[: self.noise], after, *state[self.noise + 1 :])
         generator = _random.seeded_generator(int(noise.key), int(noise.count))
-        if len(live) == len(g) and all(x.numel() % _VECTOR == 0 for x in g[:-1]) and g[-1].numel() >= _VECTOR:
-            for j, x in enumerate(g):
-                self._noisy_sweep(
-                    params[j], x, noise.memory[j][0], None if trace is None else trace[j], level, generator
-                )
+        if buffers.splits:
+            velocities = buffers.velocity or buffers.theta
+            for part in zip(buffers.theta, live, buffers.kept, velocities):
+                self._noisy_sweep(*part, buffers.level, generator)
         else:
-            flat = torch.empty(sum(m.numel() for m in noise.memory), dtype=g[live[0]].dtype)
-            xi = flat.normal_(0.0, level, generator=generator).split([m.numel() for m in noise.memory])
-            mine = [g[j] for j in live]
-            fresh = [xi[j].view(g[j].shape) for j in live]
-            kept = [noise.memory[j][0] for j in live]
-            torch._foreach_add_(mine, kept)
-            torch._foreach_add_(mine, fresh)
-            torch._foreach_copy_(kept, fresh)
-            self._sweep([params[j] for j in live], mine, trace and [trace[j] for j in live])
+            buffers.flat.normal_(0.0, buffers.level, generator=generator)
+            torch._foreach_add_(live, buffers.kept)
+            torch._foreach_add_(live, buffers.fresh)
+            torch._foreach_copy_(buffers.kept, buffers.fresh)
+            self._sweep(buffers.theta, live, buffers.velocity)
         noise.count.add_(1)
         return state
 
-    def _noisy_sweep(self, p: Tensor, g: Tensor, kept: Tensor, v: Tensor | None, level: float, generator) -> None:
+    def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
+        """The tensors as the kernel takes them: those of the last call where they are the same objects."""
+        trace = state[self.velocity].trace if self.velocity is not None else ()
+        memory = state[self.noise].memory if self.noise is not None else ()
+        key = (*params, *trace, *memory)
+        last = self.last[0] if self.last else None
+        if (
+            last is None
+            or len(key) != len(last.key)
+            or not all(map(is_, key, last.key))
+            or last.absent != [x is None for x in g]
+        ):
+            last = _Buffers(self, params, g, trace, memory)
+            self.last[:] = [last]
+        return last
+
+    def _noisy_sweep(self, p: Tensor, g: Tensor, kept: Tensor, v: Tensor, level: float, generator) -> None:
         """``e = kept + fresh; kept <- fresh``, then the sweep, block after block while they are in cache."""
-        p, g, kept = p.detach().view(-1), g.view(-1), kept.view(-1)
-        v = p if v is None else v.view(-1)
+        p, g, kept, v = p.view(-1), g.view(-1), kept.view(-1), v.view(-1)
         blocks = max(p.numel() - _VECTOR, 0) // BLOCK  # the last block takes the rest, so that none is shorter than 16
         sizes = [BLOCK] * blocks + [p.numel() - blocks * BLOCK]
         for part in zip(p.split(sizes), g.split(sizes), kept.split(sizes), v.split(sizes)):
@@ -111,9 +107,9 @@ class FusedSGD:
             grad.add_(noise.normal_(0.0, level, generator=generator))
             self._sweep([theta], [grad], [velocity])
 
-    def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor] | None) -> None:
+    def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
         torch._fused_sgd_(
-            [x.detach() for x in p],
+            p,
             g,
             v if self.momentum else [],
             weight_decay=self.weight_decay,
@@ -124,6 +120,49 @@ class FusedSGD:
             maximize=self.maximize,
             is_first_step=False,
         )
+
+
+class _Buffers:
+    """Parameters, velocities and remembered draws of the leaves that have a gradient, as lists of dense tensors."""
+
+    def __init__(self, form: FusedSGD, params: list, g: list, trace: tuple, memory: tuple) -> None:
+        self.key = (*params, *trace, *memory)
+        self.absent = [x is None for x in g]
+        self.live = [j for j, x in enumerate(g) if x is not None]
+        first = g[self.live[0]]
+        self.usable = (
+            first.dtype in _DTYPES
+            and all(x is None or (_like(x, first) and _like(p, first)) for x, p in zip(g, params))
+            and all(params[j].is_contiguous() for j in self.live)
+            and all(
+                _like(t, first) and t.is_contiguous() and not t.requires_grad for t in (*trace, *memory) if t.numel()
+            )
+        )
+        self.level = None
+        if not self.usable:
+            return
+        self.theta = [params[j].detach() for j in self.live]
+        self.velocity = [trace[j] for j in self.live] if trace else []
+        if form.noise is None:
+            return
+        self.rule = form.chain.rules[form.noise]
+        plan = form.chain._program.plan([None] * len(form.chain.rules), len(g))
+        self.placements = plan.placements[form.noise]
+        self.level = _mean_of_two([self.placements[j] for j in self.live], self.rule, first)
+        if self.level is None:
+            return
+        self.kept = [memory[j][0] for j in self.live]
+        sizes = [m.numel() for m in memory]
+        whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
+        self.splits = whole and max(sizes) >= BLOCK  # leaves draw one after the other what one draw would give
+        if not self.splits:
+            self.flat = torch.empty(sum(sizes), dtype=first.dtype)
+            views = self.flat.split(sizes)
+            self.fresh = [views[j].view(g[j].shape) for j in self.live]
+
+
+def _like(x: Tensor | None, first: Tensor) -> bool:
+    return x is not None and x.dtype == first.dtype and x.device == first.device
 
 
 def recognise(tx) -> FusedSGD | None:
@@ -161,11 +200,16 @@ def recognise(tx) -> FusedSGD | None:
     return FusedSGD(tx, **found)
 
 
-def _mean_of_two(processes: set, rule: LangevinNoise, sources: int, g: Tensor) -> float | None:
+def _mean_of_two(placements: list, rule: LangevinNoise, g: Tensor) -> float | None:
     """The level ``c`` of noise ``c (xi_t + xi_{t-1})`` drawn by a CPU generator, the form that has its own sweep."""
-    if len(processes) != 1 or sources != 1 or g.device.type != "cpu" or rule.stream == "philox":
+    if (
+        len(set(placements)) != 1
+        or len(placements[0].sources) != 1
+        or g.device.type != "cpu"
+        or rule.stream == "philox"
+    ):
         return None
-    (process,) = processes
+    process = placements[0].sources[0].process
     if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != (1.0,):
         return None
     (level, _), _ = process.coefficients(Conditions(float(rule.temperature)), None)

@@ -87,7 +87,6 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -96,8 +95,6 @@ def sixty_leaves() -> Row:
     targets = {
         ("fused", "normal_ + torch.optim fused"): 1.3,
         ("fused", "posteriors"): 0.35,
-        ("captured, Philox", "normal_ + torch.optim fused"): 1.3,
-        ("captured, Philox", "posteriors"): 0.35,
     }
     return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
 
