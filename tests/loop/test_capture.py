@@ -59,8 +59,11 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name, backend",
+    [(name, EAGER) for name in CHAINS]
+    + [pytest.param(name, *INDUCTOR.values, marks=INDUCTOR.marks) for name in ("sghmc, generator", "nesterov", "adam")],
+)
 def test_captured_equals_eager(name, backend):
     params, batch = setup()
     tx = CHAINS[name]()
@@ -157,8 +160,14 @@ def test_many_chains_are_captured_with_their_own_temperatures(backend):
     assert info.loss.shape == (3,)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [
+        (EAGER, torch.float32),
+        (EAGER, torch.float64),
+        pytest.param(*INDUCTOR.values, torch.float64, marks=INDUCTOR.marks),
+    ],
+)
 def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
     params, batch = setup(dtype)
     tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
@@ -174,7 +183,7 @@ def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
     assert_close(eager, went_on)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [EAGER])
 def test_outputs_alias_static_buffers_unless_cloned(backend):
     params, batch = setup()
     tx = bc.sgd(0.05)
@@ -184,8 +193,7 @@ def test_outputs_alias_static_buffers_unless_cloned(backend):
     value, kept = first["w"].clone(), info.loss.clone()
     second, state, _ = fast(first, state, batch)
     assert second["w"].data_ptr() == first["w"].data_ptr() and not torch.equal(first["w"], value)
-    if backend == EAGER:
-        assert torch.equal(info.loss, kept)
+    assert torch.equal(info.loss, kept)
     cloned = bc.capture(step, params, state, batch, backend=backend, clone=True)
     first, state, _ = cloned(params, state, batch)
     value = first["w"].clone()
@@ -376,6 +384,23 @@ def test_memory_does_not_grow_over_ten_thousand_replays():
         params, state, _ = fast(params, state, batch)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not capture_module.compiler_found(), reason="needs a C++ compiler")
+def test_compiled_philox_is_eager_philox_for_every_key():
+    """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
+    so that one wrong bit moves a normal by far more than 1e-6."""
+    from bayesopt_chain._random import new_key, philox_normal
+
+    for n in (3, 300):
+        compiled = torch.compile(
+            lambda k, s, n=n: philox_normal(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
+        )
+        for i in range(20):
+            key, count = new_key(None, torch.device("cpu")), torch.tensor(i + (i << 33))
+            want = philox_normal(key, count, n, 1, torch.float32)
+            torch.testing.assert_close(compiled(key, count), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu
