@@ -128,6 +128,7 @@ class _Program:
         self.rules = rules
         self.accepts = frozenset().union(*(rule.accepts for rule in rules)) if rules else frozenset()
         self.has_noise = any(isinstance(rule.response, Noise) for rule in rules)
+        self.adaptive = [isinstance(rule.response, Adaptive) for rule in rules]
         self.cache: dict[Any, _placement.Plan] = {}
 
     def init(self, params: Any, *, like: Any = None) -> tuple:
@@ -178,11 +179,12 @@ class _Program:
                     for j, scale in injection.velocity_scale.items():
                         scales[j] = scale
         factors = None
+        acting = {at for injection in injections for at in injection.at.values()}
         for i, rule in enumerate(self.rules):
-            adaptive = isinstance(rule.response, Adaptive)
+            adaptive = self.adaptive[i]
             done = factors is not None
             factors = self.next_factors(i, where, state, injections, g) if inplace and rule.takes_factors else None
-            if injections and not adaptive:
+            if i in acting and not adaptive:
                 g = _inject(injections, i, g, inplace)
             idx = where[i]
             ctx = Context(
@@ -190,8 +192,8 @@ class _Program:
                 {k: v for k, v in extra.items() if k in rule.accepts} if extra else extra,
                 AdaptiveNoise(injections, i, idx) if adaptive and injections else None,
                 None if scales is None else _pick(scales, idx),
-                partial(_tree, spec, idx=idx),
-                partial(_leaves, spec, idx=idx),
+                partial(_tree, spec, idx=idx) if rule.on_trees else None,
+                partial(_leaves, spec, idx=idx) if rule.on_trees else None,
                 factors,
                 done,
             )
@@ -202,7 +204,8 @@ class _Program:
                 g = list(g)
                 for j, leaf in zip(idx, mine):
                     g[j] = leaf
-        g = _inject(injections, len(self.rules), g, inplace)
+        if len(self.rules) in acting:
+            g = _inject(injections, len(self.rules), g, inplace)
         return optree.tree_unflatten(spec, g), tuple(new_state)
 
     def next_factors(self, i: int, where, state, injections: list[Injection], g: Leaves) -> list | None:

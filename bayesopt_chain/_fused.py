@@ -24,10 +24,11 @@ from bayesopt_chain._chain import Chain, _inject
 from bayesopt_chain._noise_process import Conditions, Filtered
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
-from bayesopt_chain.links.momentum import BLOCK, Momentum
+from bayesopt_chain.links.momentum import Momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
 
 _DTYPES = (torch.float32, torch.float64)  # in bfloat16 torch 2.13's CPU kernel moves by the gradient, not the velocity
+BLOCK = 2**18  # elements drawn at a time: the draw dwarfs what a smaller block would save
 _VECTOR = 16  # a CPU generator's normals come in groups of 16: pieces of such sizes draw what one piece would
 
 
