@@ -6,8 +6,13 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 """
 
 from bayesopt_chain import _response as response
-from bayesopt_chain._chain import Chain, chain, declare, masked, partition
+from bayesopt_chain import curvature, likelihoods, precision, predict
+from bayesopt_chain._chain import Chain, chain, declare
+from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain._laplace import Laplace, laplace
+from bayesopt_chain._masked import masked, partition
 from bayesopt_chain._matched_noise import NoiseFilter, NoMatchedNoise, matched_noise
+from bayesopt_chain._tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -53,5 +58,42 @@ from bayesopt_chain.optimizers.classes import (
 )
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
+
+# isort: split
+# The SGMCMC family.
+from bayesopt_chain import schedules
+from bayesopt_chain.links.delay import delay
+from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
+from bayesopt_chain.samplers.contour import contour_sgld, contour_weight, scale_by_contour
+from bayesopt_chain.samplers.cyclical import cyclical, cyclical_paper
+from bayesopt_chain.samplers.euler import sghmc_stale_gradient
+from bayesopt_chain.samplers.fisher_scoring import sgfs, sgfs_dense
+from bayesopt_chain.samplers.lattice import lattice_walk
+from bayesopt_chain.samplers.precision import langevin_with_precision
+from bayesopt_chain.samplers.preconditioned import (
+    adam_sghmc,
+    adaptive_sghmc,
+    psgld,
+    psgld_corrected,
+    scale_by_adaptive_window,
+)
+from bayesopt_chain.samplers.replica_exchange import replica_exchange
+from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+from bayesopt_chain.samplers.svgd import stein_force, svgd
+from bayesopt_chain.samplers.thermostats import badodab, badodab_per_parameter, sgnht, sgnht_per_parameter
+from bayesopt_chain.samplers.variance_reduction import (
+    control_variates,
+    make_estimated_step,
+    mean_gradient,
+    svrg,
+)
+
+# isort: split
+from bayesopt_chain import testing
+
+# isort: split
+# Posteriors carried in the state.
+from bayesopt_chain import ekf, vi
+from bayesopt_chain._swag import swag
 
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def temperature(value: Any) -> None:
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             return
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"temperature: expected a number, a 0-d tensor or a schedule, got {value!r}")
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(
@@ -62,6 +63,8 @@ def updates(g: list, p: list | None, spec, params_spec) -> None:
     if spec != params_spec:
         raise ValueError(f"updates: structure {spec} differs from that of params, {params_spec}")
     for i, (x, y) in enumerate(zip(g, p)):
+        if x is not None and not torch.is_tensor(x):
+            raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
         if x is not None and y is not None:
             alike(f"updates: leaf {i}", x, "params have", y.shape, y.dtype, y.device)
 

@@ -1,18 +1,61 @@
-"""TorchOpt's own links in our chains: those whose effect on the gradient is known are recognised, the rest run as they are.
+"""Transformations written elsewhere, in our chains: TorchOpt's own links are recognised, the rest run as they are.
 
-TorchOpt's transformations are closures, recognised by the name of their ``update`` and read through its cells.
+TorchOpt's transformations are closures. Each is known by the qualified name of its ``update`` and read through its cells; the
+module of the link that stands for it registers the translation with :func:`recognises`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
+from torchopt.base import GradientTransformation, IdentityGradientTransformation
 
-from bayesopt_chain._chain import Foreign, Rule, chain, keywords_of, masked
-from bayesopt_chain._response import Linear, Nonlinear
+from bayesopt_chain._response import Linear, Nonlinear, Response
+from bayesopt_chain._rule import Rule
+
+Translation = Callable[[GradientTransformation, Mapping[str, Any]], tuple[Rule, ...]]
+_KNOWN: dict[str, Translation] = {}
+ANY = "**"  # among the keywords of a link that takes every keyword
+
+
+@dataclass(frozen=True)
+class Foreign(Rule):
+    """A transformation written elsewhere, run on trees as its author expects."""
+
+    transformation: GradientTransformation
+    response: Response | None = None  # None: nobody declared it
+    name: str = "foreign link"
+    accepts: frozenset[str] = frozenset()
+    on_trees = True
+
+    def init_tree(self, params: Any) -> Any:
+        return self.transformation.init(params)
+
+    def update(self, g, state, params, ctx):
+        tree, state = self.transformation.update(
+            ctx.to_tree(g),
+            state,
+            params=None if params is None else ctx.to_tree(params),
+            inplace=ctx.inplace,
+            **ctx.extra,
+        )
+        return ctx.from_tree(tree), state
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def recognises(qualified_name: str) -> Callable[[Translation], Translation]:
+    """Register the rules that stand for TorchOpt's closure of that name, as a function of (transformation, its cells)."""
+
+    def register(translation: Translation) -> Translation:
+        _KNOWN[qualified_name] = translation
+        return translation
+
+    return register
 
 
 def adopt(link: GradientTransformation) -> tuple[Rule, ...]:
@@ -27,69 +70,25 @@ def adopt(link: GradientTransformation) -> tuple[Rule, ...]:
     return (Foreign(link, None, f"{module}.{maker}", keywords_of(link)),)
 
 
-def _nonlinear(name: str) -> Callable:
-    return lambda link, cells: (Foreign(link, Nonlinear(), name),)
+def keywords_of(link: GradientTransformation) -> frozenset[str]:
+    """Named keywords of a foreign ``update`` beyond the protocol's own."""
+    if hasattr(link, "accepts"):
+        return link.accepts
+    parameters = list(inspect.signature(link.update).parameters.values())[2:]
+    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return frozenset(names) - {"params", "inplace"}
 
 
-def _trace(link, cells: dict[str, Any]):
-    from bayesopt_chain.links.momentum import add_momentum
-
-    return add_momentum(cells["momentum"], cells.get("dampening", 0.0), cells["nesterov"]).rules
-
-
-def _scale(link, cells):
-    from bayesopt_chain.links.learning_rate import Scale
-
-    return (Scale(cells["step_size"]),)
+@recognises("clip_grad_norm.<locals>.update_fn")
+def _clipping(link, cells):
+    return (Foreign(link, Nonlinear(), "clip_grad_norm"),)
 
 
-def _schedule(link, cells):
-    from bayesopt_chain.links.learning_rate import Scale
-
-    fn = cells["step_size_fn"]
-    inner = inspect.getclosurevars(fn).nonlocals
-    if fn.__qualname__ == "_scale_by_neg_lr.<locals>.schedule_wrapper" and "lr" in inner:
-        return (Scale(inner["lr"], -1),)
-    return (Scale(fn),)
+@recognises("nan_to_num.<locals>.update_fn")
+def _nan_to_num(link, cells):
+    return (Foreign(link, Nonlinear(), "nan_to_num"),)
 
 
-def _decay(link, cells):
-    from bayesopt_chain.links.weight_decay import AddDecayedWeights
-
-    return (AddDecayedWeights(cells["weight_decay"]),)
-
-
-def _flip(link, cells):
-    from bayesopt_chain.links.weight_decay import flip_sign_and_add_weight_decay
-
-    flips = "neg" in link.update.__code__.co_names or any(
-        "neg" in getattr(c, "co_names", ()) for c in link.update.__code__.co_consts
-    )
-    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).rules
-
-
-def _masked(link, cells):
-    return masked(chain(cells["inner"]), cells["mask"]).rules
-
-
-def _flat(link, cells):
-    inner = cells["inner"]
-    links = inner.transformations if isinstance(inner, ChainedGradientTransformation) else (inner,)
-    rules = chain(*links).rules
-    if any(isinstance(rule, Foreign) for rule in rules):  # its links expect the flat lists that only it makes
-        return (Foreign(link, None, "torchopt's optimizer (bc has the same with a temperature)"),)
-    return rules
-
-
-_KNOWN: dict[str, Callable] = {
-    "clip_grad_norm.<locals>.update_fn": _nonlinear("clip_grad_norm"),
-    "nan_to_num.<locals>.update_fn": _nonlinear("nan_to_num"),
-    "register_hook.<locals>.update_fn": lambda link, cells: (Foreign(link, Linear(), "register_hook"),),
-    "_trace.<locals>.update_fn": _trace,
-    "_scale.<locals>.update_fn": _scale,
-    "_scale_by_schedule.<locals>.update_fn": _schedule,
-    "_add_decayed_weights.<locals>.update_fn": _decay,
-    "_flip_sign_and_add_weight_decay.<locals>.update_fn": _flip,
-    "_masked.<locals>.update_fn": _masked,
-    "chain_flat.<locals>.update_fn": _flat,
-}
+@recognises("register_hook.<locals>.update_fn")
+def _hook(link, cells):
+    return (Foreign(link, Linear(), "register_hook"),)

@@ -208,6 +208,7 @@ def _mean_of_two(placements: list, rule: LangevinNoise, g: Tensor) -> float | No
         or len(placements[0].sources) != 1
         or g.device.type != "cpu"
         or rule.stream == "philox"
+        or rule.noise != "gaussian"
     ):
         return None
     process = placements[0].sources[0].process

@@ -26,14 +26,14 @@ def zeros_like(params: list, value: float = 0.0, requires_grad: bool = False) ->
 
 
 def moment(g: list, state: tuple, decay: float, order: int, inplace: bool) -> tuple[Tensor, ...]:
-    """Exponential moving average of ``g ** order``; ``decay = 1`` sums."""
+    """Exponential moving average of ``g ** order``; ``decay = 1`` sums squares."""
 
     def step(t: Tensor, x: Tensor) -> Tensor:
-        weight = 1.0 if decay == 1.0 else 1 - decay
-        if decay != 1.0:
-            t = t.mul_(decay) if inplace else t.mul(decay)
+        if decay == 1.0:
+            return t.addcmul_(x, x) if inplace else t.addcmul(x, x)
+        t = t.mul_(decay) if inplace else t.mul(decay)
         if order == 1:
-            return t.add_(x, alpha=weight) if inplace else t.add(x, alpha=weight).to(t.dtype)
-        return t.addcmul_(x, x, value=weight) if inplace else t.addcmul(x, x, value=weight).to(t.dtype)
+            return t.add_(x, alpha=1 - decay)
+        return t.addcmul_(x, x, value=1 - decay) if inplace else t.addcmul(x, x, value=1 - decay).to(t.dtype)
 
     return keep(step, g, state)

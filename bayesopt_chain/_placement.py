@@ -63,6 +63,10 @@ class Plan:
     def noise(self) -> tuple[int, ...]:
         return tuple(self.placements)
 
+    def leaves(self) -> list[int]:
+        """The leaves that noise acts on."""
+        return sorted({j for by_leaf in self.placements.values() for j in by_leaf})
+
 
 def plan(rules, where, n: int) -> Plan:
     """The plan for ``n`` leaves, ``where`` giving the leaves each rule acts on (``None`` for all)."""
@@ -100,9 +104,14 @@ def place(rules, indices: tuple[int, ...]) -> tuple[int, Placement] | None:
     if len(noise) > 1:
         raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(rules, noise)}); keep one of them")
     written = noise[0]
-    if rules[written].lr is not None:
-        return written, _stated(rules[written], written)
     links = [i for i in indices if i != written]
+    if rules[written].lr is not None:
+        if links:
+            raise ValueError(
+                "inject_langevin_noise: lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; "
+                "here the noise is matched to its neighbours: leave them out"
+            )
+        return written, _stated(rules[written], written)
     for i in links:
         _check_known(rules[i])
     at = _insertion(rules, links, written)
@@ -121,7 +130,7 @@ def _check_known(rule) -> None:
 
 
 def _has_memory(response) -> bool:
-    return isinstance(response, (Linear, Adaptive)) and len(response.a) + len(response.b) > 2
+    return isinstance(response, (Linear, Adaptive)) and any((*response.a[1:], *response.b[1:]))
 
 
 def _insertion(rules, links: list[int], written: int) -> int:
@@ -182,6 +191,8 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
             rates.append(i)
             sign *= response.sign
         elif isinstance(response, Decay) and response.weight_decay:
+            if not _finite(response.weight_decay):
+                raise ValueError(f"chain: {rules[i]} has a weight decay that is not finite")
             decays.append((response.weight_decay, b, a, tuple(elementwise), bool(rates)))
     total = sum(b)
     if total == 0.0:
@@ -193,8 +204,8 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
         )
     if total * sign > 0:
         raise ValueError(
-            "chain: its updates climb the loss (its gain is positive), so nothing can be sampled; "
-            "end it with scale_by_neg_lr(lr)"
+            "chain: its updates would climb the loss, so nothing can be sampled: the product of its gains is positive "
+            "(gains that change with time are taken to be positive). End it with scale_by_neg_lr(lr)"
         )
     if not all(map(_finite, (*b, *a))):
         raise ValueError(f"chain: the response F = {b} / {a} is not finite; check lr and momentum")

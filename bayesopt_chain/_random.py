@@ -15,12 +15,16 @@ Two streams:
 One Philox block is four words, hence four normals. Element ``256 q + 64 l + r`` of a draw (``0 <= l < 4``, ``0 <= r < 64``)
 is normal ``l`` of block ``64 q + r``: runs of 64 neighbours come from 64 neighbouring blocks, which is what vector units
 and warps want, and no element depends on how many there are.
+
+Besides normals there are uniforms, and two cheap variables with the moments of a normal: ``rademacher`` (signs, moments
+through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); moments through the fifth).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -31,6 +35,8 @@ STREAMS = ("generator", "philox")
 RUN = 64  # neighbouring elements that come from neighbouring blocks
 
 _MASK = 0xFFFFFFFF
+_SQRT3 = 3.0**0.5
+KINDS = ("gaussian", "rademacher", "three_point", "uniform")
 
 
 def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -40,10 +46,16 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
 
 
 def normals(
-    key: Tensor, step: Tensor, templates: Sequence[Tensor], draws: Sequence[int], stream: Stream | None = None
+    key: Tensor,
+    step: Tensor,
+    templates: Sequence[Tensor],
+    draws: Sequence[int],
+    kind: str = "gaussian",
+    stream: Stream | None = None,
 ) -> list[list[Tensor]]:
     """Standard normals: ``draws[i]`` tensors for every leaf ``i``, each like one slice ``templates[i][0]`` along axis 0.
 
+    ``kind`` gives another variable of ``KINDS`` instead: independent, of mean 0 and variance 1, or uniform on [0, 1).
     ``stream=None`` is the generator on a CPU and Philox elsewhere.
     """
     out: list[list[Tensor]] = [[] for _ in templates]
@@ -54,19 +66,21 @@ def normals(
     for salt, ((device, dtype), members) in enumerate(groups.items()):
         sizes = [templates[i].shape[1:].numel() for i in members for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
-            pieces = iter(philox_normals(key.to(device), step.to(device), salt, sizes, dtype))
+            on = key.to(device)
+            one = partial(philox_normal, on) if kind == "gaussian" else partial(philox_other, kind, on)
+            pieces = iter([one(step.to(device), n, salt << 24 | i, dtype) for i, n in enumerate(sizes)])
         else:
-            flat = _generator_normals(key, step, salt, sum(sizes), dtype)
+            flat = _from_generator(key, step, salt, sum(sizes), dtype, kind)
             pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
         for i in members:
             out[i] = [next(pieces).view(templates[i].shape[1:]) for _ in range(draws[i])]
     return out
 
 
-def _generator_normals(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype) -> Tensor:
+def _from_generator(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
     if is_plain(key) and is_plain(step):
-        return _seeded_normal(int(key), int(step), salt, size, dtype)
-    return _stacked_normal(key, step, salt, size, dtype)
+        return _seeded(int(key), int(step), salt, size, dtype, kind)
+    return _stacked_draw(key, step, salt, size, dtype, kind)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -79,10 +93,6 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def _seeded_normal(key: int, step: int, salt: int, size: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(size, dtype=dtype).normal_(generator=seeded_generator(key, step, salt))
-
-
 def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
     """The generator that feeds step ``step``; ``salt`` numbers the (device, dtype) groups of leaves."""
     generator = torch.Generator()
@@ -90,21 +100,38 @@ def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
     return generator
 
 
-@torch.library.custom_op("bayesopt_chain::seeded_normal", mutates_args=())
-def _stacked_normal(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype) -> Tensor:
-    return _seeded_normal(int(key), int(step), salt, size, dtype)
+def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
+    generator = seeded_generator(key, step, salt)
+    if kind == "gaussian":
+        return torch.empty(size, dtype=dtype).normal_(generator=generator)
+    if kind == "uniform":
+        return torch.empty(size, dtype=dtype).uniform_(generator=generator)
+    if kind == "three_point":
+        return _three_point(torch.empty(size, dtype=torch.int32).random_(0, 6, generator=generator)).to(dtype)
+    words = torch.empty((size + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return (words.view(torch.int8)[:size] & 2).to(dtype).sub_(1.0)
 
 
-@_stacked_normal.register_fake
-def _(key, step, salt, size, dtype):
+def _three_point(faces: Tensor) -> Tensor:
+    """``-sqrt(3), sqrt(3), 0, 0, 0, 0`` for the six faces of a die."""
+    return _SQRT3 * ((faces == 1).to(torch.float64) - (faces == 0).to(torch.float64))
+
+
+@torch.library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
+def _stacked_draw(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
+    return _seeded(int(key), int(step), salt, size, dtype, kind)
+
+
+@_stacked_draw.register_fake
+def _(key, step, salt, size, dtype, kind):
     return torch.empty(size, dtype=dtype)
 
 
-@_stacked_normal.register_vmap
-def _(info, in_dims, key, step, salt, size, dtype):
+@_stacked_draw.register_vmap
+def _(info, in_dims, key, step, salt, size, dtype, kind):
     keys = key.movedim(in_dims[0], 0) if in_dims[0] is not None else key.expand(info.batch_size, *key.shape)
     steps = step.movedim(in_dims[1], 0) if in_dims[1] is not None else step.expand(info.batch_size, *step.shape)
-    return torch.stack([_stacked_normal(k, s, salt, size, dtype) for k, s in zip(keys, steps)]), 0
+    return torch.stack([_stacked_draw(k, s, salt, size, dtype, kind) for k, s in zip(keys, steps)]), 0
 
 
 def splitmix64(x: int) -> int:
@@ -130,9 +157,15 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def philox_normals(key: Tensor, step: Tensor, salt: int, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """One flat tensor of each size; draw ``i`` of group ``salt`` is numbered ``salt << 24 | i``."""
-    return [philox_normal(key, step, n, salt << 24 | i, dtype) for i, n in enumerate(sizes)]
+def _words(key: Tensor, step: Tensor, size: int, draw: int) -> list[Tensor]:
+    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
+    counter = (
+        block & _MASK,
+        torch.full_like(block, draw),
+        (step & _MASK) + 0 * block,
+        (step >> 32 & _MASK) + 0 * block,
+    )
+    return philox(counter, (key & _MASK, key >> 32 & _MASK))
 
 
 def philox_normal(key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
@@ -161,3 +194,13 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
     odd, half = (second >> 30 & 1) == 1, (second >> 31 & 1) == 1
     x, y = torch.where(odd, -s, c), torch.where(odd, c, s)
     return torch.where(half, -x, x), torch.where(half, -y, y)
+
+
+def philox_other(kind: str, key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
+    """``size`` variables of another kind than normal, of the stream (key, step, draw)."""
+    words = torch.stack(_words(key, step, size, draw), dim=-1).flatten()[:size]
+    if kind == "uniform":
+        return ((words >> 8).to(torch.float64) * 2.0**-24).to(dtype)
+    if kind == "three_point":
+        return _three_point(words * 6 >> 32).to(dtype)
+    return (words & 2).to(dtype) - 1.0

@@ -1,5 +1,6 @@
 """Wrong usage at T > 0: one clear error at build or init time, naming the argument and what to do."""
 
+import copy
 import math
 import warnings
 
@@ -108,6 +109,24 @@ def test_a_state_of_other_parameters_is_refused():
         tx.update({"w": torch.ones(2)}, state, params=P)
     with pytest.raises(ValueError, match="state: expected one entry"):
         tx.update({"w": torch.ones(2)}, state[:1], params=P)
+    two = {"w": torch.ones(3), "v": torch.ones(3)}
+    with pytest.raises(ValueError, match="its noise is for 1 leaves"):
+        tx.update(two, state, params=two)
+    with pytest.raises(ValueError, match="its noise is for 2 leaves"):
+        tx.update({"w": torch.ones(3)}, tx.init(two), params={"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_group_that_does_not_fit_leaves_the_other_groups_untouched(inplace):
+    tx = bc.partition({"h": bc.sghmc(0.1, temperature=1.0), "k": bc.sghmc(0.2, temperature=1.0)}, {"a": "h", "b": "k"})
+    params = {"a": torch.ones(2), "b": torch.ones(3)}
+    grads, state = {"a": torch.ones(2), "b": torch.ones(4)}, tx.init(params)
+    before = copy.deepcopy((params, grads, state))
+    with pytest.raises(ValueError, match="leaf 1"):
+        tx.update(grads, state, params=params, inplace=inplace)
+    with pytest.raises(ValueError, match="leaf 1"):
+        tx.update(grads, state, inplace=inplace)
+    assert_bitwise_equal((params, grads, state), before)
 
 
 def test_noise_in_plain_torchopt_chain_needs_lr():
@@ -116,6 +135,66 @@ def test_noise_in_plain_torchopt_chain_needs_lr():
     tx = torchopt.chain(bc.inject_langevin_noise(1.0, lr=0.1), bc.scale_by_neg_lr(0.1))
     updates, _ = tx.update({"w": torch.ones(2)}, tx.init(P), params=P)
     assert torch.isfinite(updates["w"]).all()
+
+
+def test_stated_noise_is_refused_where_the_noise_can_see_its_neighbours():
+    with pytest.raises(ValueError, match="leave them out"):
+        bc.chain(bc.inject_langevin_noise(1.0, lr=0.1), bc.scale_by_neg_lr(0.1)).init(P)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+def test_schedules_out_of_range_are_refused_at_init_and_turn_to_nan_later(value):
+    for tx in (bc.sgd(0.1, temperature=lambda count: value), bc.sgd(lambda count: value, temperature=1.0)):
+        with pytest.raises(ValueError, match=r"temperature|lr"):
+            tx.init(P)
+    late = lambda count: torch.where(count < 1, 0.1, value)  # noqa: E731
+    for tx in (bc.sgd(0.1, 0.9, temperature=late), bc.sgd(late, 0.9, temperature=1.0)):
+        state = tx.init(P)
+        for _ in range(3):
+            updates, state = tx.update({"w": torch.ones(2)}, state, params=P, inplace=False)
+        assert not torch.isfinite(updates["w"]).any()
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(math.inf), torch.ones(1), lambda count: torch.ones(2)])
+def test_tensor_rates_are_finite_scalars_if_hot(lr):
+    with pytest.raises(ValueError, match="lr"):
+        bc.sgd(lr, temperature=1.0).init(P)
+
+
+def test_rates_of_the_wrong_type():
+    for bad in ("0.1", None):
+        with pytest.raises(TypeError, match="learning rate"):
+            bc.sgd(bad)
+
+
+def test_an_infinite_weight_decay_is_refused_if_hot():
+    with pytest.raises(ValueError, match="weight decay"):
+        bc.sgd(0.1, weight_decay=math.inf, temperature=1.0).init(P)
+
+
+def test_a_schedule_that_descends_by_its_sign_is_told_what_to_do():
+    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.scale_by_schedule(lambda count: -0.1))
+    with pytest.raises(ValueError, match="taken to be positive"):
+        tx.init(P)
+    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.scale_by_schedule(lambda count: -0.1), bc.scale_by_neg_lr(1.0))
+    with pytest.raises(ValueError, match="not negative"):
+        tx.init(P)
+
+
+@pytest.mark.parametrize(
+    "response", [bc.response.Adaptive(), bc.response.Rate(), bc.response.Noise(), bc.response.Elementwise(), "linear"]
+)
+def test_responses_that_need_more_than_a_declaration_cannot_be_declared(response):
+    with pytest.raises(TypeError, match="Linear, Nonlinear, Decay"):
+        bc.declare(torchopt.transform.scale(1.0), response)
+    for empty in (bc.response.Linear(()), bc.response.Linear((1.0,), (0.0,)), bc.response.Decay(math.nan)):
+        with pytest.raises(ValueError, match="finite coefficients"):
+            bc.declare(torchopt.transform.scale(1.0), empty)
+
+
+def test_a_cold_group_may_hold_what_cannot_be_sampled():
+    params = {"a": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}
+    bc.partition({"hot": bc.sgd(0.1, temperature=1.0), "cold": bc.sgd(0.1)}, {"a": "hot", "n": "cold"}).init(params)
 
 
 def test_stated_momentum_needs_stated_lr():
@@ -227,6 +306,8 @@ def test_masks_and_labels_that_do_not_fit():
         bc.masked(bc.sgd(0.1), {"v": True}).init(P)
     with pytest.raises(ValueError, match=r"labels \['oops'\]"):
         bc.partition({"a": bc.sgd(0.1)}, {"w": "oops"}).init(P)
+    with pytest.raises(ValueError, match=r"labels \['None'\]"):
+        bc.partition({"a": bc.sgd(0.1)}, {"w": None}).init(P)
 
 
 def test_a_link_that_is_none_is_a_type_error():
@@ -238,6 +319,9 @@ def test_a_link_that_is_none_is_a_type_error():
 def test_noise_that_would_round_away_is_warned_of(dtype):
     with pytest.warns(UserWarning, match="float32 master"):
         bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4, dtype=dtype)})
+    with pytest.warns(UserWarning, match="float32 master"):
+        small = bc.chain(bc.scale_by_preconditioner([1e-6]), bc.sgld(0.1, temperature=1.0))
+        small.init([torch.ones(4, dtype=dtype)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bc.sghmc(0.1, temperature=1.0).init({"w": torch.ones(4, dtype=dtype)})
@@ -255,6 +339,7 @@ def test_losses_that_are_not_scalars():
     for loss, words in (
         (lambda p, b: p["w"], r"shape \(2,\)"),
         (lambda p, b: 1.0, "float"),
+        (lambda p, b: (p["w"].sum(), 1, 2), "tuple of 3"),
         (lambda p, b: torch.tensor(1.0), "depend"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -55,6 +55,16 @@ def test_chains_pickle_copy_and_compare():
     assert bc.chain() == bc.chain()
 
 
+def test_masks_labels_and_preconditioners_tell_chains_apart():
+    a, b = {"a": True, "b": False}, {"a": False, "b": True}
+    assert bc.masked(bc.scale(2.0), a) == bc.masked(bc.scale(2.0), dict(a)) != bc.masked(bc.scale(2.0), b)
+    one, five = ([k * torch.ones(1)] for k in (1.0, 5.0))
+    assert bc.scale_by_preconditioner(one) == bc.scale_by_preconditioner([torch.ones(1)])
+    assert bc.scale_by_preconditioner(one) != bc.scale_by_preconditioner(five)
+    groups = {"x": bc.sgd(0.1), "y": bc.sgd(0.2)}
+    assert bc.partition(groups, {"a": "x", "b": "y"}) != bc.partition(groups, {"a": "y", "b": "x"})
+
+
 def test_the_empty_chain_is_the_identity():
     g = [torch.ones(2), None]
     updates, state = bc.chain().update(g, bc.chain().init(g))
@@ -94,6 +104,36 @@ def test_keywords_go_to_the_links_that_take_them():
     assert seen == [7]
     with pytest.raises(TypeError, match="its links take: curvature"):
         tx.update([torch.ones(2)], tx.init(params), params=params, draw=1)
+
+
+def test_a_link_may_take_every_keyword():
+    seen = {}
+
+    def update_fn(updates, state, *, params=None, inplace=True, **extra):
+        seen.update(extra)
+        return updates, state
+
+    tx = bc.chain(GradientTransformation(lambda params: (), update_fn), bc.sgd(0.1))
+    tx.update([torch.ones(1)], tx.init([torch.ones(1)]), curvature=7)
+    assert seen == {"curvature": 7}
+    assert bc.declare(tx, bc.response.Nonlinear()).accepts == tx.accepts
+
+
+def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
+    for dtype in (torch.bfloat16, torch.float32):
+        params = {"s": torch.ones((), dtype=dtype), "v": torch.ones(2, dtype=dtype)}
+        for tx in (bc.adam(0.1, temperature=1.0), bc.sghmc(torch.tensor(0.1, dtype=torch.float64), temperature=1.0)):
+            state, p = tx.init(params), params
+            for _ in range(3):
+                updates, state = tx.update(p, state, params=p, inplace=False)
+                p = torchopt.apply_updates(p, updates, inplace=False)
+            assert p["s"].dtype == dtype == p["v"].dtype
+
+
+def test_adam_and_adamax_do_not_take_each_others_states():
+    params = [torch.ones(2)]
+    with pytest.raises(ValueError, match="like="):
+        bc.adamax(0.1).init(params, like=bc.adam(0.1).init(params))
 
 
 def test_a_user_link_with_a_declared_filter_is_matched():

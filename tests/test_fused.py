@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import bayesopt_chain as bc
 from bayesopt_chain import _fused
-from bayesopt_chain.loop.step import Step
 from bayesopt_chain.testing import strategies as own
 from bayesopt_chain.testing._zero_temperature import smooth_gradient
 
@@ -26,14 +25,13 @@ def smooth_loss(params, batch):
 
 def both_ways(tx, params, steps=4):
     """Parameters and state after a few steps, fused in place and link by link."""
-    fused = _fused.recognise(tx)
-    assert fused is not None
+    assert _fused.recognise(tx) is not None
     state = tx.init(params)
     mine = copy.deepcopy((params, state))
     other = params, state
     for _ in range(steps):
-        *mine, _ = Step(smooth_loss, tx, None, True, fused)(*mine, None)
-        *other, _ = Step(smooth_loss, tx)(*other, None)
+        *mine, _ = bc.make_step(smooth_loss, tx, inplace=True)(*mine, None)
+        *other, _ = bc.make_step(smooth_loss, tx)(*other, None)
     return mine, other
 
 

@@ -6,7 +6,8 @@ noise that reached the second moment would heat itself.
 
 For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
 ``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
-cure.
+cure. A parameter whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
+noise that goes with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._leafwise import each, keep, moment, zeros_like
 from bayesopt_chain._response import Adaptive, Refused, Response
+from bayesopt_chain._rule import Rule
 
 
 class RunningScaleState(NamedTuple):
@@ -33,8 +35,38 @@ class RunningScaleState(NamedTuple):
     count: tuple[Tensor, ...]
 
 
+class ScaleByRssState(NamedTuple):
+    """Sum of squares of each leaf; ``count`` is empty where it is never frozen."""
+
+    sum_of_squares: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """Mean squares of each leaf's gradients and updates."""
+
+    mu: tuple[Tensor, ...]
+    nu: tuple[Tensor, ...]
+
+
 class ScaleByAdamState(NamedTuple):
     """First and second moment of each leaf, and the updates it has seen."""
+
+    mu: tuple[Tensor, ...]
+    nu: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+class ScaleByAdamaxState(NamedTuple):
+    """First moment and running maximum of each leaf, and the updates made."""
+
+    mu: tuple[Tensor, ...]
+    nu: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+class ScaleByRAdamState(NamedTuple):
+    """First and second moment of each leaf, and the updates made."""
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -59,6 +91,11 @@ def _noisy(g: list, denominators: list, ctx) -> list:
         None if x is None else ctx.injection.add(i, x, d.detach().sqrt(), ctx.inplace)
         for i, (x, d) in enumerate(zip(g, denominators))
     ]
+
+
+def _frozen_note(rule) -> str:
+    """What ``repr`` adds where ``P`` is frozen: from then on sampling is exact."""
+    return f", freeze_after={rule.freeze_after}" if rule.freeze_after is not None else ""
 
 
 def _rms(nu: Tensor, mu: None, eps: float) -> Tensor:
@@ -112,8 +149,7 @@ class RunningScale(Rule):
         return out, RunningScaleState(mu, nu, count)
 
     def __str__(self) -> str:
-        freeze = f", freeze_after={self.freeze_after}" if self.freeze_after is not None else ""
-        return f"scale_by_{'stddev' if self.centred else 'rms'}(decay={self.decay}, eps={self.eps}{freeze})"
+        return f"scale_by_{'stddev' if self.centred else 'rms'}(decay={self.decay}, eps={self.eps}{_frozen_note(self)})"
 
 
 @dataclass(frozen=True)
@@ -130,11 +166,15 @@ class RootSumOfSquares(Rule):
 
     def init(self, params):
         count = _counters.zeros(params) if self.freeze_after is not None else ()
-        return RunningScaleState((), zeros_like(params, self.initial_accumulator_value), count)
+        return ScaleByRssState(zeros_like(params, self.initial_accumulator_value), count)
 
     def update(self, g, state, params, ctx):
         nu = _freeze(
-            state.nu, lambda inplace: moment(g, state.nu, 1.0, 2, inplace), state.count, self.freeze_after, ctx.inplace
+            state.sum_of_squares,
+            lambda inplace: moment(g, state.sum_of_squares, 1.0, 2, inplace),
+            state.count,
+            self.freeze_after,
+            ctx.inplace,
         )
         denominators = each(lambda x, n: n.sqrt().add(self.eps), g, nu)
         count = _counters.increment(state.count, g, ctx.inplace)
@@ -142,10 +182,10 @@ class RootSumOfSquares(Rule):
         def divide(x: Tensor, n: Tensor, d: Tensor) -> Tensor:
             return torch.where(n > 0.0, x.div_(d) if ctx.inplace else x.div(d), 0.0)
 
-        return each(divide, _noisy(g, denominators, ctx), nu, denominators), RunningScaleState((), nu, count)
+        return each(divide, _noisy(g, denominators, ctx), nu, denominators), ScaleByRssState(nu, count)
 
     def __str__(self) -> str:
-        return f"scale_by_rss(eps={self.eps})"
+        return f"scale_by_rss(eps={self.eps}{_frozen_note(self)})"
 
 
 @dataclass(frozen=True)
@@ -179,8 +219,8 @@ class Adam(Rule):
             ctx.inplace,
         )
         count = _counters.increment(state.count, g, ctx.inplace)
-        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count)
-        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self._frozen(c)), count)
+        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count, g)
+        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self._frozen(c)), count, g)
         denominators = each(lambda x, n, c: n.div(c).add_(self.eps_root).sqrt_().add(self.eps), g, nu, correct_nu)
         g = _noisy(g, denominators, ctx)
         mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
@@ -191,12 +231,12 @@ class Adam(Rule):
         return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
 
     def __str__(self) -> str:
-        return f"scale_by_adam(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+        return f"scale_by_adam(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
 
 
 @dataclass(frozen=True)
 class AdaMax(Rule):
-    """AdaMax: Adam with a running maximum in place of the second moment. ``count`` is shared by all leaves."""
+    """AdaMax: Adam with a running maximum in place of the second moment."""
 
     b1: float = 0.9
     b2: float = 0.999
@@ -208,7 +248,8 @@ class AdaMax(Rule):
     def response(self) -> Response:
         return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
 
-    init = Adam.init
+    def init(self, params):
+        return ScaleByAdamaxState(*Adam.init(self, params))
 
     def update(self, g, state, params, ctx):
         def peak(inplace):
@@ -216,19 +257,19 @@ class AdaMax(Rule):
             return tuple(n.copy_(m) if m is not n else n for n, m in zip(state.nu, new)) if inplace else new
 
         nu = _freeze(state.nu, peak, state.count, self.freeze_after, ctx.inplace)
-        count = _advance(state.count, ctx.inplace)
-        correct = _counters.each(lambda c: 1 - _power(self.b1, c), count)
+        count = _counters.increment(state.count, g, ctx.inplace)
+        correct = _counters.each(lambda c: 1 - _power(self.b1, c), count, g)
         g = _noisy(g, nu, ctx)
         mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
-        return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), ScaleByAdamState(mu, nu, count)
+        return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), ScaleByAdamaxState(mu, nu, count)
 
     def __str__(self) -> str:
-        return f"scale_by_adamax(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+        return f"scale_by_adamax(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
 
 
 @dataclass(frozen=True)
 class RAdam(Rule):
-    """RAdam: Adam whose second moment counts only once its variance is finite. ``count`` is shared by all leaves."""
+    """RAdam: Adam whose second moment counts only once its variance is finite."""
 
     b1: float = 0.9
     b2: float = 0.999
@@ -240,7 +281,8 @@ class RAdam(Rule):
     def response(self) -> Response:
         return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
 
-    init = Adam.init
+    def init(self, params):
+        return ScaleByRAdamState(*Adam.init(self, params))
 
     def update(self, g, state, params, ctx):
         nu = _freeze(
@@ -250,8 +292,8 @@ class RAdam(Rule):
             self.freeze_after,
             ctx.inplace,
         )
-        count = _advance(state.count, ctx.inplace)
-        factors = _counters.each(self._factors, count)
+        count = _counters.increment(state.count, g, ctx.inplace)
+        factors = _counters.each(self._factors, count, g)
         denominators = each(
             lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
         )
@@ -261,7 +303,7 @@ class RAdam(Rule):
         def ratio(x: Tensor, m: Tensor, n: Tensor, f: _Factors) -> Tensor:
             return self._choose(f, m.mul(f.gain).div(n.sqrt().add(self.eps)), m.div(f.correct)).to(m.dtype)
 
-        return each(ratio, g, mu, nu, factors), ScaleByAdamState(mu, nu, count)
+        return each(ratio, g, mu, nu, factors), ScaleByRAdamState(mu, nu, count)
 
     def _factors(self, count: Tensor) -> _Factors:
         b1, b2 = self.b1, self.b2
@@ -284,7 +326,7 @@ class RAdam(Rule):
         return torch.where(f.rectified, yes, no) if torch.is_tensor(f.rectified) else (yes if f.rectified else no)
 
     def __str__(self) -> str:
-        return f"scale_by_radam(b1={self.b1}, b2={self.b2}, eps={self.eps})"
+        return f"scale_by_radam(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
 
 
 class _Factors(NamedTuple):
@@ -310,7 +352,7 @@ class AdaDelta(Rule):
 
     def init(self, params):
         zeros = [zeros_like(params, requires_grad=self.moment_requires_grad) for _ in range(2)]
-        return RunningScaleState(*zeros, ())
+        return ScaleByAdadeltaState(*zeros)
 
     def update(self, g, state, params, ctx):
         mu = moment(g, state.mu, self.rho, 2, ctx.inplace)
@@ -320,21 +362,15 @@ class AdaDelta(Rule):
             return x.mul_(ratio) if ctx.inplace else x.mul(ratio)
 
         g = each(scale, g, mu, state.nu)
-        return g, RunningScaleState(mu, moment(g, state.nu, self.rho, 2, ctx.inplace), ())
+        return g, ScaleByAdadeltaState(mu, moment(g, state.nu, self.rho, 2, ctx.inplace))
 
     def __str__(self) -> str:
         return f"scale_by_adadelta(rho={self.rho}, eps={self.eps})"
 
 
-def _advance(count: tuple, inplace: bool) -> tuple:
-    """Counters one higher for every leaf, with a gradient or without."""
-    return _counters.increment(count, list(count), inplace)
-
-
 def _number(count: Tensor) -> int | Tensor:
     """A counter as a Python number where reading it costs nothing (CPU, untransformed), else in float64."""
-    untransformed = torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling()
-    return int(count) if count.device.type == "cpu" and untransformed else count.to(torch.float64)
+    return int(count) if _counters.readable(count) else count.to(torch.float64)
 
 
 def _power(decay: float, count: Tensor) -> float | Tensor:

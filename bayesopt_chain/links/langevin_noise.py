@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _checks, _random
-from bayesopt_chain._chain import Chain, Injection, MaskedRule, Rule, chain
+from bayesopt_chain import _checks, _counters, _random
+from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain._masked import MaskedRule
 from bayesopt_chain._noise_process import Conditions
 from bayesopt_chain._response import Linear, Noise, Response
+from bayesopt_chain._rule import Injection, Rule
 
 Temperature = float | Tensor | Callable[[Tensor], Any]
 
@@ -46,6 +49,7 @@ class LangevinNoise(Rule):
     lr: float | None = None
     momentum: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    noise: str = "gaussian"
     stream: _random.Stream | None = None
 
     @property
@@ -63,7 +67,7 @@ class LangevinNoise(Rule):
     def update(self, g, state, params, ctx):
         return g, state
 
-    def start(self, placements: dict[int, Any], leaves: list, rates) -> LangevinNoiseState:
+    def start(self, placements: dict[int, Any], leaves: list, rates, gains) -> LangevinNoiseState:
         """First state, for the leaves that ``placements`` names."""
         mine = [leaves[j] for j in placements if leaves[j] is not None]
         device = mine[0].device if mine else torch.device("cpu")
@@ -74,27 +78,34 @@ class LangevinNoise(Rule):
             memory.append(torch.empty(0, 0) if p is None else torch.zeros(shape, dtype=p.dtype, device=p.device))
         conditions = ()
         if any(self._changes(placement) for placement in placements.values()):
-            conditions = (torch.zeros(3, dtype=torch.float64, device=device),) * len(placements)
+            conditions = tuple(torch.zeros(3, dtype=torch.float64, device=device) for _ in placements)
         state = LangevinNoiseState(
             _random.new_key(self.generator, device),
             torch.zeros((), dtype=torch.int64, device=device),
             tuple(memory),
             conditions,
         )
-        self._warn_of_rounding(placements, leaves, state, rates)
+        self._check_conditions(state.count, rates)
+        self._warn_of_rounding(placements, leaves, state, rates, gains)
         return state
+
+    def check(self, placements: dict[int, Any], state: LangevinNoiseState, g: list) -> None:
+        """Refuse gradients or a state that do not fit, before anything is drawn or changed."""
+        if len(state.memory) != len(placements):
+            raise ValueError(
+                f"state: its noise is for {len(state.memory)} leaves, but the chain injects it into {len(placements)}; "
+                "call init with these parameters"
+            )
+        for (j, placement), kept in zip(placements.items(), state.memory):
+            if g[j] is not None and placement.sources:
+                _checks.alike(f"updates: leaf {j}", g[j], "the state has", kept.shape[1:], kept.dtype, kept.device)
 
     def draw(self, placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
         leaves = list(placements)
         live = [n for n, j in enumerate(leaves) if g[j] is not None and placements[j].sources]
-        for n in live:
-            kept = state.memory[n]
-            _checks.alike(
-                f"updates: leaf {leaves[n]}", g[leaves[n]], "the state has", kept.shape[1:], kept.dtype, kept.device
-            )
         draws = _random.normals(
-            state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.stream
+            state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise, self.stream
         )
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
@@ -105,7 +116,12 @@ class LangevinNoise(Rule):
             j = leaves[n]
             placement = placements[j]
             before = conditions[n] if conditions else None
-            key = (placement, id(before), *(id(rates[i][j]) for i in placement.rates_before + placement.rates_after))
+            changing = placement.rates_before + placement.rates_after
+            key = (
+                placement,
+                None if before is None else _counters.value_key(before),
+                *(_counters.value_key(rates[i][j]) for i in changing),
+            )
             if key not in cache:
                 cache[key] = self._coefficients(placement, temperature, before, rates, j)
             coefficients, scale, after = cache[key]
@@ -117,12 +133,12 @@ class LangevinNoise(Rule):
                 new = torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)
                 memory[n] = memory[n].copy_(new) if inplace else new
             if after is not None:
-                conditions[n] = after
+                conditions[n] = after.clone()  # leaves share nothing that in-place updates write to
         if inplace:
-            conditions = _in_place(state.conditions, conditions)
+            conditions = [o if o is c else o.copy_(c) for o, c in zip(state.conditions, conditions)]
         count = state.count.add_(1) if inplace else state.count + 1
         injection = Injection(
-            noise, {j: placements[j].at for j in noise}, None if self.is_static else temperature > 0, scales or None
+            noise, {j: placements[j].at for j in noise}, None if self.is_static else temperature != 0, scales or None
         )
         return injection, LangevinNoiseState(state.key, count, tuple(memory), tuple(conditions))
 
@@ -142,7 +158,7 @@ class LangevinNoise(Rule):
         one = torch.ones((), dtype=torch.float64, device=before.device)
         gain_before = _product(one, (rates[i][j] for i in placement.rates_before))
         gain_after = _product(one, (rates[i][j] for i in placement.rates_after))
-        moves = (gain_before > 0) & (gain_after > 0)  # lr = 0 keeps the velocity at the level it was brought to
+        moves = (gain_before != 0) & (gain_after != 0)  # lr = 0 keeps the velocity at the level it was brought to
         temperature = one * temperature
         now = Conditions(
             temperature,
@@ -156,11 +172,28 @@ class LangevinNoise(Rule):
             coefficients.append(c)
             scale = s if s is not None else scale
         if scale is not None:
-            scale = torch.where(temperature > 0, scale, one)
+            thermal = (temperature != 0) | (before[0] != 0)  # a cold velocity is the optimizer's own, and stays
+            scale = torch.where(thermal, scale, one)
         return coefficients, scale, torch.stack(list(now))
 
-    def _warn_of_rounding(self, placements, leaves, state, rates) -> None:
-        """Say so where a step's noise is smaller than half the spacing of the parameters' numbers."""
+    def _check_conditions(self, count: Tensor, rates) -> None:
+        """Refuse a schedule or tensor whose first value is out of range. A later one turns the noise into NaN."""
+        if not _counters.readable(count):
+            return
+        if not self.is_static:
+            _checks.temperature(self._now(count))
+        for value in {id(v): v for by_leaf in rates.values() for v in by_leaf.values()}.values():
+            if value.ndim or value.is_complex() or not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"lr: a changing learning rate must be a real scalar, finite and not negative, got {value} at the first "
+                    "step (the sign of the descent is scale_by_neg_lr's)"
+                )
+
+    def _warn_of_rounding(self, placements, leaves, state, rates, gains) -> None:
+        """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
+
+        Learned preconditioners are not known yet and count as one.
+        """
         low = [j for j in placements if leaves[j] is not None and leaves[j].dtype in (torch.bfloat16, torch.float16)]
         for j in low:
             placement = placements[j]
@@ -172,6 +205,8 @@ class LangevinNoise(Rule):
                 for s, c in zip(placement.sources, coefficients)
             ]
             gain = math.prod((float(rates[i][j]) for i in placement.rates_after), start=placement.gain_after)
+            for i in {i for s in placement.sources for i in s.before + s.after}:
+                gain *= float(gains[i][j].float().mean().sqrt())
             step = float(sum(e)) * gain
             size = float(leaves[j].detach().abs().float().mean())
             if 0 < step < torch.finfo(leaves[j].dtype).eps * size / 2:
@@ -186,6 +221,7 @@ class LangevinNoise(Rule):
         words = [_checks.show(self.temperature)]
         words += [f"order={self.order}"] if self.order != 2 else []
         words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
+        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
         words += [f"stream={self.stream!r}"] if self.stream is not None else []
         return f"inject_langevin_noise({', '.join(words)})"
 
@@ -197,6 +233,7 @@ def inject_langevin_noise(
     lr: float | None = None,
     momentum: float = 0.0,
     generator: torch.Generator | None = None,
+    noise: str = "gaussian",
     stream: _random.Stream | None = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
@@ -214,6 +251,8 @@ def inject_langevin_noise(
             noise then acts where it is written, which must be before the momentum.
         momentum: likewise, the chain's momentum.
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
+        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), cheaper, keeps order 2); or ``"rademacher"`` (signs,
+            cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
         stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
             steps; compiled it is cheaper than torch's generator, eager on a CPU much dearer. ``"generator"`` is torch's
             (CPU only). Default: the generator on a CPU, Philox elsewhere.
@@ -234,8 +273,12 @@ def inject_langevin_noise(
         )
     """
     _checks.temperature(temperature)
-    if order not in (1, 2):
+    if order not in (1, 2) or isinstance(order, bool):
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
+    if noise not in ("gaussian", "rademacher", "three_point"):
+        raise ValueError(
+            f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
+        )
     if lr is not None:
         _checks.positive("inject_langevin_noise: lr", lr)
         _checks.momentum("inject_langevin_noise: momentum", momentum)
@@ -243,9 +286,9 @@ def inject_langevin_noise(
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if stream is not None and stream not in _random.STREAMS:
         raise ValueError(f"inject_langevin_noise: stream must be one of {_random.STREAMS} or None, got {stream!r}")
-    if isinstance(temperature, int):
+    if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, stream),))
+    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise, stream),))
 
 
 def counter_based(tx: GradientTransformation) -> Chain:
@@ -269,18 +312,10 @@ def counter_based(tx: GradientTransformation) -> Chain:
     def switched(rule: Rule) -> Rule:
         if isinstance(rule, MaskedRule):
             return replace(rule, rule=switched(rule.rule))
-        has_stream = any(f.name == "stream" for f in fields(rule))
+        has_stream = is_dataclass(rule) and any(f.name == "stream" for f in fields(rule))
         return replace(rule, stream="philox") if has_stream else rule
 
     return Chain(tuple(map(switched, chain(tx).rules)))
-
-
-def _in_place(old: tuple, new: list) -> list:
-    """``new`` written into the tensors of ``old``, wherever all leaves that share one agree on its next value."""
-    values: dict[int, set[int]] = {}
-    for o, c in zip(old, new):
-        values.setdefault(id(o), set()).add(id(c))
-    return [o.copy_(c) if o is not c and len(values[id(o)]) == 1 else c for o, c in zip(old, new)]
 
 
 def _product(start: Tensor, factors) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import _checks, _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
+from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each
 from bayesopt_chain._response import Linear, Rate, Response
+from bayesopt_chain._rule import Rule
 
 ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 
@@ -56,12 +60,14 @@ class Scale(Rule):
         return [-self.step_size if self.sign < 0 else self.step_size] * n
 
     def update(self, g, state, params, ctx):
-        factors = None if ctx.done else self.factors(state, len(g))
         if self.is_schedule:
+            factors = None if ctx.done else _counters.each(self._signed, state.count, g)
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
+        else:
+            factors = self.factors(state, len(g))
         if ctx.done:
             return g, state
-        return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, factors), state
+        return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
 
     def _signed(self, count: Tensor):
         return -self.step_size(count) if self.sign < 0 else self.step_size(count)
@@ -69,6 +75,12 @@ class Scale(Rule):
     def __str__(self) -> str:
         shown = _checks.show(self.step_size)
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
+
+
+def _times(x: Tensor, factor: Any) -> Tensor:
+    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+    out = x.mul(factor)
+    return out.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) and factor.dtype == torch.float64 else out
 
 
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
@@ -87,6 +99,8 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
         >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
         [tensor([-0.5000, -0.5000])]
     """
+    if not (callable(lr) or isinstance(lr, Real) or torch.is_tensor(lr)):
+        raise TypeError(f"Invalid learning rate: {lr!r}; it must be a number, a 0-d tensor or a schedule")
     transformed = torch.is_tensor(lr) and torch._C._functorch.is_functorch_wrapped_tensor(lr)
     if not (callable(lr) or transformed or lr >= 0.0):
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
@@ -115,3 +129,16 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
         [tensor([1.])]
     """
     return Chain((Scale(step_size_fn),))
+
+
+@recognises("_scale.<locals>.update_fn")
+def _torchopts_scale(link, cells):
+    return (Scale(cells["step_size"]),)
+
+
+@recognises("_scale_by_schedule.<locals>.update_fn")
+def _torchopts_schedule(link, cells):
+    fn = cells["step_size_fn"]
+    if fn.__qualname__ == "_scale_by_neg_lr.<locals>.schedule_wrapper":
+        return (Scale(inspect.getclosurevars(fn).nonlocals["lr"], -1),)
+    return (Scale(fn),)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
+from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each, keep, zeros_like
 from bayesopt_chain._response import Linear, Response
+from bayesopt_chain._rule import Rule
 
 
 class TraceState(NamedTuple):
@@ -123,3 +125,8 @@ def add_momentum(
     if momentum == 0.0:
         return Chain(())
     return Chain((Momentum(momentum, dampening, nesterov, moment_requires_grad),))
+
+
+@recognises("_trace.<locals>.update_fn")
+def _torchopts_trace(link, cells):
+    return add_momentum(cells["momentum"], cells["dampening"], cells["nesterov"]).rules

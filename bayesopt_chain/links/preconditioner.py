@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _checks
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._chain import Chain
 from bayesopt_chain._leafwise import each
 from bayesopt_chain._response import Elementwise, Response
+from bayesopt_chain._rule import Rule
 from bayesopt_chain.links.adaptive import RunningScale, _rms
 from bayesopt_chain.links.learning_rate import Scale
 
@@ -63,8 +64,14 @@ def running_rms(
 class Precondition(Rule):
     """Multiply by a frozen diagonal, kept in the state."""
 
-    tree: Any = field(hash=False, compare=False)
+    tree: Any = field(hash=False)
     on_trees = True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Precondition):
+            return NotImplemented
+        (a, spec_a), (b, spec_b) = (optree.tree_flatten(rule.tree) for rule in (self, other))
+        return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
 
     @property
     def response(self) -> Response:

@@ -8,9 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain._chain import Chain, Rule, masked
+from bayesopt_chain._chain import Chain
+from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each
+from bayesopt_chain._masked import masked
 from bayesopt_chain._response import Decay, Linear, Response
+from bayesopt_chain._rule import Rule
 
 
 @dataclass(frozen=True)
@@ -19,22 +22,19 @@ class AddDecayedWeights(Rule):
 
     weight_decay: float
     flip: bool = False
+    needs_params = True
 
     @property
     def response(self) -> Response:
         return Decay(self.weight_decay)
 
     def update(self, g, state, params, ctx):
-        if params is None:
-            raise ValueError("weight decay needs the parameters: call update(updates, state, params=params)")
-
         def add(x: Tensor, p: Tensor) -> Tensor:
+            if ctx.inplace and not x.requires_grad:
+                p = p.data
             if self.flip:
-                x = x.neg_() if ctx.inplace else x.neg()
-                return x.add_(p if x.requires_grad or not ctx.inplace else p.data, alpha=self.weight_decay)
-            if ctx.inplace:
-                return x.add_(p if x.requires_grad else p.data, alpha=self.weight_decay)
-            return x.add(p, alpha=self.weight_decay)
+                return (x.neg_() if ctx.inplace else x.neg()).add_(p, alpha=self.weight_decay)
+            return (x.add_ if ctx.inplace else x.add)(p, alpha=self.weight_decay)
 
         return each(add, g, params), state
 
@@ -97,3 +97,15 @@ def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = F
     if weight_decay == 0.0:
         return Chain((FlipSign(),) if maximize else ())
     return Chain((AddDecayedWeights(weight_decay, flip=maximize),))
+
+
+@recognises("_add_decayed_weights.<locals>.update_fn")
+def _torchopts_decay(link, cells):
+    return (AddDecayedWeights(cells["weight_decay"]),)
+
+
+@recognises("_flip_sign_and_add_weight_decay.<locals>.update_fn")
+def _torchopts_flip(link, cells):
+    constants = link.update.__code__.co_consts
+    flips = any("neg" in getattr(code, "co_names", ()) for code in constants)
+    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).rules

@@ -1,4 +1,13 @@
-r"""``make_step``: loss, gradient, chain and update as one pure function of (params, state, batch)."""
+r"""``make_step``: loss, gradient, chain and update as one pure function of (params, state, batch).
+
+What a transformation asks for besides the gradient it says itself, by the keywords its ``update`` accepts:
+
+    draw                    the gradient is taken at a draw from its posterior, for each of its samples
+    curvature               the increment that ``curvature(params, batch)`` gives, where the gradient was taken
+    per_sample_gradients    the gradient of every datum
+
+so that going from one method to another changes the transformation and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,8 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _fused
+from bayesopt_chain import _draw, _fused
+from bayesopt_chain._foreign import ANY, keywords_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -25,17 +35,18 @@ class Info(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into."""
+    """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into.
 
-    loss: Loss
+    ``evaluate(params, state, batch)`` gives the gradient, :class:`Info` and the further keywords of ``tx.update``.
+    """
+
+    evaluate: Callable[[Any, Any, Any], tuple[Any, Info, dict[str, Any]]]
     tx: GradientTransformation
-    curvature: Callable[[Any, Any], Any] | None = None
     inplace: bool = False
     fused: _fused.FusedSGD | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
-        grads, info = gradient(self.loss, params, batch)
-        extra = {} if self.curvature is None else {"curvature": self.curvature(params, batch)}
+        grads, info, extra = self.evaluate(params, state, batch)
         with torch.no_grad():
             if self.fused is not None:
                 p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
@@ -58,7 +69,8 @@ def make_step(
     Args:
         loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
         tx: any gradient transformation of this library or of TorchOpt.
-        curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``.
+        curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
+            of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
             run fused; their values agree with ``update`` to one unit in the last place for each operation.
@@ -66,9 +78,12 @@ def make_step(
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
         use have gradient zero. The state alone determines the noise, so that the same arguments give the same result.
+        Where ``tx`` draws (variational inference), ``loss`` is the mean over its draws, tensors of ``aux`` have the draws
+        on axis 0 if there are several, and the families of :mod:`bayesopt_chain.vi` report ``negative_elbo`` besides.
 
     Raises:
-        ValueError: at the first step, a loss that is not a scalar.
+        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
+            a loss that is not a scalar.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -82,9 +97,65 @@ def make_step(
     """
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
+    accepts = tx.accepts if hasattr(tx, "accepts") else keywords_of(tx)
+    if curvature is None and "curvature" in getattr(tx, "needs", ()):
+        raise ValueError(
+            f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
+        )
+    takes_curvature = "curvature" in accepts or ANY in accepts
+    differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
+    drawing = [
+        i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")
+    ]
+    if len(drawing) > 1:
+        raise ValueError(f"make_step: {len(drawing)} links of this chain draw; one step takes gradients at one draw")
 
-    fused = _fused.recognise(tx) if inplace and curvature is None else None
-    return Step(loss, tx, curvature, inplace, fused)
+    def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        """Gradient, loss and further keywords at one point."""
+        grads, info = differentiate(loss, params, batch)
+        extra = {"curvature": curvature(params, batch)} if curvature is not None and takes_curvature else {}
+        if differentiate is per_sample_gradients:
+            extra["per_sample_gradients"] = grads
+            grads = optree.tree_map(lambda g: g.mean(0), grads)
+        return grads, info, extra
+
+    def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        """The same at every sample of the draw that a link asks for."""
+        (i,) = drawing
+        rule = tx.rules[i]
+        with torch.no_grad():
+            draw, points = _draw.drawn(tx, i, state, params)
+        grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
+        with torch.no_grad():
+            extra = {"draw": draw}
+            if "curvature" in extras[0]:
+                extra["curvature"] = _mean_precision([each["curvature"] for each in extras])
+            if "per_sample_gradients" in extras[0]:
+                trees = [each["per_sample_gradients"] for each in extras]
+                extra["per_sample_gradients"] = _draw.gathered(tx, i, trees, params)
+            loss = torch.stack([info.loss for info in infos]).mean()
+            aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
+            info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
+            return _draw.gathered(tx, i, list(grads), params), info, extra
+
+    def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        return evaluate(params, batch)
+
+    fused = _fused.recognise(tx) if inplace else None
+    return Step(evaluate_draw if drawing else evaluate_here, tx, inplace, fused)
+
+
+def _mean_precision(precisions: list) -> Any:
+    """The mean of curvature at several draws; its datum count is one draw's."""
+    total = precisions[0]
+    for precision in precisions[1:]:
+        total = total.add(precision)
+    return total if len(precisions) == 1 else total.scale(1 / len(precisions))
+
+
+def _stacked(trees: list) -> Any:
+    """Trees with their tensors stacked on axis 0; what is no tensor is taken from the first."""
+    return optree.tree_map(lambda *xs: torch.stack(xs) if torch.is_tensor(xs[0]) else xs[0], *trees)
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
@@ -108,6 +179,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         for i, p in zip(wanted, chosen):
             full[i] = p
         out = loss(optree.tree_unflatten(spec, full), batch)
+        if isinstance(out, tuple) and len(out) != 2:
+            raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
         out, aux = out if isinstance(out, tuple) else (out, ())
         if not torch.is_tensor(out) or out.ndim != 0:
             came = f"shape {tuple(out.shape)}" if torch.is_tensor(out) else repr(type(out).__name__)
@@ -129,6 +202,31 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     for i, g in zip(wanted, grads):
         full[i] = g
     return optree.tree_unflatten(spec, full), Info(out.detach(), detach(aux))
+
+
+def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
+    """Gradient trees of each datum's loss, leaves ``[B, *leaf.shape]``, and :class:`Info` with the mean loss.
+
+    Each tensor of the batch has one entry a datum on axis 0; the loss sees batches of one, and so does what it returns
+    besides (tensors only), which comes with the data on axis 0.
+    """
+
+    def one(datum: Any) -> tuple[Any, Info]:
+        return gradient(loss, params, optree.tree_map(lambda x: x[None], datum))
+
+    tensors, spec = optree.tree_flatten(batch)
+    if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
+        raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
+
+    structures: list = []
+
+    def flat(*datum: Any) -> tuple[list, Tensor, list]:
+        grads, info = one(optree.tree_unflatten(spec, list(datum)))
+        structures[:] = [optree.tree_structure(grads), optree.tree_structure(info.aux)]
+        return optree.tree_leaves(grads), info.loss, optree.tree_leaves(info.aux)
+
+    grads, losses, aux = torch.vmap(flat)(*tensors)
+    return optree.tree_unflatten(structures[0], grads), Info(losses.mean(), optree.tree_unflatten(structures[1], aux))
 
 
 def detach(tree: Any) -> Any:

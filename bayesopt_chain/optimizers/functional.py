@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain._response import Noise
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -25,7 +26,7 @@ from bayesopt_chain.links.adaptive import (
     scale_by_rss,
     scale_by_stddev,
 )
-from bayesopt_chain.links.langevin_noise import LangevinNoise, Temperature, inject_langevin_noise
+from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
@@ -94,7 +95,7 @@ def adam(
         weight_decay: added to the gradient.
         moment_requires_grad: create the moments with ``requires_grad=True``.
         maximize: climb instead.
-        use_accelerated_op: accepted for TorchOpt's sake; the arithmetic is the same.
+        use_accelerated_op: accepted for TorchOpt's sake; the updates are the same.
         temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``adam``.
         freeze_after: number of updates after which the second moment stays as it is.
 
@@ -102,7 +103,7 @@ def adam(
         >>> import bayesopt_chain as bc
         >>> bc.adam(1e-3, temperature=1e-4, freeze_after=500)
         chain(
-            scale_by_adam(b1=0.9, b2=0.999, eps=1e-08),
+            scale_by_adam(b1=0.9, b2=0.999, eps=1e-08, freeze_after=500),
             inject_langevin_noise(0.0001),  # acts inside scale_by_adam, matched to F = 0.0001 / (1 - 0.9/z)
             scale_by_neg_lr(0.001),
         )
@@ -348,8 +349,7 @@ class _InverseTimeDecay:
 def _noise(temperature: Temperature) -> tuple[Chain, ...]:
     """The noise link, or nothing at the number 0: a chain that is the optimizer."""
     link = inject_langevin_noise(temperature)
-    rule = link.rules[0]
-    return () if isinstance(rule, LangevinNoise) and rule.is_off else (link,)
+    return (link,) if isinstance(link.response, Noise) else ()
 
 
 def _betas(betas: tuple[float, float]) -> None:

@@ -69,11 +69,13 @@ def in_place_equals_pure(build: Build) -> None:
 
 
 def in_place_keeps_the_state_tensors(build: Build) -> None:
-    """``inplace=True`` writes into the tensors of the state and never replaces them."""
+    """``inplace=True`` writes into the tensors of the state and never replaces them, a missing gradient or not."""
     tx, params, state = _underway(build)
     before = [t.data_ptr() for t in optree.tree_leaves(state) if t.numel()]
-    _, after = tx.update(smooth_gradient(params), state, params=params, inplace=True)
-    assert before == [t.data_ptr() for t in optree.tree_leaves(after) if t.numel()], "a state tensor was replaced"
+    assert len(set(before)) == len(before), "two entries of the state share one tensor"
+    for missing in ({}, {"scale": None}):
+        _, state = tx.update({**smooth_gradient(params), **missing}, state, params=params, inplace=True)
+        assert before == [t.data_ptr() for t in optree.tree_leaves(state) if t.numel()], "a state tensor was replaced"
 
 
 def copies_and_pickles_continue_exactly(build: Build) -> None:
@@ -84,6 +86,7 @@ def copies_and_pickles_continue_exactly(build: Build) -> None:
         "deepcopy": (tx, copy.deepcopy(state)),
         "pickle": (tx, pickle.loads(pickle.dumps(state))),
         "another transformation": (build(), state),
+        "copy_ into a fresh state": (tx, _loaded(tx, params, state)),
     }.items():
         assert_bitwise_equal(_go_on(other, params, twin), want, how)
 
@@ -116,13 +119,16 @@ def a_bare_tensor_is_a_tree(build: Build) -> None:
 
 
 def a_missing_gradient_leaves_its_leaf_alone(build: Build) -> None:
-    """``None`` gives no update and keeps that leaf's part of the state; the next gradient finds it as it was."""
+    """``None`` gives no update and keeps what the state remembers of that leaf; the others go on as ever."""
     for inplace in (False, True):
         tx, params, state = _underway(build)
-        grads = smooth_gradient(params)
-        updates, skipped = tx.update({**grads, "scale": None}, state, params=params, inplace=inplace)
+        want, _ = tx.update(smooth_gradient(params), state, params=params, inplace=False)
+        kept = _of_leaf(state, 1)
+        grads = {**smooth_gradient(params), "scale": None}
+        updates, skipped = tx.update(grads, copy.deepcopy(state), params=params, inplace=inplace)
         assert updates["scale"] is None, "a leaf without gradient was updated"
-        assert updates["bias"] is not None and updates["weight"] is not None
+        assert_bitwise_equal([updates["bias"], updates["weight"]], [want["bias"], want["weight"]], "the other leaves")
+        assert_bitwise_equal(_of_leaf(skipped, 1), kept, "the state of the leaf without gradient")
         again, _ = tx.update(smooth_gradient(params), skipped, params=params, inplace=inplace)
         assert all(torch.isfinite(u).all() for u in optree.tree_leaves(again))
 
@@ -231,11 +237,24 @@ def _underway(build: Build, steps: int = 2):
     return tx, params, state
 
 
+def _loaded(tx, params, state):
+    fresh = tx.init(params)
+    for mine, saved in zip(optree.tree_leaves(fresh), optree.tree_leaves(state)):
+        mine.copy_(saved)
+    return fresh
+
+
 def _go_on(tx, params, state, steps: int = 3):
     for _ in range(steps):
         updates, state = tx.update(smooth_gradient(params), state, params=params, inplace=False)
         params = optree.tree_map(torch.add, params, updates)
     return params
+
+
+def _of_leaf(state, i: int) -> list:
+    """What the states with one entry for each of the three example leaves remember of leaf ``i``."""
+    per_leaf = [v for s in state for v in (s if isinstance(s, tuple) else ()) if isinstance(v, tuple) and len(v) == 3]
+    return [v[i].clone() for v in per_leaf if torch.is_tensor(v[i])]
 
 
 def _signature(state) -> list:

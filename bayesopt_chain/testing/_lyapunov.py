@@ -45,7 +45,7 @@ class NormalProbe(TorchDispatchMode):
             fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
             self.drawn += n
             out.copy_(fresh.reshape(out.shape))
-        elif name in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint"):
+        elif name in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_"):
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )

@@ -21,7 +21,14 @@ def linear_decay(init: float, steps: int):
     return lambda count: init * (1 - 0.9 * torch.clamp(count / steps, max=1.0))
 
 
-schedules = st.builds(linear_decay, learning_rates, st.integers(1, 10))
+def restarts(peak: float, period: int):
+    """A schedule with rises, and zeros at the end of each cycle: cosine with warm restarts."""
+    return lambda count: peak * 0.5 * (1 + torch.cos(torch.pi * (count % period) / max(period - 1, 1)))
+
+
+schedules = st.one_of(
+    st.builds(linear_decay, learning_rates, st.integers(1, 10)), st.builds(restarts, learning_rates, st.integers(1, 4))
+)
 
 
 def tensors(dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> torch.Tensor:

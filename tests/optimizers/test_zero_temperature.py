@@ -54,11 +54,12 @@ def test_a_tensor_or_schedule_that_is_zero_gives_the_same_values(row, zero, data
     try:
         got = trajectory(ours(row.name)(**settings, temperature=zero), params, draws, inplace)
     except ValueError as err:
-        assert "no noise can be matched" in str(err)  # momentum behind another filter, refused at T > 0
+        refused = settings.get("nesterov") and settings.get("momentum", 0) > 0.99
+        assert "no noise can be matched" in str(err) and refused, str(err)
         return
     want = trajectory(theirs(row.name)(**settings), params, draws, inplace)
     for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want)):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 LIMITS = {

@@ -1,0 +1,40 @@
+"""Curvature of any likelihood in any structure: estimators (`_estimators.py`), products and solvers."""
+
+from bayesopt_chain.curvature._cg import CGInfo, cg
+from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
+from bayesopt_chain.curvature._products import (
+    fisher_diagonal,
+    fisher_matrix,
+    fvp,
+    ggn_diagonal,
+    ggn_matrix,
+    ggnvp,
+    hessian_diagonal,
+    hessian_matrix,
+    hvp,
+    jvp,
+    per_sample,
+)
+from bayesopt_chain.curvature._subset import subset
+
+__all__ = [
+    "STRUCTURES",
+    "CGInfo",
+    "cg",
+    "empirical_fisher",
+    "fisher",
+    "fisher_diagonal",
+    "fisher_matrix",
+    "fvp",
+    "ggn",
+    "ggn_diagonal",
+    "ggn_matrix",
+    "ggnvp",
+    "hessian",
+    "hessian_diagonal",
+    "hessian_matrix",
+    "hvp",
+    "jvp",
+    "per_sample",
+    "subset",
+]

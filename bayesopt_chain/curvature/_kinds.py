@@ -1,0 +1,205 @@
+"""What a parameter's gradient looks like for one kind of use, so that each kind is reduced at its own price.
+
+With the output gradients g (one for each of K factors and b data) and what the layer saw, x, a datum's gradient is
+
+    Matrix      dW = sum_t g_t x_t^T            x [b, T, I],  g [K, b, T, O]    linear layers, convolutions
+    Embedding   dW_v = sum_{t: x_t = v} g_t     x [b, T],     g [K, b, T, D]
+    Vector      dw = g                          g [K, b, n]                     biases, norms, anything else
+
+(t runs over the positions at which a datum uses the weight)
+
+and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
+diagonal) and its Kronecker factors. Sums take the `total` so far, None before the first, and add to it in place.
+ Without sharing (T = 1) the squares are one product, `(sum_k g^2)^T x^2`: no
+gradient is ever formed. Kronecker factors of shared weights follow Eschenhagen et al. (2023): "expand" treats
+positions as data, "reduce" sums them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.precision._trees import is_transformed
+
+GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower half need not be
+BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
+
+
+class Matrix(NamedTuple):
+    """A weight that multiplies its input; the leaf seen as a matrix is `[O, I]`, or `[I, O]` where `transposed`."""
+
+    transposed: bool
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the gradients `[K, b, d0, d1]`."""
+        if self.transposed:
+            return torch.einsum("bti,kbto->kbio", x, g)
+        return torch.einsum("kbto,bti->kboi", g, x)
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        """Add the gradients' squares, summed over factors and data, to `total`, `[d0, d1]`."""
+        if x.shape[1] > 1:
+            summed = _shared_squares(x, g)
+            return _plus(total, summed.mT if self.transposed else summed)
+        of_output, of_input = _summed_squares(g[:, :, 0]), x[:, 0].square()
+        pair = (of_input.mT, of_output) if self.transposed else (of_output.mT, of_input)
+        return _plus_product(total, *pair)
+
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
+        flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
+        return plus_gram(total, flat)
+
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
+        return _output_factor(g, sharing, total)
+
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        """Return `sum_ij r_kij v_ij r_lij` of the gradients r for given variances v `[d0, d1]`: `[b, K, K]`."""
+        if x.shape[1] > 1:
+            return _covariance(self.rows(x, g), variance)
+        of_output = (variance.mT if self.transposed else variance) @ x[:, 0].square().mT
+        return torch.einsum("kbo,ob,lbo->bkl", g[:, :, 0], of_output, g[:, :, 0])
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (left, right) from the two factors, or bases."""
+        return (of_input, of_output) if self.transposed else (of_output, of_input)
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x and g in the eigenbases of the Kronecker factors."""
+        of_input, of_output = self.order(left, right)
+        return x @ of_input, g @ of_output
+
+
+class Embedding(NamedTuple):
+    """A table `[V, D]` that is looked up."""
+
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        k, b = g.shape[:2]
+        table = g.new_zeros((k, b, *self.shape))
+        index = x[None, :, :, None].expand(k, b, x.shape[1], self.shape[1])
+        return table.scatter_add(2, index, g)
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        data = torch.arange(x.shape[0], device=x.device)[:, None]
+        pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
+        sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
+        total = g.new_zeros(self.shape) if total is None else total
+        return total.index_add_(0, pairs % self.shape[0], _summed_squares(sums))
+
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        """Add the diagonal of `sum x x^T` for one-hot x, `[V]`: the whole of it under expand."""
+        positions = x.shape[1]
+        hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)  # counts are exact in float32
+        hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
+        return _plus(total, (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0))
+
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        return _output_factor(g, sharing, total)
+
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        return _covariance(self.rows(x, g), variance)
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        return of_input, of_output
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return x, g @ right
+
+
+class Vector(NamedTuple):
+    """A parameter of `n` numbers whose gradients are formed outright: `x` is only there to say how many data there
+    are."""
+
+    shape: tuple[int, int]
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        return g[..., None]
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        return _plus(total, _summed_squares(g.flatten(0, 1))[:, None])
+
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        return _plus(total, x.new_full((1, 1), x.shape[0]))
+
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        return plus_gram(total, g.flatten(0, 1))
+
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        return _covariance(self.rows(x, g), variance)
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        return of_output, of_input
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return x, g @ left
+
+
+Kind = Matrix | Embedding | Vector
+
+
+def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
+    return torch.einsum("kbij,lbij->bkl", rows * variance, rows)
+
+
+def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
+    """Square the gradients of shared weights, a block of data and one factor at a time: `[O, I]`."""
+    total = g.new_zeros(g.shape[3], x.shape[2])
+    block = max(1, BLOCK_ENTRIES // total.numel())
+    for start in range(0, x.shape[0], block):
+        some = slice(start, start + block)
+        for one in g[:, some]:
+            total = total + torch.bmm(one.mT, x[some]).square_().sum(0)
+    return total
+
+
+def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+    if sharing == "expand" and g.stride(-1) != 1:  # a convolution's: channels come first in memory
+        each = g.flatten(0, 1)
+        return _plus(total, torch.bmm(each.mT, each).sum(0))
+    return plus_gram(total, (g if sharing == "expand" else g.sum(2)).reshape(-1, g.shape[3]))
+
+
+def _summed_squares(g: Tensor) -> Tensor:
+    """Sum `[K, ...]` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
+    first, *rest = g.split(max(1, -(-g.shape[0] // 4)))
+    total = first.square().sum(0)
+    for some in rest:
+        total.add_(some.square().sum(0))
+    return total
+
+
+def _plus(total: Tensor | None, new: Tensor) -> Tensor:
+    return new if total is None else total.add_(new)
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if total is None else total.addmm_(a, b)
+
+
+def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
+    """Add `rows^T rows`, `[n, n]`, to `total`: only the blocks on and above the diagonal, until `mirrored`."""
+    n = rows.shape[1]
+    if n <= GRAM_BLOCK or is_transformed(rows):
+        return _plus_product(total, rows.mT, rows)
+    total = rows.new_zeros((n, n)) if total is None else total
+    for start in range(0, n, GRAM_BLOCK):
+        block = slice(start, start + GRAM_BLOCK)
+        total[block, start:].addmm_(rows[:, block].mT, rows[:, start:])
+    return total
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """Fill the blocks below the diagonal in from those above it."""
+    n = total.shape[-1]
+    if n > GRAM_BLOCK and total.ndim == 2 and not is_transformed(total):
+        for start in range(GRAM_BLOCK, n, GRAM_BLOCK):
+            block = slice(start, start + GRAM_BLOCK)
+            total[block, :start] = total[:start, block].mT
+    return total

@@ -1,0 +1,46 @@
+"""Knows how much memory there is, so that a matrix that cannot fit is refused before it is allocated.
+
+dense 8 P^2 bytes in float64 (4 P^2 in float32);   low_rank (rank + 1) P;   diagonal P
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_dense_fits(parameters: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `MemoryError` unless two `[P, P]` matrices (the sum and its Cholesky factor) fit."""
+    item = torch.empty((), dtype=dtype).element_size()
+    needed, free = 2 * parameters**2 * item, available_bytes(device)
+    if needed <= free:
+        return
+    fitting = [
+        f"structure={name!r} ({_readable(numbers * item)})"
+        for name, numbers in (("low_rank", 11 * parameters), ("diagonal", parameters))
+        if numbers * item <= free
+    ]
+    raise MemoryError(
+        f"a dense precision over {parameters:,} parameters and its factor need {_readable(needed)}, {device} has "
+        f"{_readable(free)} free: use {' or '.join(fitting)} or 'kronecker', or curvature.subset for fewer parameters"
+    )
+
+
+def _readable(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"

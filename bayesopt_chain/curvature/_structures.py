@@ -1,0 +1,245 @@
+"""Sums per-datum gradients into a precision, one structure a class, each at its own price.
+
+Over the rows r_kb = J_b^T s_kb of a batch, for K factors a datum and P parameters, the numbers held are
+
+    dense      sum r r^T                        P^2        diagonal   sum r^2                     P
+    root       the rows r                       K B P      low_rank   a streaming SVD of them     (rank + 1) P
+    block      sum r r^T, one block a leaf      sum p^2    kronecker  factors of every leaf       sum d0^2 + d1^2
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Plan
+from bayesopt_chain.curvature._kinds import mirrored, plus_gram
+from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.precision import (
+    Block,
+    Dense,
+    Diagonal,
+    Eigenbasis,
+    Kronecker,
+    LowRank,
+    Precision,
+    Root,
+    shape_only,
+)
+from bayesopt_chain.precision._low_rank import compress
+from bayesopt_chain.precision._trees import Tree, common_dtype, size
+
+
+class Structure(ABC):
+    """A running sum of a structure: `start` it, `add` chunks, `finish` it into a precision."""
+
+    few_data = FEW_DATA
+
+    def __init__(self, params: Tree):
+        self.leaves, self.tree = optree.tree_flatten(params)
+
+    def formed(self) -> int:
+        """Return how many numbers are formed from the gradient of one datum and factor."""
+        return sum(leaf.numel() for leaf in self.leaves)
+
+    def held(self) -> int:
+        """Return how many numbers the result holds."""
+        return sum(leaf.numel() for leaf in self.leaves)
+
+    def accepts(self, plan: Plan) -> None:  # noqa: B027
+        """Raise for a model that the structure cannot describe."""
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk's gradients."""
+
+    @abstractmethod
+    def finish(self, count: Tensor) -> Precision:
+        """Return the precision of all that was added."""
+
+    def to_tree(self, leaves: list[Any]) -> Tree:
+        return optree.tree_unflatten(self.tree, leaves)
+
+
+class DiagonalSum(Structure):
+    few_data = 48  # as fast as chunks of any size, at less than half the memory of the whole batch
+
+    def __init__(self, params: Tree):
+        super().__init__(params)
+        self.sums: dict[int, Tensor] = {}
+
+    def formed(self) -> int:
+        return 0
+
+    def add(self, chunk: Chunk) -> None:
+        for leaf, kind, x, g in chunk.gradients:
+            self.sums[leaf] = kind.squares(x(), g(), self.sums.get(leaf))
+
+    def finish(self, count: Tensor) -> Diagonal:
+        return Diagonal(self.to_tree([self.sums[i].reshape(leaf.shape) for i, leaf in enumerate(self.leaves)]), count)
+
+
+class DenseSum(Structure):
+    def __init__(self, params: Tree):
+        super().__init__(params)
+        parameters, dtype = size(params), common_dtype(params)
+        require_dense_fits(parameters, dtype, self.leaves[0].device)
+        self.like = shape_only(params)
+        self.matrix: Tensor | None = None
+        self.dtype = dtype
+
+    def held(self) -> int:
+        return self.formed() ** 2
+
+    def add(self, chunk: Chunk) -> None:
+        rows = torch.cat([row.reshape(row.shape[0], -1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
+        self.matrix = plus_gram(self.matrix, rows)
+
+    def finish(self, count: Tensor) -> Dense:
+        return Dense(mirrored(self.matrix), self.like, count)
+
+
+class BlockSum(Structure):
+    """One dense block a leaf."""
+
+    def __init__(self, params: Tree):
+        super().__init__(params)
+        for leaf in self.leaves:
+            require_dense_fits(leaf.numel(), leaf.dtype, leaf.device)
+        self.matrices: list[Tensor | None] = [None] * len(self.leaves)
+
+    def held(self) -> int:
+        return sum(leaf.numel() ** 2 for leaf in self.leaves)
+
+    def add(self, chunk: Chunk) -> None:
+        for index, row in enumerate(_rows(chunk, self.leaves)):
+            self.matrices[index] = plus_gram(self.matrices[index], row.reshape(row.shape[0], -1))
+
+    def finish(self, count: Tensor) -> Block:
+        blocks = [Dense(mirrored(matrix), shape_only(leaf), count) for matrix, leaf in zip(self.matrices, self.leaves)]
+        return Block(self.to_tree(blocks), count)
+
+
+class RootRows(Structure):
+    def __init__(self, params: Tree):
+        super().__init__(params)
+        self.rows: list[list[Tensor]] = []
+
+    def add(self, chunk: Chunk) -> None:
+        rows = [row.unflatten(0, (-1, chunk.data)) for row in _rows(chunk, self.leaves)]
+        self.rows.append([row.flatten(0, 1) for row in rows])
+
+    def finish(self, count: Tensor) -> Root:
+        return Root(self.to_tree([torch.cat(rows) for rows in zip(*self.rows)]), count)
+
+
+class LowRankSum(Structure):
+    def __init__(self, params: Tree, rank: int):
+        super().__init__(params)
+        if rank < 1:
+            raise ValueError(f"rank={rank}: pass a rank of at least 1, or structure='diagonal'")
+        self.rank = rank
+        self.kept = self.to_tree([leaf.new_zeros((rank, *leaf.shape)) for leaf in self.leaves])
+        self.overflow = self.to_tree([torch.zeros_like(leaf) for leaf in self.leaves])
+
+    def held(self) -> int:
+        return (self.rank + 1) * self.formed()
+
+    def add(self, chunk: Chunk) -> None:
+        new = self.to_tree(_rows(chunk, self.leaves))
+        rows = optree.tree_map(lambda a, b: torch.cat([a, b]), self.kept, new)
+        self.kept, overflow = compress(rows, self.rank)
+        self.overflow = optree.tree_map(torch.add, self.overflow, overflow)
+
+    def finish(self, count: Tensor) -> LowRank:
+        return LowRank(self.overflow, self.kept, count)
+
+
+class KroneckerSum(Structure):
+    few_data = 128  # its work is matrix products of whole chunks, which small ones starve
+
+    def __init__(self, params: Tree, sharing: str):
+        super().__init__(params)
+        if sharing not in ("expand", "reduce"):
+            raise ValueError(f"sharing={sharing!r}: pass 'expand' or 'reduce'")
+        self.sharing, self.names = sharing, []
+        self.inputs: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = {}
+        self.kinds: dict[int, Any] = {}
+
+    def formed(self) -> int:
+        return 0
+
+    def accepts(self, plan: Plan) -> None:
+        for leaf in plan.generic:
+            raise ValueError(
+                f"a Kronecker precision cannot describe the parameter {plan.names[leaf]}: {plan.reasons[leaf]}; "
+                "leave it out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
+            )
+
+    def held(self) -> int:
+        return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
+
+    def add(self, chunk: Chunk) -> None:
+        for leaf, kind, x, g in chunk.gradients:
+            self.kinds[leaf] = kind
+            if chunk.first:
+                self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf))
+            self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
+
+    def finish(self, count: Tensor) -> Kronecker:
+        pairs = [
+            self.kinds[i].order(mirrored(self.inputs[i]).to(leaf.dtype), mirrored(self.outputs[i]))
+            for i, leaf in enumerate(self.leaves)
+        ]
+        left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
+        diagonal = self.to_tree([leaf.new_zeros(()) for leaf in self.leaves])
+        return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), count)
+
+
+class EigenbasisSum(KroneckerSum):
+    """EKFAC: the curvature along each eigenvector of given Kronecker factors, which is a diagonal in rotated
+    coordinates."""
+
+    def __init__(self, params: Tree, basis: Kronecker | Eigenbasis):
+        super().__init__(params, "expand")
+        self.basis = basis.eigenbasis() if isinstance(basis, Kronecker) else basis
+        if not isinstance(self.basis, Eigenbasis):
+            raise TypeError(f"basis is a {type(basis).__name__}: pass a Kronecker precision (or its factorised form)")
+        self.pairs = list(zip(optree.tree_leaves(self.basis.left), optree.tree_leaves(self.basis.right)))
+        self.sums: dict[int, Tensor] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        for leaf, kind, x, g in chunk.gradients:
+            rotated = kind.rotated(x(), g(), *self.pairs[leaf])
+            self.sums[leaf] = kind.squares(*rotated, self.sums.get(leaf))
+
+    def finish(self, count: Tensor) -> Eigenbasis:
+        return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
+
+
+def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of every leaf as rows, `[K b, *leaf.shape]`."""
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
+    return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
+
+
+def structure_sum(
+    structure: str, params: Tree, *, rank: int, sharing: str, basis: Kronecker | Eigenbasis | None
+) -> Structure:
+    """Start the sum of a structure given by name."""
+    if basis is not None and structure != "kronecker":
+        raise ValueError(f"basis= is for structure='kronecker' (EKFAC), not {structure!r}")
+    makers = {
+        "dense": lambda: DenseSum(params),
+        "root": lambda: RootRows(params),
+        "diagonal": lambda: DiagonalSum(params),
+        "kronecker": lambda: KroneckerSum(params, sharing) if basis is None else EigenbasisSum(params, basis),
+        "low_rank": lambda: LowRankSum(params, rank),
+        "block": lambda: BlockSum(params),
+    }
+    return makers[structure]()

@@ -1,0 +1,77 @@
+"""Restricts a model to some of its parameters, so that the rest costs nothing: the last layer, or a LoRA adapter.
+
+forward(theta_kept) = forward(theta_kept, theta_frozen),   theta_frozen constant
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from bayesopt_chain.precision._trees import Tree, paths
+
+
+def subset(
+    forward: Callable[[Tree, Any], Tensor], params: Tree, keep: Sequence[str] | str | Callable[[str], bool] | Tree
+) -> tuple[Callable[[dict[str, Tensor], Any], Tensor], dict[str, Tensor]]:
+    """Keep some parameters and freeze the others at their values.
+
+    Args:
+        forward: `forward(params, batch) -> outputs`.
+        params: the whole tree.
+        keep: a name or names (`"head"` keeps `head` and everything under it; `*` matches anything), a function from a
+            name to whether it is kept, or a tree of booleans that is a prefix of params. A leaf's name is its path
+            joined by dots.
+
+    Returns:
+        `(forward, kept)`: a forward function of the kept parameters, and these, `{name: leaf}`. Nothing is
+        differentiated, and no activation kept, below the first kept parameter.
+
+    Raises:
+        ValueError: when a name matches nothing, nothing is kept, or the mask is no prefix of params.
+
+    >>> import torch
+    >>> from bayesopt_chain import curvature
+    >>> params = {"body": torch.ones(2, 2), "head": {"w": torch.ones(2, 1)}}
+    >>> forward, kept = curvature.subset(lambda p, batch: batch[0] @ p["body"] @ p["head"]["w"], params, "head")
+    >>> list(kept), forward(kept, (torch.ones(1, 2), None))
+    (['head.w'], tensor([[4.]]))
+    """
+    leaves, structure = optree.tree_flatten(params)
+    names = paths(params)
+    chosen = _chosen(keep, names, params)
+    if not any(chosen):
+        raise ValueError(f"keep={keep!r} keeps none of the parameters {', '.join(names)}")
+    frozen = [leaf.detach() for leaf in leaves]
+    kept = {name: leaf for name, leaf, is_kept in zip(names, leaves, chosen) if is_kept}
+
+    def forward_kept(some: dict[str, Tensor], batch: Any) -> Tensor:
+        return forward(optree.tree_unflatten(structure, [some.get(n, leaf) for n, leaf in zip(names, frozen)]), batch)
+
+    return forward_kept, kept
+
+
+def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
+    if isinstance(keep, str):
+        keep = [keep]
+    if callable(keep):
+        return [bool(keep(name)) for name in names]
+    if isinstance(keep, (list, tuple)) and keep and all(isinstance(pattern, str) for pattern in keep):
+        for pattern in keep:
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(f"keep={pattern!r} matches none of the parameters {', '.join(names)}")
+        return [any(_matches(name, pattern) for pattern in keep) for name in names]
+    try:
+        return [bool(bit) for bit in optree.tree_leaves(optree.tree_broadcast_prefix(keep, params))]
+    except ValueError as error:
+        raise ValueError(
+            f"keep is no prefix of params: pass names, a function or a tree of booleans ({error})"
+        ) from None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")

@@ -1,0 +1,369 @@
+"""Watches a forward pass and taps the layers that use each parameter, so that curvature sees their inputs and output
+gradients.
+
+A tap adds a zero `e` to a layer's output, `y = layer(x) + e`; the derivative with respect to e is the gradient g of the
+output, and (x, g) give the parameter's gradient for every datum (see `_kinds.py`). The parameters are recognised by
+identity in the arguments of torch functions, whether `forward` calls a module through `torch.func.functional_call` or
+multiplies matrices by hand. A parameter used in another way, or twice, is left to the caller with the reason in
+`untapped`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from bayesopt_chain.curvature._kinds import Embedding, Kind, Matrix, Vector
+
+
+class Canonical(NamedTuple):
+    """Brings what a layer saw and its output gradients into the form of a kind, for b data: `x(x, b)`, `g(x, g, b)`."""
+
+    x: Callable[[Tensor, int], Tensor]
+    g: Callable[[Tensor, Tensor, int], Tensor]
+
+
+class Use(NamedTuple):
+    """One parameter's use: `leaf`, its index; `tap`, that of the tapped output; `canonical(x, g, b)` gives the kind's
+    (x, g)."""
+
+    leaf: int
+    tap: int
+    kind: Kind
+    canonical: Canonical
+
+
+class Taps(TorchFunctionMode):
+    """Record how a forward pass on `data` data uses the `leaves`; `zeros[i]` is added to the i-th tapped output.
+
+    After the pass: `uses` and, one for each of them, `inputs`; `outputs`, each tap's output for the last datum;
+    `shapes`, those of the tapped outputs; `untapped`, a reason for every leaf used in a way that has no tap.
+    """
+
+    def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
+        super().__init__()
+        self.leaves, self.data, self.zeros = leaves, data, zeros
+        self.known = {id(leaf): (index, False) for index, leaf in enumerate(leaves)}
+        self.uses: list[Use] = []
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.untapped: dict[int, str] = {}
+        self._alive: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and _bound(F.batch_norm, args, kwargs)["training"]:
+            raise ValueError(
+                "batch norm in train mode makes every output depend on the whole batch: call model.eval() before "
+                "curvature"
+            )
+        found = self._find(args) + self._find(kwargs.values())
+        if not found:
+            return func(*args, **kwargs)
+        if func in _TRANSPOSES and found[0][0].ndim == 2:
+            return self._alias(func(*args, **kwargs), *found[0])
+        layer = _LAYERS.get(func)
+        result = layer(self, func, *args, **kwargs) if layer else NotImplemented
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        if _has_tensor(result) and not any(result is tensor for tensor, *_ in found):
+            for _, index, _ in found:
+                self.untapped[index] = f"it is used by {getattr(func, '__name__', func)}, which curvature cannot tap"
+        return result
+
+    def tap(self, y: Tensor, *uses: tuple[Tensor | None, Tensor | None, Kind | None, Canonical | None]) -> Tensor:
+        """Tap an output used by several parameters, each given as (parameter, x, kind, canonical); absent ones are
+        None.
+        """
+        b = self.data
+        once_for_all = b > 1 and y.ndim > 1 and y.shape[0] == 1  # like a positional embedding
+        if once_for_all:
+            y = y.expand(b, *y.shape[1:])
+        index = len(self.shapes)
+        self.shapes.append((y.shape, y.dtype))
+        if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
+            tapped = y
+            for parameter, *_ in uses:
+                self._refuse(parameter, "its layer does not keep the data on the first axis")
+            self.outputs.append(y.new_zeros(0))
+            return tapped
+        self.outputs.append(y.detach().reshape(b, -1)[-1].clone())
+        for parameter, x, kind, canonical in uses:
+            if parameter is None or id(parameter) not in self.known:
+                continue
+            leaf = self.known[id(parameter)][0]
+            if any(use.leaf == leaf for use in self.uses):
+                self.untapped[leaf] = "its weights are tied: it is used more than once"
+            x = y.new_zeros(b) if x is None else x.detach()
+            self.uses.append(Use(leaf, index, kind, canonical))
+            self.inputs.append(x.expand(b, *x.shape[1:]) if once_for_all and x.shape[0] == 1 else x)
+        return y + self.zeros[index] if self.zeros else y
+
+    def is_transposed(self, tensor: Tensor) -> bool:
+        return self.known[id(tensor)][1]
+
+    def knows(self, tensor: Any) -> bool:
+        return id(tensor) in self.known
+
+    def _refuse(self, parameter: Tensor | None, reason: str) -> None:
+        if parameter is not None and self.knows(parameter):
+            self.untapped[self.known[id(parameter)][0]] = reason
+
+    def _find(self, arguments: Any) -> list[tuple[Tensor, int, bool]]:
+        found = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if id(argument) in self.known:
+                    found.append((argument, *self.known[id(argument)]))
+            elif isinstance(argument, (tuple, list)):
+                found += self._find(argument)
+        return found
+
+    def _alias(self, view: Tensor, tensor: Tensor, index: int, transposed: bool) -> Tensor:
+        self.known[id(view)] = (index, not transposed)
+        self._alive.append(view)
+        return view
+
+
+def _bound(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    arguments = inspect.signature(function).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
+def _has_tensor(result: Any) -> bool:
+    return isinstance(result, Tensor) or (isinstance(result, (tuple, list)) and any(map(_has_tensor, result)))
+
+
+def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if taps.knows(input):
+        return NotImplemented
+    weight_use = _matrix_use(taps, input, weight, transposed=False)
+    y = F.linear(input, weight, bias)
+    return taps.tap(y, weight_use, _shift_use(bias, (y.shape[-1],)))
+
+
+def _matmul(taps: Taps, func: Any, input: Tensor, other: Tensor) -> Any:
+    if taps.knows(input) or other.ndim != 2 or input.ndim < 2:
+        return NotImplemented
+    return taps.tap(func(input, other), _matrix_use(taps, input, other, transposed=True))
+
+
+def _addmm(
+    taps: Taps, func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    if taps.knows(mat1) or (beta, alpha) != (1, 1) or input.ndim != 1:
+        return NotImplemented
+    y = func(input, mat1, mat2)
+    return taps.tap(y, _matrix_use(taps, mat1, mat2, transposed=True), _shift_use(input, (y.shape[-1],)))
+
+
+def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> tuple:
+    if not taps.knows(weight):
+        return (None, None, None, None)
+    transposed ^= taps.is_transposed(weight)
+    shape = tuple(weight.mT.shape if taps.is_transposed(weight) else weight.shape)
+
+    canonical = Canonical(
+        lambda x, b: x.reshape(b, -1, x.shape[-1]), lambda x, g, b: g.reshape(g.shape[0], b, -1, g.shape[-1])
+    )
+    return (weight, x, Matrix(transposed, shape), canonical)
+
+
+def _convolution(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    y = func(input, weight, bias, stride, padding, dilation, groups)
+    spatial = weight.ndim - 2
+    if taps.knows(input) or y.ndim != weight.ndim:
+        return NotImplemented
+    bias_use = _shift_use(bias, (y.shape[1],) + (1,) * spatial)
+    if not taps.knows(weight):
+        return taps.tap(y, bias_use)
+    if groups != 1:
+        taps._refuse(weight, "it is the weight of a grouped convolution")
+        return taps.tap(y, bias_use)
+    kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
+    pads = _pads(padding, kernel, dilation)
+
+    inputs = math.prod(weight.shape[1:])
+    canonical = Canonical(
+        lambda x, b: _columns(x, kernel, stride, pads, dilation).reshape(b, -1, inputs),
+        lambda x, g, b: g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2]),
+    )
+
+    kind = Matrix(False, (weight.shape[0], inputs))
+    return taps.tap(y, (weight, input, kind, canonical), bias_use)
+
+
+def _each(value: Any, spatial: int) -> tuple[int, ...]:
+    return (value,) * spatial if isinstance(value, int) else tuple(value) * (spatial // len(value))
+
+
+def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (before, after) for every spatial axis."""
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in _each(padding, len(kernel))]
+
+
+def _columns(x: Tensor, kernel: torch.Size, stride: tuple, pads: list[tuple[int, int]], dilation: tuple) -> Tensor:
+    """Unfold the patches under a kernel: `[N, I, *spatial]` to `[N, positions, I k...]`."""
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
+        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
+    spatial = len(kernel)
+    positions = x.permute(0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial))
+    return positions.reshape(x.shape[0], math.prod(x.shape[2 : 2 + spatial]), x.shape[1] * math.prod(kernel))
+
+
+def _embedding(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq:
+        return NotImplemented
+    y = F.embedding(input, weight, padding_idx)
+
+    rows = weight.shape[0]
+
+    def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
+        g = g if padding_idx is None else g * (x != padding_idx % rows)[..., None]
+        return g.reshape(g.shape[0], b, -1, g.shape[-1])
+
+    canonical = Canonical(lambda x, b: x.reshape(b, -1), of_output)
+    return taps.tap(y, (weight, input, Embedding(tuple(weight.shape)), canonical))
+
+
+def _batch_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _bound(F.batch_norm, args, kwargs)
+    return _norm(taps, func, given, _channels(given["input"]))
+
+
+def _group_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _bound(F.group_norm, args, kwargs)
+    return _norm(taps, func, given, _channels(given["input"]))
+
+
+def _layer_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _bound(F.layer_norm, args, kwargs)
+    return _norm(taps, func, given, tuple(given["normalized_shape"]))
+
+
+def _rms_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _bound(F.rms_norm, args, kwargs)
+    return _norm(taps, func, given, tuple(given["normalized_shape"]))
+
+
+def _channels(x: Tensor) -> tuple[int, ...]:
+    return (x.shape[1],) + (1,) * (x.ndim - 2)
+
+
+def _norm(taps: Taps, func: Any, given: dict[str, Any], aligned: tuple[int, ...]) -> Any:
+    if taps.knows(given["input"]):
+        return NotImplemented
+    y, weight, bias = func(**given), given["weight"], given.get("bias")
+    scale = (None, None, None, None)
+    if taps.knows(weight):
+        normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in given else {})})
+        scale = _scale_use(weight, normalised, aligned)
+    return taps.tap(y, scale, _shift_use(bias, aligned))
+
+
+def _add(taps: Taps, func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
+    return _elementwise(taps, func, input, other, _shift_use) if not kwargs else NotImplemented
+
+
+def _mul(taps: Taps, func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
+    def use(parameter: Tensor, aligned: tuple[int, ...]) -> tuple:
+        x = other if parameter is input else input
+        return _scale_use(parameter, x, aligned) if isinstance(x, Tensor) and x.shape == shape else (None,) * 4
+
+    shape = torch.broadcast_shapes(*(t.shape for t in (input, other) if isinstance(t, Tensor)))
+    other_is_full = all(isinstance(t, Tensor) and (taps.knows(t) or t.shape == shape) for t in (input, other))
+    return _elementwise(taps, func, input, other, use) if other_is_full and not kwargs else NotImplemented
+
+
+def _elementwise(taps: Taps, func: Any, input: Any, other: Any, use: Any) -> Any:
+    if taps.knows(input) == taps.knows(other):
+        return NotImplemented
+    parameter = input if taps.knows(input) else other
+    if taps.is_transposed(parameter):
+        return NotImplemented
+    y = func(input, other)
+    aligned = tuple(parameter.shape)
+    while len(aligned) >= y.ndim and aligned and aligned[0] == 1:
+        aligned = aligned[1:]
+    return taps.tap(y, use(parameter, aligned)) if len(aligned) < y.ndim else NotImplemented
+
+
+def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...]) -> tuple:
+    """Use of a parameter that is added; `aligned` is its shape as it broadcasts against the output, from the right."""
+    if parameter is None:
+        return (None, None, None, None)
+
+    canonical = Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
+    return (parameter, None, Vector((parameter.numel(), 1)), canonical)
+
+
+def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> tuple:
+    """Use of a parameter that multiplies `x` elementwise."""
+
+    canonical = Canonical(lambda x, b: x.new_zeros(b), lambda x, g, b: _sum_to(g * x, aligned, b))
+    return (parameter, x, Vector((parameter.numel(), 1)), canonical)
+
+
+def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
+    """Sum `[K, N, *]` over all that a parameter of shape `aligned` was broadcast over, datum by datum: `[K, b, n]`."""
+    g = g.reshape(g.shape[0], b, -1, *g.shape[2:])
+    first = g.ndim - len(aligned)
+    axes = [*range(2, first), *(first + i for i, length in enumerate(aligned) if length == 1)]
+    summed = g.sum(axes) if any(g.shape[axis] > 1 for axis in axes) else g
+    return summed.reshape(g.shape[0], b, -1)
+
+
+_TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}
+_LAYERS: dict[Any, Any] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    F.embedding: _embedding,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{function: _add for function in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},
+    **{function: _mul for function in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
+}

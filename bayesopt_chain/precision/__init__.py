@@ -1,0 +1,30 @@
+"""Gaussian precisions over parameter trees: one algebra, several structures (see `_algebra.py`)."""
+
+from bayesopt_chain.precision._algebra import Precision
+from bayesopt_chain.precision._block import Block
+from bayesopt_chain.precision._dense import Cholesky, Dense
+from bayesopt_chain.precision._diagonal import Diagonal
+from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
+from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
+from bayesopt_chain.precision._low_rank_covariance import LowRankCovariance, low_rank_covariance
+from bayesopt_chain.precision._trees import flatten, shape_only, unflatten
+from bayesopt_chain.precision._zero import Zero
+
+__all__ = [
+    "Block",
+    "Cholesky",
+    "Dense",
+    "Diagonal",
+    "Eigenbasis",
+    "Kronecker",
+    "LowRank",
+    "LowRankCovariance",
+    "Precision",
+    "Root",
+    "Woodbury",
+    "Zero",
+    "flatten",
+    "low_rank_covariance",
+    "shape_only",
+    "unflatten",
+]

@@ -1,0 +1,102 @@
+"""One set of questions to ask of any Gaussian precision, so that a method never asks what it is.
+
+A precision `Lambda` is a symmetric positive semidefinite operator on parameter trees. In the algebra below `x` is a
+tree like the parameters, or a batch of them: leaves `[*lead, *leaf.shape]`.
+
+    add            Lambda + Lambda'               solve         Lambda^-1 x
+    scale          c Lambda                       sqrt_solve    R x  with  R R^T = Lambda^-1   (sampling)
+    add_diagonal   Lambda + diag(d)               inverse_diag  the diagonal of Lambda^-1, a tree
+    quad           x^T Lambda x, shape [*lead]    diag          the diagonal of Lambda, a tree
+    logdet         log |Lambda|, 0-d              to_dense      the matrix [P, P], leaves in optree order
+
+What decomposes a precision (`solve, sqrt_solve, logdet, inverse_diag`) is answered by `factorised()`, which does the
+decomposition once and also refuses, by name, a precision that is not positive definite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.precision._trees import Tree, is_transformed
+
+
+class Precision:
+    """The algebra of precisions; each structure is a NamedTuple of tensors and trees with these methods.
+
+    `count` is the number of data behind the precision, a 0-d tensor; `add` sums it and `scale` scales it.
+    """
+
+    __slots__ = ()
+    count: Tensor
+
+    def add(self, other: Any) -> Any:
+        """Return the sum with another precision of the same structure over the same tree."""
+        raise NotImplementedError
+
+    def scale(self, factor: float | Tensor) -> Any:
+        """Return the precision, and its count, times a non-negative number."""
+        raise NotImplementedError
+
+    def add_diagonal(self, value: Any) -> Any:
+        """Return the precision plus a diagonal: a number, a 0-d tensor, or a tree that broadcasts to the params."""
+        raise NotImplementedError
+
+    def factorised(self) -> Any:
+        """Return the same precision decomposed for solving; `ValueError` where it is not positive definite."""
+        raise NotImplementedError
+
+    def diag(self) -> Tree:
+        """Return the diagonal as a tree."""
+        raise NotImplementedError
+
+    def quad(self, tree: Tree) -> Tensor:
+        """Return `x^T Lambda x`, shape `[*lead]`."""
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix `[P, P]`, the leaves flattened in optree order."""
+        raise NotImplementedError
+
+    def solve(self, tree: Tree) -> Tree:
+        """Return `Lambda^-1 x`."""
+        return self.factorised().solve(tree)
+
+    def sqrt_solve(self, tree: Tree) -> Tree:
+        """Return `R x` with `R R^T = Lambda^-1`: white noise in, a draw of covariance `Lambda^-1` out."""
+        return self.factorised().sqrt_solve(tree)
+
+    def logdet(self) -> Tensor:
+        """Return `log |Lambda|`."""
+        return self.factorised().logdet()
+
+    def inverse_diag(self) -> Tree:
+        """Return the diagonal of `Lambda^-1`, the marginal variances, as a tree."""
+        return self.factorised().inverse_diag()
+
+
+def require_same_structure(left: Precision, right: Any, *accepted: type) -> None:
+    """Raise `TypeError` unless `right` is one of the classes that can be added to `left`."""
+    if not isinstance(right, accepted or (type(left),)):
+        raise TypeError(
+            f"cannot add {type(right).__name__} to {type(left).__name__}: one posterior has one structure; "
+            "build every estimator with the same structure= (and give a new structure a new state)"
+        )
+
+
+def require_positive(values: Tensor, name: str) -> None:
+    """Raise `ValueError` where values that must be positive are not; inside a transform nothing can be checked."""
+    if not is_transformed(values) and not bool((values > 0).all()):
+        raise ValueError(
+            f"the precision is singular or indefinite at {name} (smallest value {values.min().item():.3g}): "
+            "pass a larger prior_precision, or more data"
+        )
+
+
+def as_count(count: float | Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a datum count as a 0-d float64 tensor, which holds any number of data exactly."""
+    if isinstance(count, Tensor):
+        return count
+    return torch.tensor(float(count), dtype=torch.float64, device=device)

@@ -1,0 +1,136 @@
+"""A precision that keeps every correlation, for models small enough to hold `P^2` numbers.
+
+Lambda = M = L L^T,    Lambda^-1 x = L^-T L^-1 x,    R = L^-T,    log |Lambda| = 2 sum_i log L_ii
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.precision._algebra import Precision, require_same_structure
+from bayesopt_chain.precision._trees import Tree, flatten, is_transformed, paths, require_like, size, spread, unflatten
+
+
+class _Dense(NamedTuple):
+    matrix: Tensor
+    like: Tree
+    count: Tensor
+
+
+class _Cholesky(NamedTuple):
+    factor: Tensor
+    like: Tree
+    count: Tensor
+
+
+class Dense(_Dense, Precision):
+    """A dense precision. `matrix`: `[P, P]`, the leaves flattened in optree order; `like`: a tree of the params' shapes
+    (its values are never read: `precision.shape_only(params)` costs no memory); `count`: 0-d.
+
+    >>> import torch
+    >>> from bayesopt_chain.precision import Dense
+    >>> like = (torch.tensor(0.0), torch.zeros(1))
+    >>> precision = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), like, torch.tensor(1.0))
+    >>> precision.solve((torch.tensor(3.0), torch.tensor([0.0])))
+    (tensor(2.0000), tensor([-1.]))
+    """
+
+    __slots__ = ()
+
+    def add(self, other: Dense | Cholesky) -> Dense:
+        require_same_structure(self, other, Dense, Cholesky)
+        require_like(other.like, self.like, "the increment")
+        return Dense(self.matrix + other.to_dense(), self.like, self.count + other.count)
+
+    def scale(self, factor: float | Tensor) -> Dense:
+        return Dense(self.matrix * factor, self.like, self.count * factor)
+
+    def add_diagonal(self, value: Any) -> Dense:
+        entries = [d.expand(leaf.shape).reshape(-1).to(self.matrix.dtype) for d, leaf in self._pairs(value)]
+        return Dense(self.matrix + torch.diag(torch.cat(entries)), self.like, self.count)
+
+    def _pairs(self, value: Any) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(spread(value, self.like, "the diagonal"), optree.tree_leaves(self.like)))
+
+    def factorised(self) -> Cholesky:
+        factor, info = torch.linalg.cholesky_ex(self.matrix)
+        if not is_transformed(info) and int(info) != 0:
+            raise ValueError(
+                f"the precision is singular or indefinite at {_leaf_at(int(info) - 1, self.like)}: "
+                "pass a larger prior_precision, or use curvature.ggn, which is never indefinite"
+            )
+        return Cholesky(factor, self.like, self.count)
+
+    def diag(self) -> Tree:
+        return unflatten(self.matrix.diagonal(), self.like)
+
+    def quad(self, tree: Tree) -> Tensor:
+        x = flatten(tree, self.like)
+        return ((x @ self.matrix) * x).sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return self.matrix
+
+
+class Cholesky(_Cholesky, Precision):
+    """A dense precision held by its lower Cholesky factor. `factor`: `[P, P]`; `like`, `count`: as in `Dense`.
+
+    >>> import torch
+    >>> from bayesopt_chain.precision import Cholesky
+    >>> Cholesky(torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.zeros(2), torch.tensor(1.0)).logdet()
+    tensor(1.3863)
+    """
+
+    __slots__ = ()
+
+    def add(self, other: Dense | Cholesky) -> Dense:
+        return Dense(self.to_dense(), self.like, self.count).add(other)
+
+    def scale(self, factor: float | Tensor) -> Cholesky:
+        root = torch.as_tensor(factor, dtype=self.factor.dtype, device=self.factor.device).sqrt()
+        return Cholesky(self.factor * root, self.like, self.count * factor)
+
+    def add_diagonal(self, value: Any) -> Dense:
+        return Dense(self.to_dense(), self.like, self.count).add_diagonal(value)
+
+    def factorised(self) -> Cholesky:
+        return self
+
+    def solve(self, tree: Tree) -> Tree:
+        x = flatten(tree, self.like)
+        columns = x.reshape(-1, x.shape[-1]).mT.to(self.factor.dtype)
+        return unflatten(torch.cholesky_solve(columns, self.factor).mT.reshape(x.shape), self.like)
+
+    def sqrt_solve(self, tree: Tree) -> Tree:
+        x = flatten(tree, self.like)
+        columns = x.reshape(-1, x.shape[-1]).mT.to(self.factor.dtype)
+        drawn = torch.linalg.solve_triangular(self.factor.mT, columns, upper=True)
+        return unflatten(drawn.mT.reshape(x.shape), self.like)
+
+    def logdet(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def diag(self) -> Tree:
+        return unflatten(self.factor.square().sum(1), self.like)
+
+    def inverse_diag(self) -> Tree:
+        identity = torch.eye(size(self.like), dtype=self.factor.dtype, device=self.factor.device)
+        inverse = torch.linalg.solve_triangular(self.factor, identity, upper=False)
+        return unflatten(inverse.square().sum(0), self.like)
+
+    def quad(self, tree: Tree) -> Tensor:
+        return (flatten(tree, self.like) @ self.factor).square().sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return self.factor @ self.factor.mT
+
+
+def _leaf_at(index: int, like: Tree) -> str:
+    """Name the leaf that holds the flat index."""
+    ends = accumulate(leaf.numel() for leaf in optree.tree_leaves(like))
+    return next(name for name, end in zip(paths(like), ends) if index < end)

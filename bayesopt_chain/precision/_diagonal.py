@@ -1,0 +1,72 @@
+"""A precision that ignores every correlation, so that it costs what the parameters cost.
+
+Lambda = diag(d)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
+from bayesopt_chain.precision._trees import Tree, flatten, inner, paths, require_like, scaled, spread
+
+
+class _Diagonal(NamedTuple):
+    values: Tree
+    count: Tensor
+
+
+class Diagonal(_Diagonal, Precision):
+    """A diagonal precision. `values`: a tree like the params; `count`: 0-d.
+
+    >>> import torch
+    >>> from bayesopt_chain.precision import Diagonal
+    >>> precision = Diagonal({"w": torch.tensor([1.0, 3.0])}, torch.tensor(2.0)).add_diagonal(1.0)
+    >>> precision.solve({"w": torch.ones(2)})
+    {'w': tensor([0.5000, 0.2500])}
+    """
+
+    __slots__ = ()
+
+    def add(self, other: Diagonal) -> Diagonal:
+        require_same_structure(self, other)
+        require_like(other.values, self.values, "the increment")
+        return Diagonal(optree.tree_map(torch.add, self.values, other.values), self.count + other.count)
+
+    def scale(self, factor: float | Tensor) -> Diagonal:
+        return Diagonal(scaled(self.values, factor), self.count * factor)
+
+    def add_diagonal(self, value: Any) -> Diagonal:
+        leaves, structure = optree.tree_flatten(self.values)
+        total = [leaf + d for leaf, d in zip(leaves, spread(value, self.values, "the diagonal"))]
+        return Diagonal(optree.tree_unflatten(structure, total), self.count)
+
+    def factorised(self) -> Diagonal:
+        for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
+            require_positive(leaf, name)
+        return self
+
+    def solve(self, tree: Tree) -> Tree:
+        return optree.tree_map(torch.div, tree, self.values)
+
+    def sqrt_solve(self, tree: Tree) -> Tree:
+        return optree.tree_map(lambda x, v: x / v.sqrt(), tree, self.values)
+
+    def logdet(self) -> Tensor:
+        return sum(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
+
+    def diag(self) -> Tree:
+        return self.values
+
+    def inverse_diag(self) -> Tree:
+        return optree.tree_map(torch.reciprocal, self.values)
+
+    def quad(self, tree: Tree) -> Tensor:
+        return inner(tree, optree.tree_map(torch.mul, tree, self.values), self.values)
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(flatten(self.values, self.values))

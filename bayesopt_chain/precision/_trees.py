@@ -1,0 +1,150 @@
+"""Parameter trees as vectors: the few tree operations that every precision needs, each with leading batch axes.
+
+A tree `x` is "like" another when it has the same structure and every leaf ends in the shape of its counterpart;
+what stands before that shape, `lead`, is a batch of vectors, the same for all leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+Tree = Any
+
+
+def paths(tree: Tree) -> list[str]:
+    """Name the leaves of a tree, in optree order, as a user would: `layer.0.weight`; `parameters` for a bare tensor."""
+    return [".".join(map(str, path)) or "parameters" for path in optree.tree_paths(tree)]
+
+
+def size(tree: Tree) -> int:
+    """Count the numbers in a tree."""
+    return sum(leaf.numel() for leaf in optree.tree_leaves(tree))
+
+
+def shape_only(tree: Tree) -> Tree:
+    """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory."""
+    return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape), tree)
+
+
+def common_dtype(tree: Tree) -> torch.dtype:
+    """Return the dtype in which the leaves of a tree can be held together, float32 at least."""
+    dtype = torch.float32
+    for leaf in optree.tree_leaves(tree):
+        dtype = torch.promote_types(dtype, leaf.dtype)
+    return dtype
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Tell whether a tensor stands inside vmap or another functorch transform, where its values cannot be inspected."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> None:
+    """Raise unless `tree` is like `like`; the message calls it `name` and says which leaf differs."""
+    structure, wanted = optree.tree_structure(tree), optree.tree_structure(like)
+    if structure != wanted:
+        raise ValueError(f"{name} has the tree {structure}, not {wanted}: pass a tree with the structure of the params")
+    for path, leaf, other in zip(paths(like), optree.tree_leaves(tree), optree.tree_leaves(like)):
+        tail = leaf.shape[leaf.ndim - other.ndim :] if batched and leaf.ndim >= other.ndim else leaf.shape
+        if tail != other.shape:
+            raise ValueError(f"{name} at {path} has shape {tuple(leaf.shape)}, the parameter {tuple(other.shape)}")
+
+
+def flatten(tree: Tree, like: Tree) -> Tensor:
+    """Concatenate a tree like `like` into one tensor `[*lead, P]`, the leaves in optree order."""
+    require_like(tree, like, "the tree", batched=True)
+    dtype = common_dtype(tree)
+    pieces = [
+        leaf.reshape(*leaf.shape[: leaf.ndim - other.ndim], other.numel()).to(dtype)
+        for leaf, other in zip(optree.tree_leaves(tree), optree.tree_leaves(like))
+    ]
+    return torch.cat(pieces, dim=-1)
+
+
+def unflatten(vector: Tensor, like: Tree) -> Tree:
+    """Cut `[*lead, P]` into leaves `[*lead, *leaf.shape]` in the dtypes of `like`: the inverse of flatten."""
+    leaves, structure = optree.tree_flatten(like)
+    pieces = vector.split([leaf.numel() for leaf in leaves], dim=-1)
+    shaped = [
+        piece.reshape((*vector.shape[:-1], *leaf.shape)).to(device=leaf.device, dtype=leaf.dtype)
+        for piece, leaf in zip(pieces, leaves)
+    ]
+    return optree.tree_unflatten(structure, shaped)
+
+
+def scaled(tree: Tree, factor: float | Tensor) -> Tree:
+    """Multiply the leaves by a number, each in its own dtype (a 0-d leaf would take on that of a 0-d factor)."""
+    return optree.tree_map(lambda leaf: leaf * (factor.to(leaf) if isinstance(factor, Tensor) else factor), tree)
+
+
+def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
+    """Return the inner products `[*lead]` of two trees like `like`."""
+    total: Any = 0
+    for a, b, other in zip(*map(optree.tree_leaves, (left, right, like))):
+        product = a * b
+        total = total + (product.flatten(product.ndim - other.ndim).sum(-1) if other.ndim else product)
+    return total
+
+
+def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
+    """Turn a number, a one-element tensor or a tree of tensors that broadcast to the leaves into one tensor a leaf.
+
+    Every tensor gets as many axes as its leaf, or none; it is not expanded.
+    """
+    leaves, structure = optree.tree_flatten(like)
+    is_number = isinstance(value, (int, float))
+    if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+        return [torch.as_tensor(value, dtype=leaf.dtype, device=leaf.device).reshape(()) for leaf in leaves]
+    values, given = optree.tree_flatten(value)
+    if given != structure:
+        raise ValueError(f"{name} has the tree {given}, not {structure}: pass a number, or a tree like the params")
+    spread_out = []
+    for path, entry, leaf in zip(paths(like), values, leaves):
+        entry = torch.as_tensor(entry, dtype=leaf.dtype, device=leaf.device)
+        if entry.ndim > leaf.ndim or any(a not in (1, b) for a, b in zip(entry.shape[::-1], leaf.shape[::-1])):
+            raise ValueError(
+                f"{name} at {path} has shape {tuple(entry.shape)}, which does not broadcast to {leaf.shape}"
+            )
+        spread_out.append(entry.reshape(()) if entry.numel() == 1 else entry)
+    return spread_out
+
+
+def rows_to_matrix(rows: Tree, like: Tree) -> Tensor:
+    """Flatten rows (leaves `[M, *leaf.shape]`) into a matrix `[M, P]`."""
+    return flatten(rows, like)
+
+
+def first(rows: Tree) -> Tree:
+    """Return the tree of the leaves' first rows: what a tree of rows is rows of."""
+    return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape[1:]), rows)
+
+
+def combine(coefficients: Tensor, rows: Tree) -> Tree:
+    """Return `coefficients @ rows`: leaves `[*lead, *leaf.shape]` from `[*lead, M]` and leaves `[M, *leaf.shape]`."""
+    return optree.tree_map(
+        lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=([coefficients.ndim - 1], [0])), rows
+    )
+
+
+def project(rows: Tree, tree: Tree) -> Tensor:
+    """Return the inner products `[*lead, M]` of a tree like `first(rows)` with each of the rows."""
+    total: Any = 0
+    for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows)):
+        flat_rows = row.reshape(row.shape[0], -1)
+        lead = leaf.shape[: leaf.ndim - row.ndim + 1]
+        total = total + leaf.reshape(*lead, flat_rows.shape[1]) @ flat_rows.mT
+    return total
+
+
+def gram(rows: Tree) -> Tensor:
+    """Return the matrix `[M, M]` of inner products between rows."""
+    total: Any = 0
+    for row in optree.tree_leaves(rows):
+        flat = row.reshape(row.shape[0], math.prod(row.shape[1:]))
+        total = total + flat @ flat.mT
+    return total

@@ -1,0 +1,56 @@
+"""Predicts by running the model at draws of its parameters: from a Gaussian posterior, or a sampler's chain.
+
+p(y | x, D) ~ 1/S sum_s p(y | f(theta_s, x)),   theta_s ~ posterior
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain.precision._trees import Tree
+
+
+@torch.no_grad()
+def monte_carlo(
+    forward: Callable[[Tree, Any], Tensor],
+    posterior: Gaussian | Tree,
+    batch: Any,
+    *,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the outputs at draws of the parameters, `[S, B, *event]`; average likelihoods, not outputs, over S.
+
+    Args:
+        forward: `forward(params, batch) -> outputs [B, *event]`.
+        posterior: a `Gaussian`, from which `samples` draws are made one at a time; or draws, a tree with leaves
+            `[S, *leaf.shape]` (`samples` and `generator` are then not used).
+        batch: `(inputs, targets)`, handed on to `forward`.
+
+    Raises:
+        ValueError: for draws whose leaves disagree on S, or fewer than one sample.
+
+    >>> import torch
+    >>> from bayesopt_chain import predict
+    >>> predict.monte_carlo(lambda w, batch: batch[0] * w, torch.tensor([1.0, 3.0]), (torch.ones(2), None))
+    tensor([[1., 1.],
+            [3., 3.]])
+    """
+    if isinstance(posterior, Gaussian):
+        if samples < 1:
+            raise ValueError(f"samples={samples}: pass at least 1")
+        posterior = posterior.factorised()
+        return torch.stack([forward(posterior.sample(generator=generator), batch) for _ in range(samples)])
+    lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] with one S"
+        )
+    draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
+    return torch.stack([forward(draw, batch) for draw in draws])

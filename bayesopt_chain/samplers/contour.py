@@ -1,0 +1,185 @@
+r"""Contour SGLD (Deng, Lin and Liang, 2020): a self-adapting flat histogram of the loss, so that barriers are walked over.
+
+The range of the loss is cut into ``m`` bins of width ``w``; ``theta(i)`` estimates the target's mass in bin ``i``, and the
+gradient is multiplied so that the chain samples ``exp(-L / T) / Psi(L)^zeta``, ``Psi`` being log-linear between bins. With
+``J`` the bin of the current loss and ``omega`` a decreasing step,
+
+    g <- (1 + zeta T (log theta(J) - log theta(J - 1)) / w) g,
+    theta(i) <- theta(i) + omega theta(J)^zeta (1_{i = J} - theta(i)).
+
+A sample counts with the weight ``theta(J)^zeta`` (:func:`contour_weight`). Where a bin is over-visited the multiplier turns
+negative and the chain climbs out. At T = 0 the multiplier is 1 and this is the chain around it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _checks, _own_noise, schedules
+from bayesopt_chain._chain import Chain, Rule, chain
+from bayesopt_chain._leafwise import each
+from bayesopt_chain._response import Nonlinear
+from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
+from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+
+
+class ContourState(NamedTuple):
+    """Updates seen (0-d, int64); the estimated mass of each bin of the loss, float64 ``[bins]``, summing to 1."""
+
+    count: Tensor
+    mass: Tensor
+
+
+@dataclass(frozen=True)
+class Contour(Rule):
+    """The rule behind :func:`scale_by_contour`."""
+
+    temperature: Any
+    low: float
+    high: float
+    bins: int
+    zeta: float
+    omega: schedules.Schedule
+    response = Nonlinear()
+    accepts = frozenset({"loss"})
+
+    @property
+    def width(self) -> float:
+        return (self.high - self.low) / self.bins
+
+    def init(self, params):
+        device = next((p.device for p in params if p is not None), torch.device("cpu"))
+        mass = torch.full((self.bins,), 1.0 / self.bins, dtype=torch.float64, device=device)
+        return ContourState(torch.zeros((), dtype=torch.int64, device=device), mass)
+
+    def bin(self, loss: Tensor) -> Tensor:
+        """Number of the bin of a loss; what lies outside the range counts to its ends."""
+        place = (loss.detach().to(torch.float64) - self.low) / self.width
+        return place.floor().clamp(0, self.bins - 1).to(torch.int64)
+
+    def update(self, g, state, params, ctx):
+        loss = ctx.extra.get("loss")
+        if loss is None or loss.ndim != 0:
+            came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
+            raise ValueError(
+                f"contour: update needs loss=, the loss at the current parameters as a 0-d tensor, got {came}; "
+                "bc.make_loss_step passes it"
+            )
+        temperature = _own_noise.now(self.temperature, state.count)
+        here = self.bin(loss)
+        member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
+        below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)
+        log_mass = state.mass.log()
+        slope = ((member - below) * log_mass).sum() / self.width
+        factor = 1.0 + self.zeta * temperature * slope
+        gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
+        mass = state.mass + gain * (member - state.mass)
+        out = each(lambda x: x * factor.to(x.dtype), g)
+        return _own_noise.emit(g, out, ctx.inplace), ContourState(
+            _own_noise.tick(state.count, ctx.inplace), state.mass.copy_(mass) if ctx.inplace else mass
+        )
+
+    def __str__(self) -> str:
+        return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
+
+
+def scale_by_contour(
+    temperature: Temperature,
+    low: float,
+    high: float,
+    *,
+    bins: int = 50,
+    zeta: float = 0.75,
+    omega: schedules.Schedule | None = None,
+) -> Chain:
+    """Multiply gradients so that what follows samples a flattened histogram of the loss.
+
+    Args:
+        temperature: of the chain. low, high: range of the loss to flatten. bins: at least 2.
+        zeta: how flat, in (0, 1]. omega: steps of the mass estimate (default ``robbins_monro(1, b=1000, gamma=0.8)``).
+
+    Returns:
+        A link whose ``update`` takes ``loss=``.
+
+    Raises:
+        ValueError: an argument out of range; at ``update``, a missing loss.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale_by_contour(1.0, 0.0, 10.0)
+        >>> tx.update(torch.ones(1), tx.init(torch.zeros(1)), loss=torch.tensor(3.0), inplace=False)[0]
+        tensor([1.])
+    """
+    _checks.temperature(temperature)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"scale_by_contour: need finite low < high, got {low!r} and {high!r}")
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
+        raise ValueError(f"scale_by_contour: bins must be a whole number, at least 2, got {bins!r}")
+    if not 0.0 < zeta <= 1.0:
+        raise ValueError(f"scale_by_contour: zeta must lie in (0, 1], got {zeta!r}")
+    omega = schedules.robbins_monro(1.0, b=1000.0, gamma=0.8) if omega is None else omega
+    if isinstance(temperature, int):
+        temperature = float(temperature)
+    return Chain((Contour(temperature, low, high, bins, zeta, omega),))
+
+
+def contour_sgld(
+    lr: ScalarOrSchedule,
+    low: float,
+    high: float,
+    *,
+    temperature: Temperature,
+    bins: int = 50,
+    zeta: float = 0.75,
+    omega: schedules.Schedule | None = None,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Contour SGLD. At ``temperature=0`` it is SGD.
+
+    Args:
+        lr: learning rate. low, high, bins, zeta, omega: as for :func:`scale_by_contour`.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain whose ``update`` takes ``loss=`` (:func:`bayesopt_chain.make_loss_step` passes it). Weigh samples by
+        :func:`contour_weight`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.contour_sgld(0.01, 0.0, 10.0, temperature=1.0)
+        >>> step, params = bc.make_loss_step(lambda p, batch: (p**2).sum(), tx), torch.ones(2)
+        >>> params, state, info = step(params, tx.init(params), ())
+        >>> weight = bc.contour_weight(tx, state, info.loss)
+    """
+    return chain(
+        scale_by_contour(temperature, low, high, bins=bins, zeta=zeta, omega=omega),
+        inject_langevin_noise(temperature, order=1, generator=generator),
+        scale_by_neg_lr(lr),
+    )
+
+
+def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
+    """Importance weight ``theta(J)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
+
+    Args:
+        tx: a chain with a contour link. state: its state. loss: 0-d loss of the sample.
+
+    Raises:
+        ValueError: a chain without a contour link.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.contour_sgld(0.01, 0.0, 10.0, temperature=1.0, bins=4, zeta=1.0)
+        >>> bc.contour_weight(tx, tx.init(torch.ones(2)), torch.tensor(3.0))
+        tensor(0.2500, dtype=torch.float64)
+    """
+    for rule, entry in zip(tx.rules, state):
+        if isinstance(rule, Contour):
+            return entry.mass[rule.bin(loss)] ** rule.zeta
+    raise ValueError(f"contour_weight: no link of {tx} is scale_by_contour; every sample of this chain weighs the same")

@@ -1,0 +1,174 @@
+r"""Cyclical stochastic-gradient MCMC (Zhang, Li, Zhang, Chen and Wilson, 2020): explore, then sample, then start again.
+
+Within a cycle of ``C`` updates, ``t`` being the count,
+
+    lr(t) = lr / 2 (1 + cos(pi (t mod C) / C)),      T(t) = 0 while t mod C < burn_in, else T:
+
+a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample around it. Two noise rules:
+
+* :func:`cyclical`, ours: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
+  learning rate asks for (see ``_matched_noise.scheduled_momentum_noise``), second order where lr is constant. A restart
+  brings the thermal velocity to the new lr's scale; that step has no limit as T -> 0, where the velocity is kept.
+* :func:`cyclical_paper`: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
+
+      v <- mu v - lr(t) g + N(0, 2 (1 - mu) lr(t) T(t)),      theta <- theta + v.
+
+  As lr falls the velocity remembers larger steps, so that this samples too warm, and more so the longer its memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _checks, _own_noise, schedules
+from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.stated_noise import inject_stated_noise
+from bayesopt_chain.samplers.langevin import sghmc
+
+
+@dataclass(frozen=True)
+class sampling_phase:
+    """Temperature schedule of a cycle: 0 for ``burn_in`` updates, then ``temperature``.
+
+    Args:
+        temperature: positive number. cycle: updates in a cycle. burn_in: updates of exploration in each, below ``cycle``.
+
+    Raises:
+        ValueError: a cycle that is no longer than its burn-in.
+
+    Example:
+        >>> from bayesopt_chain.samplers.cyclical import sampling_phase
+        >>> [sampling_phase(0.5, cycle=10, burn_in=8)(t).item() for t in (0, 7, 8, 10)]
+        [0.0, 0.0, 0.5, 0.0]
+    """
+
+    temperature: float
+    cycle: int
+    burn_in: int
+
+    def __post_init__(self) -> None:
+        _check(self.cycle, self.burn_in)
+        _checks.temperature(self.temperature)
+
+    def __call__(self, count) -> Tensor:
+        t = torch.as_tensor(count)
+        hot = torch.remainder(t, self.cycle) >= self.burn_in
+        return hot.to(torch.float64) * self.temperature
+
+
+def cyclical(
+    lr: float,
+    cycle: int,
+    burn_in: int,
+    momentum: float = 0.9,
+    *,
+    temperature: float,
+    order: int = 2,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Cyclical SGHMC with matched noise. At ``temperature=0`` it is SGD with momentum under a cosine with restarts.
+
+    Args:
+        lr: learning rate at the start of each cycle. cycle: updates in a cycle.
+        burn_in: updates at T = 0 at the start of each cycle, below ``cycle``. Collect samples after them.
+        momentum: in [0, 1); 0 gives cyclical SGLD.
+        temperature: of the sampling phase; ``1 / N`` for a loss that is a mean over ``N`` data.
+        order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
+        generator: source of the random key (default: torch's global generator).
+
+    Raises:
+        ValueError: a cycle that is no longer than its burn-in; an argument out of range.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> tx = bc.cyclical(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
+        >>> bc.cyclical(0.1, cycle=100, burn_in=100, temperature=1.0)
+        Traceback (most recent call last):
+            ...
+        ValueError: cyclical: burn_in must be shorter than the cycle (100 updates), got 100; no update would sample
+    """
+    _checks.positive("cyclical: lr", lr)
+    _check(cycle, burn_in)
+    return sghmc(
+        schedules.cosine_restarts(lr, cycle),
+        momentum,
+        temperature=_phase(temperature, cycle, burn_in),
+        order=order,
+        generator=generator,
+    )
+
+
+def cyclical_paper(
+    lr: float,
+    cycle: int,
+    burn_in: int,
+    momentum: float = 0.9,
+    *,
+    temperature: float,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Cyclical SGHMC with the noise rule of the paper. Arguments as :func:`cyclical`, which samples closer to the target.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> tx = bc.cyclical_paper(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
+    """
+    _checks.positive("cyclical_paper: lr", lr)
+    _checks.momentum("cyclical_paper: momentum", momentum)
+    _check(cycle, burn_in)
+    schedule = schedules.cosine_restarts(lr, cycle)
+    return chain(
+        scale_by_neg_lr(schedule),
+        inject_stated_noise(
+            _phase(temperature, cycle, burn_in),
+            ((2.0 * (1.0 - momentum)) ** 0.5,),
+            gain=_Root(schedule),
+            generator=generator,
+        ),
+        add_momentum(momentum),
+    )
+
+
+@dataclass(frozen=True)
+class _Root:
+    """Square root of a schedule."""
+
+    schedule: schedules.Schedule
+
+    def __call__(self, count) -> Tensor:
+        return torch.sqrt(self.schedule(count))
+
+
+def _phase(temperature: float, cycle: int, burn_in: int):
+    _checks.temperature(temperature)
+    if _own_noise.is_zero(temperature):
+        return 0.0
+    if not isinstance(temperature, (int, float)):
+        return _Gated(sampling_phase(1.0, cycle, burn_in), temperature)
+    return sampling_phase(float(temperature), cycle, burn_in)
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """A temperature that is a tensor or a schedule, switched off while exploring."""
+
+    phase: sampling_phase
+    temperature: object
+
+    def __call__(self, count) -> Tensor:
+        return self.phase(count) * _own_noise.now(self.temperature, count)
+
+
+def _check(cycle: int, burn_in: int) -> None:
+    schedules._steps("cyclical: cycle", cycle)
+    if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
+        raise ValueError(f"cyclical: burn_in must be a whole number of updates, not negative, got {burn_in!r}")
+    if burn_in >= cycle:
+        raise ValueError(
+            f"cyclical: burn_in must be shorter than the cycle ({cycle} updates), got {burn_in}; no update would sample"
+        )

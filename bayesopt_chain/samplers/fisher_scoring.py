@@ -1,0 +1,191 @@
+r"""Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012): the minibatch's own noise counts as Langevin noise.
+
+With ``V`` the covariance of the gradients of single data, a batch of ``n`` gives the mean gradient noise ``V / n``. Injecting
+``(2 T / lr) I`` besides, the total ``M = V / n + (2 T / lr) I`` asks for the step ``D = 2 T M^-1``,
+
+    theta <- theta - D (g + sqrt(2 T / lr) xi),      D = (I / lr + V / (2 T n))^-1,
+
+whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
+near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
+
+``V`` is a bias-corrected running average of what ``update`` receives as ``curvature=``: for :func:`sgfs` the variance of
+each parameter's gradient across single data, a tree like the parameters; for :func:`sgfs_dense` the covariance matrix
+``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that gradient noise, the bias is that of SGLD
+with step ``D``.
+
+At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
+temperature 0 is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _checks, _own_noise
+from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._leafwise import zeros_like
+from bayesopt_chain.links.langevin_noise import Temperature
+
+
+class FisherState(NamedTuple):
+    """Stream; running average of the gradients' variance, for each leaf or as one matrix."""
+
+    key: Tensor
+    count: Tensor
+    variance: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class FisherScoring(Rule):
+    """The rule behind :func:`sgfs`."""
+
+    lr: float
+    temperature: Temperature
+    batch_size: int
+    decay: float
+    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    response = _own_noise.ITS_OWN_NOISE
+    accepts = frozenset({"curvature"})
+    name = "sgfs"
+
+    def init(self, params):
+        return FisherState(*_own_noise.start(params, self.generator), zeros_like(params))
+
+    def update(self, g, state, params, ctx):
+        came = self.variance_of(ctx)
+        xi = _own_noise.draw(state, list(state.variance), 1)
+        temperature, inject, corrected = self.now(state)
+        variance: list = [None] * len(g)
+        out: list = [None] * len(g)
+        for i, x in enumerate(g):
+            if x is None:
+                continue
+            variance[i] = self.decay * state.variance[i] + (1.0 - self.decay) * came[i]
+            step = 1.0 / (1.0 / self.lr + variance[i] * (corrected / (2.0 * temperature * self.batch_size)))
+            out[i] = -step * (x + inject * xi[i][0])
+        return _own_noise.emit(g, out, ctx.inplace), self.next_state(state, variance, ctx.inplace)
+
+    def now(self, state):
+        """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
+        temperature = _own_noise.now(self.temperature, state.count)
+        corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
+        return temperature, _own_noise.root(2.0 * temperature / self.lr), corrected
+
+    def variance_of(self, ctx) -> list:
+        came = ctx.extra.get("curvature")
+        if came is None:
+            raise ValueError(
+                f"{self.name}: update needs curvature=, the variance of single-datum gradients; "
+                "pass make_step(..., curvature=fn)"
+            )
+        return optree.tree_leaves(came, none_is_leaf=True)
+
+    def next_state(self, state, variance: list, inplace: bool) -> FisherState:
+        return FisherState(
+            state.key,
+            _own_noise.tick(state.count, inplace),
+            _own_noise.write(state.variance, variance, inplace),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.lr}, {self.batch_size}, temperature={_checks.show(self.temperature)})"
+
+
+@dataclass(frozen=True)
+class DenseFisherScoring(FisherScoring):
+    """The rule behind :func:`sgfs_dense`."""
+
+    name = "sgfs_dense"
+
+    def init(self, params):
+        leaves = [p for p in params if p is not None]
+        d = sum(p.numel() for p in leaves)
+        key, count = _own_noise.start(params, self.generator)
+        return FisherState(key, count, (torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device),))
+
+    def update(self, g, state, params, ctx):
+        (came,) = self.variance_of(ctx)
+        (old,) = state.variance
+        live = [x for x in g if x is not None]
+        if sum(x.numel() for x in live) != old.shape[-1]:
+            raise ValueError(
+                "sgfs_dense: every parameter needs a gradient, since its matrix couples them all; use sgfs"
+            )
+        flat = torch.cat([x.reshape(-1) for x in live])
+        ((xi,),) = _own_noise.draw(state, [flat], 1)
+        temperature, inject, corrected = self.now(state)
+        new = self.decay * old + (1.0 - self.decay) * came
+        inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr
+        inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
+        move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
+        parts = iter(move.split([x.numel() for x in live]))
+        out = [None if x is None else next(parts).reshape(x.shape) for x in g]
+        return _own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
+
+
+def sgfs(
+    lr: float,
+    *,
+    temperature: Temperature,
+    batch_size: int,
+    decay: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Stochastic gradient Fisher scoring with a diagonal Fisher information.
+
+    Args:
+        lr: step where the gradients have no noise; sets how much is injected.
+        temperature: positive; ``1 / N`` for a loss that is a mean over ``N`` data.
+        batch_size: data behind each gradient. decay: weight of the past in the average of ``curvature=``, in [0, 1).
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain whose ``update`` takes ``curvature=``, the variance of single-datum gradients as a tree like the parameters.
+
+    Raises:
+        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``curvature=``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2))
+    """
+    _check("sgfs", lr, temperature, batch_size, decay)
+    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator),))
+
+
+def sgfs_dense(
+    lr: float,
+    *,
+    temperature: Temperature,
+    batch_size: int,
+    decay: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """Stochastic gradient Fisher scoring with the whole matrix: ``O(d^3)`` a step. Arguments as :func:`sgfs`.
+
+    Returns:
+        A chain whose ``update`` takes ``curvature=``, the covariance ``[d, d]`` of single-datum gradients.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.eye(2))
+    """
+    _check("sgfs_dense", lr, temperature, batch_size, decay)
+    return Chain((DenseFisherScoring(lr, temperature, batch_size, decay, generator),))
+
+
+def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -> None:
+    _checks.positive(f"{who}: lr", lr)
+    _checks.positive(f"{who}: batch_size", batch_size)
+    if not 0.0 <= decay < 1.0:
+        raise ValueError(f"{who}: decay must lie in [0, 1), got {decay!r}")
+    _own_noise.positive_temperature(
+        who, temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
+    )

@@ -1,0 +1,188 @@
+r"""Replica exchange (parallel tempering) with noisy losses (Deng, Feng, Gao, Liang and Lin, 2020).
+
+Chains ``i = 1 ... n`` run SGHMC at temperatures ``T_1 < ... < T_n``, stacked on axis 0 of every parameter. Neighbours ``i, j``
+exchange their positions with probability
+
+    min(1, exp(b (L_i - L_j) - b^2 s^2 / F)),        b = 1 / T_i - 1 / T_j,
+
+``L`` being unbiased estimates of the loss with independent normal errors of variance ``s^2`` each: the error of
+``b (L_i - L_j)`` has variance ``2 b^2 s^2``, so that without the minimum the correction ``b^2 s^2`` makes the expected
+exponential exactly that of the true losses. ``F > 1`` (``correction_factor``) trades that for more swaps.
+
+Odd and even pairs take turns. A chain that moves to another temperature takes its velocity along, scaled by
+``sqrt(T_new / T_old)``, and its gradient. The noise is white (order 1), since a draw remembered from another temperature
+would not be matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _checks, _own_noise, _random
+from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain._leafwise import zeros_like
+
+_SWAP_STREAM = 0x2545F4914F6CDD1D
+
+
+class ReplicaExchangeState(NamedTuple):
+    """Stream; velocity like each (stacked) parameter; temperatures, float64 ``[n]``; swaps of each pair, int64 ``[n - 1]``."""
+
+    key: Tensor
+    count: Tensor
+    velocity: tuple[Tensor, ...]
+    temperature: Tensor
+    accepted: Tensor
+    proposed: Tensor
+
+
+@dataclass(frozen=True)
+class ReplicaExchange(Rule):
+    """The rule behind :func:`replica_exchange`."""
+
+    lr: float
+    momentum: float
+    temperatures: tuple[float, ...]
+    loss_variance: float
+    correction_factor: float
+    swap_every: int
+    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    response = _own_noise.ITS_OWN_NOISE
+    accepts = frozenset({"loss"})
+
+    def init(self, params):
+        n = len(self.temperatures)
+        for i, p in enumerate(params):
+            if p is not None and (p.ndim == 0 or p.shape[0] != n):
+                raise ValueError(
+                    f"replica_exchange: params must be stacked for {n} chains on axis 0, but leaf {i} has shape "
+                    f"{tuple(p.shape)}; use bc.stack([...])"
+                )
+        key, count = _own_noise.start(params, self.generator)
+        pairs = torch.zeros(n - 1, dtype=torch.int64, device=key.device)
+        temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=key.device)
+        return ReplicaExchangeState(key, count, zeros_like(params), temperature, pairs, pairs.clone())
+
+    def update(self, g, state, params, ctx):
+        loss = ctx.extra.get("loss")
+        n = len(self.temperatures)
+        if loss is None or tuple(loss.shape) != (n,):
+            came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
+            raise ValueError(
+                f"replica_exchange: update needs loss=, the losses of the {n} chains as a tensor [{n}], got {came}; "
+                "bc.make_particle_step passes them"
+            )
+        if params is None:
+            raise ValueError("replica_exchange: update needs the parameters, since swaps move them; pass params=params")
+        order, accepted, proposed = self.exchange(loss, state)
+        temperature = state.temperature
+        heat = torch.sqrt(temperature / temperature[order])
+        strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
+        xi = _own_noise.draw(state, list(state.velocity), 1)
+        out: list = [None] * len(g)
+        velocity: list = [None] * len(g)
+        for i, x in enumerate(g):
+            if x is None:
+                continue
+            here = order.to(x.device)
+            v = state.velocity[i][here] * _along(heat, x) * self.momentum + x[here]
+            velocity[i] = v + xi[i][0] * _along(strength, x)
+            out[i] = params[i][here] - params[i] - self.lr * velocity[i]
+        return _own_noise.emit(g, out, ctx.inplace), ReplicaExchangeState(
+            state.key,
+            _own_noise.tick(state.count, ctx.inplace),
+            _own_noise.write(state.velocity, velocity, ctx.inplace),
+            temperature,
+            *_own_noise.write((state.accepted, state.proposed), [accepted, proposed], ctx.inplace),
+        )
+
+    def exchange(self, loss: Tensor, state: ReplicaExchangeState) -> tuple[Tensor, Tensor, Tensor]:
+        """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""
+        n = len(self.temperatures)
+        uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
+        ((u,),) = _random.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform")
+        pair = torch.arange(n - 1, device=loss.device)
+        turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
+        proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)
+        swap = proposing & (u < torch.exp(self.log_acceptance(loss.detach().to(torch.float64), state.temperature)))
+        up = torch.nn.functional.pad(swap, (0, 1)).to(torch.int64)  # swaps with the next hotter chain
+        down = torch.nn.functional.pad(swap, (1, 0)).to(torch.int64)
+        order = torch.arange(n, device=loss.device) + up - down
+        return order, state.accepted + swap, state.proposed + proposing
+
+    def log_acceptance(self, loss: Tensor, temperature: Tensor) -> Tensor:
+        """Logarithm of the swap probabilities of neighbours before the minimum with 1, ``[n - 1]``."""
+        beta = 1.0 / temperature
+        b = beta[:-1] - beta[1:]
+        return b * (loss[:-1] - loss[1:]) - b * b * (self.loss_variance / self.correction_factor)
+
+    def __str__(self) -> str:
+        return f"replica_exchange({self.lr}, {self.momentum}, temperatures={self.temperatures})"
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """One value for each chain, shaped to multiply the stacked tensor ``x``."""
+    return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def replica_exchange(
+    lr: float,
+    momentum: float = 0.0,
+    *,
+    temperatures: Sequence[float],
+    loss_variance: float = 0.0,
+    correction_factor: float = 1.0,
+    swap_every: int = 1,
+    generator: torch.Generator | None = None,
+) -> Chain:
+    """SGLD or SGHMC at several temperatures, whose chains exchange positions.
+
+    Args:
+        lr: learning rate. momentum: in [0, 1).
+        temperatures: at least two, positive and increasing. Chain 0 is the coldest: its samples are the ones you want.
+        loss_variance: variance ``s^2`` of each chain's loss estimate; 0 for full-batch losses.
+        correction_factor: ``F >= 1``; 1 is unbiased.
+        swap_every: updates between proposals.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain for parameters stacked on axis 0. Its ``update`` takes ``loss=``, ``[n]``; the state counts swaps.
+
+    Raises:
+        ValueError: fewer than two temperatures, temperatures that do not increase, an argument out of range; at ``init``,
+            parameters that are not stacked; at ``update``, missing losses.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.replica_exchange(0.01, temperatures=(0.1, 1.0))
+        >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum(), tx)
+        >>> params = torch.zeros(2, 3)
+        >>> params, state, info = step(params, tx.init(params), ())
+        >>> params.shape, info.loss.shape
+        (torch.Size([2, 3]), torch.Size([2]))
+    """
+    temperatures = tuple(float(t) for t in temperatures)
+    if len(temperatures) < 2:
+        raise ValueError(
+            f"replica_exchange: temperatures must hold at least two chains, got {len(temperatures)}; "
+            "one chain has nobody to exchange with, use bc.sgld or bc.sghmc"
+        )
+    for t in temperatures:
+        _checks.positive("replica_exchange: temperatures", t)
+    if sorted(set(temperatures)) != list(temperatures):
+        raise ValueError(f"replica_exchange: temperatures must increase, got {temperatures}; put the coldest first")
+    _checks.positive("replica_exchange: lr", lr)
+    _checks.momentum("replica_exchange: momentum", momentum)
+    if not loss_variance >= 0.0:
+        raise ValueError(f"replica_exchange: loss_variance must not be negative, got {loss_variance!r}")
+    if not correction_factor >= 1.0:
+        raise ValueError(f"replica_exchange: correction_factor must be at least 1, got {correction_factor!r}")
+    if isinstance(swap_every, bool) or not isinstance(swap_every, int) or swap_every < 1:
+        raise ValueError(f"replica_exchange: swap_every must be a number of updates, at least 1, got {swap_every!r}")
+    rule = ReplicaExchange(lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator)
+    return Chain((rule,))

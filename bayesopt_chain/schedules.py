@@ -1,0 +1,271 @@
+r"""Schedules: pure functions of the update count, for learning rates and temperatures alike.
+
+Each is a frozen dataclass called with a 0-d integer tensor (or an int) and returning a 0-d float64 tensor on the same
+device, so that schedules compare, hash, print, pickle, and run under ``vmap``, capture and compile. With ``t`` the count:
+
+    constant         value
+    cosine           final + (init - final) (1 + cos(pi min(t / steps, 1))) / 2
+    cosine_restarts  the same with t modulo cycle, every cycle's peak ``decay`` times the last one's
+    polynomial       final + (init - final) (1 - min(t / steps, 1))^power
+    robbins_monro    a (b + t)^-gamma; its sum diverges and its squares' converges for 1/2 < gamma <= 1
+    piecewise        values[k] from boundaries[k - 1] on
+    join             schedules[k], its own count starting at boundaries[k - 1]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Schedule = Callable[[Any], Tensor]
+
+__all__ = ["constant", "cosine", "cosine_restarts", "join", "piecewise", "polynomial", "robbins_monro"]
+
+
+def _real(count: Any) -> Tensor:
+    return torch.as_tensor(count).to(torch.float64)
+
+
+def _number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a finite number, not negative, got {value!r}")
+
+
+def _steps(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of updates, at least 1, got {value!r}")
+
+
+def _boundaries(name: str, boundaries: Sequence[int], pieces: int) -> tuple[int, ...]:
+    boundaries = tuple(boundaries)
+    if len(boundaries) != pieces - 1:
+        raise ValueError(f"{name} must hold one count fewer than there are pieces ({pieces}), got {len(boundaries)}")
+    if any(b <= a for a, b in zip((0, *boundaries), boundaries)):
+        raise ValueError(f"{name} must be positive and increasing, got {boundaries}")
+    return boundaries
+
+
+@dataclass(frozen=True)
+class constant:
+    """The same ``value`` at every count.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> schedules.constant(0.1)(7).item()
+        0.1
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _number("constant: value", self.value)
+
+    def __call__(self, count: Any) -> Tensor:
+        return torch.full_like(_real(count), self.value)
+
+
+@dataclass(frozen=True)
+class cosine:
+    """Half a cosine from ``init`` to ``final`` over ``steps`` updates, then ``final``.
+
+    Args:
+        init, final: values, not negative. steps: at least 1.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> [round(schedules.cosine(1.0, 10)(t).item(), 3) for t in (0, 5, 10, 20)]
+        [1.0, 0.5, 0.0, 0.0]
+    """
+
+    init: float
+    steps: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _number("cosine: init", self.init)
+        _number("cosine: final", self.final)
+        _steps("cosine: steps", self.steps)
+
+    def __call__(self, count: Any) -> Tensor:
+        fraction = (_real(count) / self.steps).clamp(max=1.0)
+        return self.final + (self.init - self.final) * (1.0 + torch.cos(math.pi * fraction)) / 2.0
+
+
+@dataclass(frozen=True)
+class cosine_restarts:
+    """Half a cosine from ``init`` towards ``final``, started again every ``cycle`` updates (SGDR; Loshchilov, Hutter 2017).
+
+    Args:
+        init, final: values, not negative. cycle: updates in a cycle, at least 1.
+        decay: each cycle's ``init - final`` over the last one's, in (0, 1].
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> [round(schedules.cosine_restarts(1.0, 10)(t).item(), 3) for t in (0, 5, 9, 10)]
+        [1.0, 0.5, 0.024, 1.0]
+    """
+
+    init: float
+    cycle: int
+    final: float = 0.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        _number("cosine_restarts: init", self.init)
+        _number("cosine_restarts: final", self.final)
+        _steps("cosine_restarts: cycle", self.cycle)
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(f"cosine_restarts: decay must lie in (0, 1], got {self.decay!r}")
+
+    def __call__(self, count: Any) -> Tensor:
+        t = _real(count)
+        fraction = torch.remainder(t, self.cycle) / self.cycle
+        height = (self.init - self.final) * self.decay ** torch.floor(t / self.cycle)
+        return self.final + height * (1.0 + torch.cos(math.pi * fraction)) / 2.0
+
+
+@dataclass(frozen=True)
+class polynomial:
+    """From ``init`` to ``final`` over ``steps`` updates as ``(1 - t / steps)^power``; ``power=1`` is linear.
+
+    Args:
+        init, final: values, not negative. steps: at least 1. power: positive.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> [schedules.polynomial(1.0, 4, power=2.0)(t).item() for t in (0, 2, 9)]
+        [1.0, 0.25, 0.0]
+    """
+
+    init: float
+    steps: int
+    final: float = 0.0
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        _number("polynomial: init", self.init)
+        _number("polynomial: final", self.final)
+        _steps("polynomial: steps", self.steps)
+        if not (math.isfinite(self.power) and self.power > 0):
+            raise ValueError(f"polynomial: power must be positive and finite, got {self.power!r}")
+
+    def __call__(self, count: Any) -> Tensor:
+        fraction = (_real(count) / self.steps).clamp(max=1.0)
+        return self.final + (self.init - self.final) * (1.0 - fraction) ** self.power
+
+
+@dataclass(frozen=True)
+class robbins_monro:
+    """``a (b + t)^-gamma``, the decreasing step sizes of Robbins and Monro (1951) and of Welling and Teh (2011).
+
+    Args:
+        a: positive. b: positive. gamma: in (1/2, 1], so that steps sum to infinity and their squares do not.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> [schedules.robbins_monro(1.0, b=1.0, gamma=1.0)(t).item() for t in (0, 1, 3)]
+        [1.0, 0.5, 0.25]
+    """
+
+    a: float
+    b: float = 1.0
+    gamma: float = 0.55
+
+    def __post_init__(self) -> None:
+        for name, value in (("a", self.a), ("b", self.b)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"robbins_monro: {name} must be positive and finite, got {value!r}")
+        if not 0.5 < self.gamma <= 1.0:
+            raise ValueError(
+                f"robbins_monro: gamma must lie in (1/2, 1], got {self.gamma!r}; otherwise the steps stop short or "
+                "their noise never averages out"
+            )
+
+    def __call__(self, count: Any) -> Tensor:
+        return self.a * (self.b + _real(count)) ** -self.gamma
+
+
+@dataclass(frozen=True)
+class piecewise:
+    """``values[k]`` from count ``boundaries[k - 1]`` on.
+
+    Args:
+        boundaries: increasing, positive counts. values: one more than there are boundaries.
+
+    Raises:
+        ValueError: lengths or boundaries that do not fit.
+
+    Example:
+        >>> from bayesopt_chain import schedules
+        >>> [round(schedules.piecewise((10, 20), (1.0, 0.5, 0.1))(t).item(), 2) for t in (9, 10, 25)]
+        [1.0, 0.5, 0.1]
+    """
+
+    boundaries: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        for value in self.values:
+            _number("piecewise: values", value)
+        object.__setattr__(self, "boundaries", _boundaries("piecewise: boundaries", self.boundaries, len(self.values)))
+
+    def __call__(self, count: Any) -> Tensor:
+        t = _real(count)
+        out = torch.full_like(t, self.values[0])
+        for boundary, value in zip(self.boundaries, self.values[1:]):
+            out = torch.where(t >= boundary, torch.full_like(t, value), out)
+        return out
+
+
+@dataclass(frozen=True)
+class join:
+    """One schedule after another: ``schedules[k]`` runs from ``boundaries[k - 1]`` on, counting from 0.
+
+    Args:
+        schedules: functions of the count, such as those of this module. boundaries: increasing, positive counts, one
+            fewer than there are schedules.
+
+    Raises:
+        ValueError: lengths or boundaries that do not fit.
+
+    Example:
+        Warm up, then decay.
+
+        >>> from bayesopt_chain import schedules as s
+        >>> lr = s.join((s.polynomial(0.0, 10, final=1.0), s.cosine(1.0, 90)), (10,))
+        >>> [lr(t).item() for t in (0, 5, 10, 100)]
+        [0.0, 0.5, 1.0, 0.0]
+    """
+
+    schedules: tuple[Schedule, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "boundaries", _boundaries("join: boundaries", self.boundaries, len(self.schedules)))
+
+    def __call__(self, count: Any) -> Tensor:
+        t = torch.as_tensor(count)
+        out = torch.as_tensor(self.schedules[0](t), dtype=torch.float64)
+        for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
+            later = torch.as_tensor(schedule((t - boundary).clamp(min=0)), dtype=torch.float64)
+            out = torch.where(t >= boundary, later, out)
+        return out

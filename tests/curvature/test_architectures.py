@@ -1,0 +1,209 @@
+"""Real architectures, tiny and random: the numbers are those of the naive Jacobian, and Kronecker describes every
+layer.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesopt_chain import curvature, likelihoods, predict
+from bayesopt_chain._laplace import laplace
+from bayesopt_chain.precision import flatten
+from tests.curvature.conftest import naive, of_module
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+class Residual(nn.Module):
+    def __init__(self, channels, out, stride):
+        super().__init__()
+        self.one, self.norm_one = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.two, self.norm_two = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        y = F.relu(self.norm_one(self.one(x)), inplace=True)
+        return F.relu(self.norm_two(self.two(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, width=3, classes=3):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.blocks = nn.Sequential(Residual(width, width, 1), Residual(width, 2 * width, 2))
+        self.head = nn.Linear(2 * width, classes)
+
+    def forward(self, x):
+        return self.head(self.blocks(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Token and position embeddings, one block of causal attention from linear layers, a norm and a head."""
+
+    def __init__(self, fused=False):
+        super().__init__()
+        self.token, self.position = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+        self.fused = nn.MultiheadAttention(4, 2, batch_first=True) if fused else None
+        if not fused:
+            self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1])[None])
+        h = self.norm(x)
+        if self.fused is not None:
+            return self.head((x + self.fused(h, h, h, need_weights=False)[0]).mean(1))
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(h).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head((x + self.out(mixed)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def resnet():
+    net = ResNet()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 1.5)
+    return net.eval(), torch.randn(4, 2, 5, 5)
+
+
+MODELS = {
+    "resnet": resnet,
+    "attention": lambda: (Attention(), torch.randint(0, 7, (4, 5))),
+    "fused attention": lambda: (Attention(fused=True), torch.randint(0, 7, (4, 5))),
+    "lstm": lambda: (Recurrent(), torch.randn(4, 3, 2)),
+}
+LIKELIHOOD = likelihoods.categorical()
+TARGETS = torch.tensor([0, 1, 2, 1])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_dense_diagonal_and_prediction_are_the_naive_construction(model):
+    net, inputs = MODELS[model]()
+    forward, params = of_module(net)
+    batch = (inputs, TARGETS)
+    expected = naive(forward, params, batch, LIKELIHOOD.factors)
+    dense = curvature.ggn(forward, LIKELIHOOD, "dense")(params, batch)
+    diagonal = curvature.ggn(forward, LIKELIHOOD, "diagonal")(params, batch)
+    scale = expected.abs().max()
+    assert (dense.to_dense() - expected).abs().max() < 1e-12 * scale
+    assert (flatten(diagonal.diag(), params) - expected.diagonal()).abs().max() < 1e-12 * scale
+    tx = laplace()
+    _, state = tx.update(params, tx.init(params), curvature=dense)
+    posterior = tx.posterior(state, params, prior_precision=1.0)
+    _, covariance = predict.linearized(forward, posterior, batch)
+    rows = naive(forward, params, batch, lambda f, y: torch.eye(3)[:, None, :].expand(3, 4, 3))
+    trace = (torch.linalg.inv(expected + torch.eye(len(expected))) * rows).sum()
+    assert torch.allclose(covariance.diagonal(dim1=1, dim2=2).sum(), trace, rtol=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_products_agree_with_the_dense_matrix(model):
+    net, inputs = MODELS[model]()
+    forward, params = of_module(net)
+    batch = (inputs, TARGETS)
+    dense = curvature.ggn(forward, LIKELIHOOD, "dense")(params, batch).to_dense()
+    v = {name: torch.randn_like(leaf) for name, leaf in params.items()}
+
+    def loss(outputs):
+        return LIKELIHOOD.nll(outputs, TARGETS).sum()
+
+    _, (product,) = curvature.ggnvp(lambda p: forward(p, batch), loss, (params,), (v,))
+    assert torch.allclose(flatten(product, params), dense @ flatten(v, params), rtol=1e-9, atol=1e-11)
+    _, (product,) = curvature.hvp(lambda p: loss(forward(p, batch)), (params,), (v,))
+    gradient = torch.func.grad(lambda p: loss(forward(p, batch)))
+    ahead, behind = (gradient({name: p + s * v[name] for name, p in params.items()}) for s in (1e-5, -1e-5))
+    finite = (flatten(ahead, params) - flatten(behind, params)) / 2e-5
+    assert torch.allclose(flatten(product, params), finite, atol=1e-6 * finite.abs().max().item())
+
+
+@pytest.mark.parametrize("model", ["resnet", "attention"])
+def test_kronecker_and_ekfac_describe_every_parameter(model):
+    net, inputs = MODELS[model]()
+    forward, params = of_module(net)
+    batch = (inputs, TARGETS)
+    exact = curvature.ggn(forward, LIKELIHOOD, "block")(params, batch).to_dense()
+    kfac = curvature.ggn(forward, LIKELIHOOD, "kronecker")(params, batch)
+    ekfac = curvature.ggn(forward, LIKELIHOOD, "kronecker", basis=kfac)(params, batch)
+    assert (ekfac.to_dense() - exact).norm() < (kfac.to_dense() - exact).norm() < exact.norm()
+    vectors = [name for name, leaf in params.items() if leaf.ndim == 1]
+    for name in vectors:  # biases and norms have their exact blocks
+        one, forward_one = {name: params[name]}, lambda p, b: forward({**params, **p}, b)
+        block = curvature.ggn(forward_one, LIKELIHOOD, "dense")(one, batch).to_dense()
+        left = kfac.left[name] * kfac.right[name] / kfac.count
+        assert torch.allclose(left, block, atol=1e-12)
+
+
+@pytest.mark.parametrize("model, name", [("lstm", "lstm.weight_ih_l0"), ("fused attention", "fused.in_proj_weight")])
+def test_kronecker_names_the_parameters_of_fused_modules(model, name):
+    net, inputs = MODELS[model]()
+    forward, params = of_module(net)
+    with pytest.raises(ValueError, match=rf"Kronecker precision cannot describe the parameter {name.split('.')[0]}\."):
+        curvature.ggn(forward, LIKELIHOOD, "kronecker")(params, (inputs, TARGETS))
+    head, kept = curvature.subset(forward, params, "head")
+    curvature.ggn(head, LIKELIHOOD, "kronecker")(kept, (inputs, TARGETS))
+    assert name in params
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_a_hugging_face_transformer_with_a_lora_adapter():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.GPT2Config(
+        vocab_size=11,
+        n_positions=6,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        num_labels=3,
+        pad_token_id=0,
+        attn_implementation="sdpa",
+    )
+    model = transformers.GPT2ForSequenceClassification(config)
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).double().eval()
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def forward(params, batch):
+        return torch.func.functional_call(model, params, kwargs=batch[0]).logits
+
+    tokens = torch.randint(1, 11, (4, 6))
+    batch = ({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, TARGETS)
+    adapter, kept = curvature.subset(forward, params, "*lora_*")
+    assert len(kept) == 4 and all("lora" in name for name in kept)
+    rows = []
+    for i in range(4):
+        one = ({name: value[i : i + 1] for name, value in batch[0].items()}, TARGETS[i : i + 1])
+        leaves = {name: leaf.clone().requires_grad_() for name, leaf in kept.items()}
+        outputs = adapter(leaves, one)
+        for s in LIKELIHOOD.factors(outputs.detach(), one[1]):
+            gradients = torch.autograd.grad(outputs, list(leaves.values()), s, retain_graph=True)
+            rows.append(flatten(dict(zip(leaves, gradients)), kept))
+    expected = torch.stack(rows).T @ torch.stack(rows)
+    dense = curvature.ggn(adapter, LIKELIHOOD, "dense")(kept, batch)
+    assert (dense.to_dense() - expected).abs().max() < 1e-11 * expected.abs().max()
+    diagonal = curvature.ggn(adapter, LIKELIHOOD, "diagonal")(kept, batch)
+    assert torch.allclose(flatten(diagonal.diag(), kept), expected.diagonal(), rtol=1e-9)
+    kfac = curvature.ggn(adapter, LIKELIHOOD, "kronecker")(kept, batch)
+    ekfac = curvature.ggn(adapter, LIKELIHOOD, "kronecker", basis=kfac)(kept, batch)
+    exact = curvature.ggn(adapter, LIKELIHOOD, "block")(kept, batch).to_dense()
+    assert (ekfac.to_dense() - exact).norm() < (kfac.to_dense() - exact).norm()
+    whole = curvature.ggn(forward, LIKELIHOOD, "kronecker")(params, batch)  # Conv1D, tables, norms and all
+    assert set(whole.left) == set(params)
+    tx = laplace()
+    _, state = tx.update(kept, tx.init(kept), curvature=dense)
+    posterior = tx.posterior(state, kept, prior_precision=1.0)
+    mean, covariance = predict.linearized(adapter, posterior, batch)
+    assert mean.shape == (4, 3) and (torch.linalg.eigvalsh(covariance) > 0).all()

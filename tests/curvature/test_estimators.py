@@ -1,0 +1,493 @@
+"""Every estimator in every structure against the naive Jacobian construction, in float64."""
+
+from itertools import pairwise
+
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesopt_chain import curvature, likelihoods
+from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten
+from tests.curvature.conftest import block_diagonal, convolutional, naive, naive_rows, of_module
+
+B = 6
+
+
+def mlp_by_hand(params, batch):
+    hidden = torch.tanh(batch[0] @ params["w"] + params["b"])
+    return params["scale"] * F.linear(hidden, params["head"][0], params["head"][1])
+
+
+def by_hand():
+    params = {
+        "w": torch.randn(3, 4),
+        "b": torch.randn(4),
+        "head": [torch.randn(2, 4), torch.randn(2)],
+        "scale": torch.tensor(1.3),
+    }
+    return mlp_by_hand, params, torch.randn(B, 3)
+
+
+def conv():
+    net = convolutional()
+    for buffer in net.buffers():
+        buffer.copy_(torch.rand_like(buffer) + 0.5 if buffer.is_floating_point() else buffer)
+    return (*of_module(net), torch.randn(B, 2, 6, 6))
+
+
+def transposed():
+    return lambda p, batch: torch.mm(batch[0], p[0].T) + p[1], (torch.randn(2, 3), torch.randn(2)), torch.randn(B, 3)
+
+
+def bare():
+    return lambda p, batch: (batch[0] @ p)[:, None], torch.randn(3), torch.randn(B, 3)
+
+
+def sequence():
+    net = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    forward, params = of_module(net)
+    return lambda p, batch: forward(p, batch).mean(1), params, torch.randint(0, 5, (B, 4))
+
+
+def lookups_by_nothing():
+    """A parameter used by an operation that no tap knows."""
+    return (
+        lambda p, batch: torch.einsum("bi,io->bo", batch[0], p["a"]).tanh() * p["c"].exp(),
+        {
+            "a": torch.randn(3, 2),
+            "c": torch.randn(2),
+        },
+        torch.randn(B, 3),
+    )
+
+
+def tied():
+    def forward(p, batch):
+        return F.linear(torch.tanh(F.linear(batch[0], p["w"])), p["w"], p["b"])
+
+    return forward, {"w": torch.randn(3, 3), "b": torch.randn(3)}, torch.randn(B, 3)
+
+
+def unused():
+    return lambda p, batch: batch[0] @ p["w"], {"w": torch.randn(3, 2), "idle": torch.randn(2)}, torch.randn(B, 3)
+
+
+MODELS = {f.__name__: f for f in (by_hand, conv, transposed, bare, sequence, lookups_by_nothing, tied, unused)}
+models = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def case(model):
+    forward, params, inputs = model()
+    outputs = forward(params, (inputs, None))
+    return forward, params, (inputs, torch.randn_like(outputs)), likelihoods.gaussian(0.4)
+
+
+def assert_close(a, b, tolerance=1e-12):
+    scale = max(1.0, b.abs().max().item())
+    assert (a - b).abs().max() <= tolerance * scale, (a - b).abs().max()
+
+
+@models
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 3000], ids=["one chunk", "one datum, one factor", "small chunks"])
+def test_every_exact_structure_is_the_naive_construction(model, chunk_bytes):
+    forward, params, batch, likelihood = case(model)
+    expected = naive(forward, params, batch, likelihood.factors)
+
+    def estimate(structure, **options):
+        return curvature.ggn(forward, likelihood, structure, chunk_bytes=chunk_bytes, **options)(params, batch)
+
+    dense, root, diagonal, block = map(estimate, ("dense", "root", "diagonal", "block"))
+    low_rank = estimate("low_rank", rank=B * 3)
+    assert [type(p) for p in (dense, root, diagonal, block, low_rank)] == [Dense, Root, Diagonal, Block, LowRank]
+    assert_close(dense.to_dense(), expected)
+    assert_close(root.to_dense(), expected)
+    assert_close(low_rank.to_dense(), expected)
+    assert_close(flatten(diagonal.diag(), params), expected.diagonal())
+    assert_close(block.to_dense(), block_diagonal(expected, params))
+    for precision in (dense, root, diagonal, block, low_rank):
+        assert precision.count == B
+    for leaf, got in zip(*map(optree.tree_leaves, (params, diagonal.diag()))):
+        assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype)
+
+
+LIKELIHOODS = {
+    "gaussian learned": (likelihoods.gaussian("learned"), 2, lambda: torch.randn(B, 1)),
+    "bernoulli": (likelihoods.bernoulli(), 2, lambda: torch.randint(0, 2, (B, 2)).double()),
+    "poisson": (likelihoods.poisson(), 2, lambda: torch.randint(0, 4, (B, 2)).double()),
+    "categorical": (likelihoods.categorical(), 2, lambda: torch.randint(0, 2, (B,))),
+    "custom": (
+        likelihoods.custom(
+            lambda f, y: torch.log1p((f - y).square()).sum(-1),
+            output_hessian=lambda f, y: torch.eye(2).expand(B, 2, 2)[: len(f)],
+        ),
+        2,
+        lambda: torch.randn(B, 2),
+    ),
+}
+all_likelihoods = pytest.mark.parametrize("name", LIKELIHOODS)
+
+
+@all_likelihoods
+def test_every_likelihood_meets_every_kind_of_factor(name):
+    likelihood, _, targets = LIKELIHOODS[name]
+    forward, params, inputs = by_hand()
+    batch = (inputs, targets())
+    assert_close(
+        curvature.ggn(forward, likelihood, "dense")(params, batch).to_dense(),
+        naive(forward, params, batch, likelihood.factors),
+    )
+    assert_close(
+        curvature.empirical_fisher(forward, likelihood, "dense")(params, batch).to_dense(),
+        naive(forward, params, batch, likelihood.empirical_factors),
+    )
+    vector = torch.func.hessian(lambda v: likelihood.nll(forward(unravel(v, params), batch), batch[1]).sum())(
+        flatten(params, params)
+    )
+    hessian = curvature.hessian(forward, likelihood, chunk_bytes=4000)(params, batch)
+    assert_close(hessian.to_dense(), vector)
+    diagonal = curvature.hessian(forward, likelihood, "diagonal", chunk_bytes=4000)(params, batch)
+    assert_close(flatten(diagonal.diag(), params), vector.diagonal())
+    assert hessian.count == diagonal.count == B
+
+
+def unravel(vector, params):
+    from bayesopt_chain.precision import unflatten
+
+    return unflatten(vector, params)
+
+
+@pytest.mark.parametrize("name", ["gaussian learned", "bernoulli", "poisson", "categorical"])
+def test_the_monte_carlo_fisher_is_unbiased(name):
+    """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
+    up to
+    the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
+    """
+    likelihood, _, targets = LIKELIHOODS[name]
+    forward, params, inputs = by_hand()
+    batch = (inputs, targets())
+    generator = torch.Generator().manual_seed(2)
+    exact = flatten(curvature.ggn(forward, likelihood, "diagonal")(params, batch).diag(), params)
+    estimate = curvature.fisher(forward, likelihood, "diagonal", samples=100, generator=generator)
+    runs = torch.stack([flatten(estimate(params, batch).diag(), params) for _ in range(20)])
+    # 20 runs of 100 samples: a t statistic with 19 degrees of freedom, beyond 9 with probability 3e-8
+    assert ((runs.mean(0) - exact) / (runs.std(0) / 20**0.5)).abs().max() < 9
+
+
+def test_probes_are_unbiased_with_variance_below_twice_the_square_and_never_negative():
+    """1000 root-probes: the variance of one is at most 2 d^2 an entry, so that the mean errs by more than
+    6 sqrt(2 / 1000) d with probability below 2e-7 (a chi-square mean; skew included by the margin below 1e-5).
+    """
+    forward, params, batch, likelihood = case(by_hand)
+    exact = flatten(curvature.ggn(forward, likelihood, "diagonal")(params, batch).diag(), params)
+    generator = torch.Generator().manual_seed(4)
+    probed = curvature.ggn(forward, likelihood, "diagonal", probes=1000, generator=generator, chunk_bytes=10_000)(
+        params, batch
+    )
+    estimate = flatten(probed.diag(), params)
+    assert probed.count == B
+    assert (estimate >= 0).all()
+    assert ((estimate - exact).abs() / exact).max() < 6 * (2 / 1000) ** 0.5
+
+
+def test_hutchinson_probes_of_the_hessian_are_unbiased():
+    """The variance of one probe's i-th entry is sum_{j != i} H_ij^2; 2000 probes, six standard errors: below 1e-7 a
+    case.
+    """
+    forward, params, batch, likelihood = case(by_hand)
+    hessian = curvature.hessian(forward, likelihood)(params, batch).to_dense()
+    generator = torch.Generator().manual_seed(4)
+    probed = curvature.hessian(forward, likelihood, "diagonal", probes=2000, generator=generator)(params, batch)
+    deviation = ((hessian - torch.diag(hessian.diagonal())).square().sum(1) / 2000).sqrt()
+    error = flatten(probed.diag(), params) - hessian.diagonal()
+    assert (error.abs() / deviation).max() < 6
+
+
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_any_split_of_the_data_gives_the_same_sum(structure):
+    forward, params, batch, likelihood = case(conv)
+    options = {"rank": 100} if structure == "low_rank" else {}
+    estimate = curvature.ggn(forward, likelihood, structure, **options)
+    whole = estimate(params, batch)
+    for cuts in ([0, 1, 6], [0, 2, 3, 5, 6], list(range(7))):
+        parts = [estimate(params, (batch[0][a:b], batch[1][a:b])) for a, b in pairwise(cuts)]
+        total = parts[0]
+        for other in parts[1:]:
+            total = total.add(other)
+        assert_close(total.to_dense(), whole.to_dense(), 1e-10)
+        assert total.count == whole.count == B
+
+
+def test_low_rank_keeps_the_diagonal_and_improves_with_rank():
+    forward, params, batch, likelihood = case(conv)
+    exact = naive(forward, params, batch, likelihood.factors)
+    errors = []
+    for rank in (1, 3, 6, 18):
+        estimate = curvature.ggn(forward, likelihood, "low_rank", rank=rank, chunk_bytes=40_000)(params, batch)
+        assert_close(flatten(estimate.diag(), params), exact.diagonal())
+        assert optree.tree_leaves(estimate.rows)[0].shape[0] == rank
+        errors.append((estimate.to_dense() - exact).norm().item())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12 * exact.norm()
+
+
+def kronecker_case(model):
+    forward, params, batch, likelihood = case(model)
+    exact = block_diagonal(naive(forward, params, batch, likelihood.factors), params)
+    return forward, params, batch, likelihood, exact
+
+
+def test_kronecker_is_the_block_of_dense_for_one_datum_and_one_output():
+    forward, params, inputs = by_hand()
+    forward_one = lambda p, batch: forward(p, batch)[:, :1]  # noqa: E731
+    batch, likelihood = (inputs[:1], torch.zeros(1, 1)), likelihoods.gaussian()
+    expected = block_diagonal(naive(forward_one, params, batch, likelihood.factors), params)
+    assert_close(curvature.ggn(forward_one, likelihood, "kronecker")(params, batch).to_dense(), expected)
+
+
+def test_kronecker_is_the_block_of_dense_for_deep_linear_nets_with_squared_loss():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    forward, params = of_module(net)
+    batch = (torch.randn(B, 3), torch.randn(B, 2))
+    likelihood = likelihoods.gaussian(0.3)
+    expected = block_diagonal(naive(forward, params, batch, likelihood.factors), params)
+    for chunk_bytes in (None, 1, 3000):
+        estimate = curvature.ggn(forward, likelihood, "kronecker", chunk_bytes=chunk_bytes)
+        assert_close(estimate(params, batch).to_dense(), expected)
+
+
+def test_expand_is_exact_for_deep_linear_nets_with_a_loss_at_every_position():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    forward, params = of_module(net)
+    batch = (torch.randn(B, 5, 3), torch.randn(B, 5, 2))
+    likelihood = likelihoods.gaussian(0.3)
+    expected = block_diagonal(naive(forward, params, batch, likelihood.factors), params)
+    assert_close(curvature.ggn(forward, likelihood, "kronecker", sharing="expand")(params, batch).to_dense(), expected)
+
+
+def test_reduce_is_exact_for_deep_linear_nets_that_average_the_positions():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    forward, params = of_module(net)
+    batch, likelihood = (torch.randn(B, 5, 3), torch.randn(B, 2)), likelihoods.gaussian(0.3)
+
+    def averaged(params, batch):
+        return forward(params, batch).mean(1)
+
+    expected = block_diagonal(naive(averaged, params, batch, likelihood.factors), params)
+    reduced = curvature.ggn(averaged, likelihood, "kronecker", sharing="reduce")(params, batch)
+    assert_close(reduced.to_dense(), expected)
+    expanded = curvature.ggn(averaged, likelihood, "kronecker", sharing="expand")(params, batch)
+    assert (expanded.to_dense() - expected).norm() > 0.1 * expected.norm()
+
+
+def test_a_convolution_over_one_position_is_a_linear_layer_to_kronecker():
+    conv = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten())
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
+    linear[1].weight.data = conv[0].weight.data.reshape(3, 8)
+    linear[1].bias.data = conv[0].bias.data
+    batch, likelihood = (torch.randn(B, 2, 2, 2), torch.randn(B, 3)), likelihoods.gaussian()
+    a, b = (
+        curvature.ggn(of_module(net)[0], likelihood, "kronecker")(of_module(net)[1], batch) for net in (conv, linear)
+    )
+    assert_close(a.to_dense(), b.to_dense())
+
+
+def test_a_position_wise_table_of_one_token_a_datum_is_exact():
+    net = nn.Embedding(4, 2)
+    forward, params = of_module(net)
+    batch, likelihood = (torch.tensor([0, 1, 1, 3]), torch.randn(4, 2)), likelihoods.gaussian(0.5)
+    expected = naive(forward, params, batch, likelihood.factors)
+    assert_close(curvature.ggn(forward, likelihood, "kronecker")(params, batch).to_dense(), expected)
+
+
+@pytest.mark.parametrize("model", [conv, by_hand, sequence], ids=["conv", "by_hand", "sequence"])
+@pytest.mark.parametrize("chunk_bytes", [None, 2000])
+def test_ekfac_is_no_farther_from_the_ggn_than_kfac(model, chunk_bytes):
+    """Its values are the Frobenius-optimal diagonal in the basis (George et al. 2018), so this holds block by block."""
+    forward, params, batch, likelihood, exact = kronecker_case(model)
+    kfac = curvature.ggn(forward, likelihood, "kronecker", chunk_bytes=chunk_bytes)(params, batch)
+    ekfac = curvature.ggn(forward, likelihood, "kronecker", basis=kfac, chunk_bytes=chunk_bytes)(params, batch)
+    assert isinstance(kfac, Kronecker) and isinstance(ekfac, Eigenbasis)
+    assert (ekfac.to_dense() - exact).norm() < (kfac.to_dense() - exact).norm()
+    bases = ekfac._replace(values=optree.tree_map(torch.ones_like, ekfac.values))
+    for u, v, values, sub in zip(
+        *map(optree.tree_leaves, (bases.left, bases.right, ekfac.values)), blocks_of(exact, params)
+    ):
+        basis = torch.kron(*(torch.diag(f) if f.ndim == 1 else f.contiguous() for f in (u, v)))
+        assert_close(values.reshape(-1), (basis.T @ sub @ basis).diagonal())
+
+
+def blocks_of(matrix, params):
+    start = 0
+    for leaf in optree.tree_leaves(params):
+        yield matrix[start : start + leaf.numel(), start : start + leaf.numel()]
+        start += leaf.numel()
+
+
+def test_conv1d_conv3d_padding_same_and_no_bias_are_tapped_exactly():
+    net = nn.Sequential(
+        nn.Conv1d(2, 3, 3, padding="same", dilation=2, bias=False),
+        nn.Unflatten(2, (2, 2, 2)),
+        nn.Conv3d(3, 2, (2, 1, 2), padding=(1, 0, 0), stride=(1, 2, 1)),
+        nn.Flatten(),
+        nn.Linear(6, 2),
+    )
+    forward, params = of_module(net)
+    batch, likelihood = (torch.randn(3, 2, 8), torch.randn(3, 2)), likelihoods.gaussian()
+    expected = naive(forward, params, batch, likelihood.factors)
+    assert_close(curvature.ggn(forward, likelihood, "dense")(params, batch).to_dense(), expected)
+    curvature.ggn(forward, likelihood, "kronecker")(params, batch)  # every parameter is tapped
+
+
+def test_a_grouped_convolution_is_left_to_the_general_way_and_refused_by_kronecker():
+    net = nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Flatten())
+    forward, params = of_module(net)
+    batch, likelihood = (torch.randn(3, 4, 3, 3), torch.randn(3, 16)), likelihoods.gaussian()
+    diagonal = curvature.ggn(forward, likelihood, "diagonal")(params, batch)
+    assert_close(flatten(diagonal.diag(), params), naive(forward, params, batch, likelihood.factors).diagonal())
+    with pytest.raises(ValueError, match=r"parameter 0\.weight: .*grouped convolution"):
+        curvature.ggn(forward, likelihood, "kronecker")(params, batch)
+
+
+def test_layers_with_the_data_on_another_axis_are_not_tapped():
+    w = torch.randn(3, 3)
+
+    def forward(params, batch):
+        sequence_first = batch[0].transpose(0, 1)  # [T, B, 3], T = B
+        return F.linear(sequence_first, params["w"]).tanh().sum(0)
+
+    params, batch, likelihood = {"w": w}, (torch.randn(4, 4, 3), torch.randn(4, 3)), likelihoods.gaussian()
+    expected = naive(forward, params, batch, likelihood.factors)
+    assert_close(curvature.ggn(forward, likelihood, "dense")(params, batch).to_dense(), expected)
+    with pytest.raises(ValueError, match="data on the first axis"):
+        curvature.ggn(forward, likelihood, "kronecker")(params, batch)
+
+
+def test_flattened_positions_and_positional_embeddings_are_tapped_exactly():
+    def forward(params, batch):
+        x = F.embedding(torch.arange(4)[None], params["position"]) + batch[0]
+        flat = torch.addmm(params["b"], x.reshape(-1, 3), params["w"])
+        return flat.reshape(-1, 4, 2).tanh().mean(1)
+
+    params = {"position": torch.randn(4, 3), "w": torch.randn(3, 2), "b": torch.randn(2)}
+    batch, likelihood = (torch.randn(B, 4, 3), torch.randn(B, 2)), likelihoods.gaussian()
+    expected = naive(forward, params, batch, likelihood.factors)
+    for chunk_bytes in (None, 1, 2000):
+        estimate = curvature.ggn(forward, likelihood, "dense", chunk_bytes=chunk_bytes)(params, batch)
+        assert_close(estimate.to_dense(), expected)
+    curvature.ggn(forward, likelihood, "kronecker")(params, batch)
+
+
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_estimators_vmap_over_chains(structure):
+    forward, params, batch, likelihood = case(by_hand)
+    chains = optree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf, leaf - 1]), params)
+    estimate = curvature.ggn(forward, likelihood, structure)
+    together = torch.vmap(lambda p: estimate(p, batch))(chains)
+    for i in range(3):
+        alone = estimate(optree.tree_map(lambda leaf, i=i: leaf[i], chains), batch)
+        one = optree.tree_map(lambda leaf, i=i: leaf[i], together)
+        assert_close(one.to_dense(), alone.to_dense(), 1e-11)
+
+
+def test_parameters_that_require_grad_and_float32_are_welcome():
+    forward, params, batch, likelihood = case(by_hand)
+    params = optree.tree_map(lambda leaf: leaf.float().requires_grad_(), params)
+    batch = tuple(part.float() for part in batch)
+    for structure in curvature.STRUCTURES:
+        increment = curvature.ggn(forward, likelihood, structure)(params, batch)
+        assert not any(leaf.requires_grad for leaf in optree.tree_leaves(increment))
+        assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(increment.diag()))
+    assert all(leaf.grad is None for leaf in optree.tree_leaves(params))
+
+
+def test_naive_rows_and_root_rows_are_the_same_rows():
+    forward, params, batch, likelihood = case(by_hand)
+    rows = flatten(curvature.ggn(forward, likelihood, "root")(params, batch).rows, params)
+    assert_close(rows, naive_rows(forward, params, batch, likelihood.factors).flatten(0, 1))
+
+
+def linear(p, batch):
+    return batch[0] @ p["w"]
+
+
+def linear_batch(n=3):
+    return {"w": torch.randn(3, 2)}, (torch.randn(n, 3), torch.randn(n, 2))
+
+
+def test_a_dense_structure_that_cannot_fit_is_refused_before_it_is_allocated():
+    forward = lambda p, batch: batch[0] @ p["w"][:, :1]  # noqa: E731
+    params = {"w": torch.zeros(()).expand(2000, 1000)}
+    estimate = curvature.ggn(forward, likelihoods.gaussian(), "dense")
+    with pytest.raises(MemoryError, match=r"2,000,000 parameters.*58\.21 TiB.*low_rank.*diagonal.*kronecker.*subset"):
+        estimate(params, (torch.randn(2, 2000), torch.randn(2, 1)))
+    with pytest.raises(MemoryError, match=r"block|dense"):
+        curvature.ggn(forward, likelihoods.gaussian(), "block")(params, (torch.randn(2, 2000), torch.randn(2, 1)))
+
+
+def test_kronecker_names_what_it_cannot_describe():
+    forward, params, inputs = tied()
+    with pytest.raises(ValueError, match=r"parameter w: its weights are tied"):
+        curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 3)))
+    forward, params, inputs = lookups_by_nothing()
+    with pytest.raises(ValueError, match=r"parameter a: it is used by einsum"):
+        curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
+    forward, params, inputs = unused()
+    with pytest.raises(ValueError, match=r"parameter idle: forward does not use it"):
+        curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
+
+
+def estimators(forward, likelihood):
+    yield curvature.ggn(forward, likelihood, "diagonal")
+    yield curvature.ggn(forward, likelihood, "diagonal", probes=2)
+    yield curvature.fisher(forward, likelihood, "dense")
+    yield curvature.empirical_fisher(forward, likelihood, "root")
+    yield curvature.hessian(forward, likelihood)
+
+
+def test_batch_norm_in_train_mode_is_refused_everywhere():
+    forward, params = of_module(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    for estimate in estimators(forward, likelihoods.gaussian()):
+        with pytest.raises(ValueError, match=r"train mode.*model\.eval\(\)"):
+            estimate(params, (torch.randn(4, 3), torch.randn(4, 2)))
+
+
+def test_outputs_that_mix_data_are_refused_everywhere():
+    params, batch = linear_batch()
+    for mixed in (lambda p, b: linear(p, b) - linear(p, b).mean(0), lambda p, b: linear(p, b).cumsum(0)):
+        for estimate in estimators(mixed, likelihoods.gaussian()):
+            with pytest.raises(ValueError, match="depend on the rest of the batch"):
+                estimate(params, batch)
+
+
+def test_a_forward_that_averages_is_refused():
+    params, batch = linear_batch()
+    for wrong in (lambda p, b: linear(p, b).mean(), lambda p, b: linear(p, b).mean(0), lambda p, b: (linear(p, b),)):
+        for estimate in estimators(wrong, likelihoods.gaussian()):
+            with pytest.raises(ValueError, match=r"return outputs \[B, \*event\]"):
+                estimate(params, batch)
+
+
+def test_bad_arguments_say_what_to_pass():
+    params, batch = linear_batch()
+    gaussian = likelihoods.gaussian()
+    with pytest.raises(ValueError, match="pass one of dense"):
+        curvature.ggn(linear, gaussian, "full")
+    with pytest.raises(ValueError, match=r"curvature\.ggn"):
+        curvature.hessian(linear, gaussian, "kronecker")
+    with pytest.raises(ValueError, match="diagonal only"):
+        curvature.ggn(linear, gaussian, "dense", probes=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        curvature.fisher(linear, gaussian, samples=0)
+    with pytest.raises(ValueError, match="'expand' or 'reduce'"):
+        curvature.ggn(linear, gaussian, "kronecker", sharing="both")(params, batch)
+    with pytest.raises(ValueError, match="rank of at least 1"):
+        curvature.ggn(linear, gaussian, "low_rank", rank=0)(params, batch)
+    with pytest.raises(ValueError, match="EKFAC"):
+        curvature.ggn(linear, gaussian, "dense", basis=3)(params, batch)
+    with pytest.raises(ValueError, match=r"\(inputs, targets\)"):
+        curvature.ggn(linear, gaussian)(params, batch[0])
+    with pytest.raises(ValueError, match="one entry a datum"):
+        curvature.ggn(linear, gaussian)(params, (batch[0], batch[1][:2]))
+    with pytest.raises(TypeError, match="Kronecker precision"):
+        curvature.ggn(linear, gaussian, "kronecker", basis=3)(params, batch)

@@ -1,0 +1,249 @@
+"""Products, matrices, per-sample gradients and conjugate gradients against dense algebra."""
+
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesopt_chain import curvature, likelihoods
+from bayesopt_chain.precision import Dense, Diagonal, flatten, shape_only, unflatten
+from tests.curvature.conftest import naive, of_module
+
+PARAMS = lambda: {"w": torch.randn(3, 4), "v": torch.randn(4, 2), "s": torch.tensor(0.7)}  # noqa: E731
+COUNT = torch.tensor(1.0)
+
+
+def forward(p, batch):
+    return p["s"] * (torch.tanh(batch[0] @ p["w"]) @ p["v"])
+
+
+def case():
+    batch = (torch.randn(5, 3), torch.randn(5, 2))
+    return PARAMS(), batch, likelihoods.gaussian(0.5)
+
+
+def losses(batch, likelihood):
+    return lambda p: likelihood.nll(forward(p, batch), batch[1])
+
+
+def like(params):
+    return optree.tree_map(torch.randn_like, params)
+
+
+def test_hvp_is_the_hessian_times_the_vector_and_returns_gradient_and_aux():
+    params, batch, likelihood = case()
+    loss = lambda p: losses(batch, likelihood)(p).sum()  # noqa: E731
+    v = like(params)
+    matrix = curvature.hessian_matrix(loss, chunk_size=4)(params)
+    (gradient,), (product,) = curvature.hvp(loss, (params,), (v,))
+    assert torch.allclose(flatten(product, params), matrix @ flatten(v, params), atol=1e-12)
+    assert torch.allclose(gradient["w"], torch.func.grad(loss)(params)["w"])
+    *_, aux = curvature.hvp(lambda p: (loss(p), p["s"]), (params,), (v,), has_aux=True)
+    assert aux == params["s"]
+    flat = torch.func.hessian(lambda x: loss(unflatten(x, params)))(flatten(params, params))
+    assert torch.allclose(matrix, flat, atol=1e-12)
+    assert torch.allclose(curvature.hessian_diagonal(loss, chunk_size=4)(params), flat.diagonal(), atol=1e-12)
+
+
+def test_products_with_several_arguments_are_tuples():
+    x, y = torch.randn(3), torch.randn(3)
+    _, (a, b) = curvature.hvp(lambda x, y: (x * y).sum(), (x, y), (x, torch.zeros(3)))
+    assert torch.allclose(a, torch.zeros(3)) and torch.allclose(b, x)
+
+
+def test_fvp_and_the_fisher_matrix_are_the_gradients_outer_products():
+    params, batch, likelihood = case()
+    expected = naive(forward, params, batch, likelihood.empirical_factors)
+    f = losses(batch, likelihood)
+    v = like(params)
+    values, (product,) = curvature.fvp(f, (params,), (v,))
+    assert torch.equal(values, f(params))
+    assert torch.allclose(flatten(product, params), expected @ flatten(v, params), atol=1e-12)
+    assert torch.allclose(
+        flatten(curvature.fvp(f, (params,), (v,), normalise=True)[1][0], params) * 5, flatten(product, params)
+    )
+    assert torch.allclose(curvature.fisher_matrix(f, chunk_size=3)(params), expected, atol=1e-12)
+    assert torch.allclose(curvature.fisher_diagonal(f)(params), expected.diagonal(), atol=1e-12)
+    with pytest.raises(ValueError, match=r"one loss a datum"):
+        curvature.fvp(lambda p: f(p).sum(), (params,), (v,))
+
+
+def test_ggnvp_and_the_ggn_matrix_are_the_naive_construction():
+    params, batch, likelihood = case()
+    expected = naive(forward, params, batch, likelihood.factors)
+    model, loss = lambda p: forward(p, batch), lambda f: likelihood.nll(f, batch[1]).sum()
+    v = like(params)
+    outputs, (product,) = curvature.ggnvp(model, loss, (params,), (v,))
+    assert torch.equal(outputs, model(params))
+    assert torch.allclose(flatten(product, params), expected @ flatten(v, params), atol=1e-12)
+    assert torch.allclose(curvature.ggn_matrix(model, loss, chunk_size=5)(params), expected, atol=1e-12)
+    assert torch.allclose(curvature.ggn_diagonal(model, loss)(params), expected.diagonal(), atol=1e-12)
+
+
+class NoForwardMode(torch.autograd.Function):
+    """x^3 with a backward pass only, as some kernels have."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+def test_where_an_operation_has_no_forward_mode_the_products_are_still_right():
+    x, v = torch.randn(4), torch.randn(4)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(NoForwardMode.apply, (x,), (v,))
+    value, along = curvature.jvp(NoForwardMode.apply, (x,), (v,))
+    assert torch.allclose(value, x**3) and torch.allclose(along, 3 * x**2 * v)
+    _, (product,) = curvature.hvp(lambda x: NoForwardMode.apply(x).sum(), (x,), (v,))
+    assert torch.allclose(product, 6 * x * v)
+    _, (product,) = curvature.ggnvp(NoForwardMode.apply, lambda f: f.square().sum() / 2, (x,), (v,))
+    assert torch.allclose(product, 9 * x**4 * v)
+
+
+def test_fused_attention_and_lstm_have_products_all_the_same():
+    lstm, params = of_module(nn.LSTM(3, 2, batch_first=True))
+
+    def recurrent(p):
+        return lstm(p, (torch.ones(2, 4, 3), None))[0].sum((1, 2))
+
+    def attention(p):
+        q, k, v = (torch.ones(2, 1, 5, 4) * p["a"] * torch.arange(1.0, 6)[:, None] * c for c in (1, 2, 3))
+        return F.scaled_dot_product_attention(q, k, v).sum((1, 2, 3))
+
+    for f, at in ((recurrent, params), (attention, {"a": torch.tensor(0.3)})):
+        v = like(at)
+        finite = (
+            f(optree.tree_map(lambda p, d: p + 1e-6 * d, at, v)) - f(optree.tree_map(lambda p, d: p - 1e-6 * d, at, v))
+        ) / 2e-6
+        assert torch.allclose(curvature.jvp(f, (at,), (v,))[1], finite, rtol=1e-6, atol=1e-7)
+        _, (product,) = curvature.ggnvp(f, lambda z: z.square().sum() / 2, (at,), (v,))
+        matrix = curvature.ggn_matrix(f, lambda z: z.square().sum() / 2)(at)
+        assert torch.allclose(flatten(product, at), matrix @ flatten(v, at), atol=1e-10)
+        assert torch.allclose(matrix, curvature.fisher_matrix(f)(at))
+        assert curvature.hessian_matrix(lambda p, f=f: f(p).sum())(at).shape[0] == matrix.shape[0]
+
+
+def test_per_sample_gradients_are_those_of_each_datum():
+    params, batch, likelihood = case()
+
+    def loss(p, batch):
+        return likelihood.nll(forward(p, batch), batch[1]).mean()
+
+    gradients = curvature.per_sample(torch.func.grad(loss))(params, batch)
+    for i in range(5):
+        alone = torch.func.grad(loss)(params, (batch[0][i : i + 1], batch[1][i : i + 1]))
+        assert torch.allclose(gradients["w"][i], alone["w"], atol=1e-13)
+
+    def with_a_branch(p, batch):
+        return loss(p, batch) * max(2, -batch[0].square().sum().item())
+
+    assert torch.allclose(curvature.per_sample(torch.func.grad(with_a_branch))(params, batch)["w"], 2 * gradients["w"])
+
+
+def positive(n):
+    root = torch.randn(n, n)
+    return root @ root.T + torch.eye(n)
+
+
+def test_cg_solves_trees_with_and_without_a_preconditioner_and_a_start():
+    params = PARAMS()
+    scales = torch.logspace(0, 4, 21)
+    matrix = Dense(torch.diag(scales) + 0.1 * positive(21), shape_only(params), COUNT)
+    product = lambda x: unflatten(flatten(x, params) @ matrix.matrix, params)  # noqa: E731
+    expected = flatten(matrix.solve(params), params)
+    x, plain = curvature.cg(product, params, rtol=1e-12)
+    assert torch.allclose(flatten(x, params), expected, rtol=1e-8)
+    diagonal = Diagonal(matrix.diag(), COUNT)
+    x, helped = curvature.cg(product, params, preconditioner=diagonal.solve, rtol=1e-12)
+    assert torch.allclose(flatten(x, params), expected, rtol=1e-8)
+    assert helped.iterations < plain.iterations / 2 and helped.converged and helped.residual < 1e-10
+    _, again = curvature.cg(product, params, x0=x, rtol=1e-9)
+    assert again.iterations == 0
+    _, few = curvature.cg(product, params, maxiter=2)
+    assert few.iterations == 2 and not few.converged
+
+
+def test_batched_cg_solves_every_system_and_leaves_the_finished_alone():
+    matrices = torch.stack([positive(4), torch.eye(4), 3 * positive(4)])
+    b = torch.randn(2, 3, 4)
+    x, info = curvature.cg(lambda x: torch.einsum("cij,bcj->bci", matrices, x), b, rtol=1e-11, batch_ndim=2)
+    assert torch.allclose(x, torch.linalg.solve(matrices, b[..., None])[..., 0], rtol=1e-8)
+    assert info.converged.shape == (2, 3) and info.converged.all()
+    zero, info = curvature.cg(lambda x: x, torch.zeros(3))
+    assert info.iterations == 0 and not zero.any()
+
+
+def test_cg_refuses_an_indefinite_matrix_and_a_wrong_start():
+    with pytest.raises(ValueError, match="not positive definite"):
+        curvature.cg(lambda x: -x, torch.ones(2))
+    with pytest.raises(ValueError, match="x0"):
+        curvature.cg(lambda x: x, torch.ones(2), x0=torch.ones(3))
+
+
+NET = {"body": [torch.ones(3, 4), torch.ones(4)], "head": {"w": torch.ones(4, 2), "b": torch.zeros(2)}}
+
+
+def net(p, batch):
+    return torch.tanh(batch[0] @ p["body"][0] + p["body"][1]) @ p["head"]["w"] + p["head"]["b"]
+
+
+KEEPS = {
+    "name": "head",
+    "glob": ["head.*"],
+    "names": ["head.w", "head.b"],
+    "function": lambda name: name.startswith("head"),
+    "mask": {"body": False, "head": True},
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+def test_a_subset_has_the_block_of_the_whole(keep):
+    params = optree.tree_map(lambda leaf: torch.randn(leaf.shape), NET)
+    batch, likelihood = (torch.randn(5, 3), torch.randn(5, 2)), likelihoods.gaussian()
+    whole = curvature.ggn(net, likelihood, "dense")(params, batch).to_dense()
+    forward_head, head = curvature.subset(net, params, keep)
+    assert list(head) == ["head.b", "head.w"]
+    part = curvature.ggn(forward_head, likelihood, "dense")(head, batch).to_dense()
+    assert torch.allclose(part, whole[-10:, -10:], atol=1e-13)
+
+
+def test_a_subset_that_keeps_nothing_is_refused():
+    for keep in ("tail", ["head.w", "tail"], {"body": False, "head": False}, lambda name: False):
+        with pytest.raises(ValueError, match=r"body\.0.*head\.w"):
+            curvature.subset(net, NET, keep)
+    with pytest.raises(ValueError, match="no prefix"):
+        curvature.subset(net, NET, {"tail": True})
+
+
+def test_what_is_frozen_below_the_first_kept_parameter_costs_no_backward_pass():
+    """Counts the matrix products: one forward pass of the body, none backwards through it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.products += (
+                func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+                and max(max(a.shape) for a in args if isinstance(a, torch.Tensor)) >= 500
+            )
+            return func(*args, **(kwargs or {}))
+
+    params = {"body": torch.randn(500, 500), "head": torch.randn(500, 2)}
+    wide = lambda p, batch: torch.mm(torch.mm(batch[0], p["body"]).tanh(), p["head"])  # noqa: E731
+    forward_head, head = curvature.subset(wide, params, "head")
+    with Count() as count:
+        curvature.ggn(forward_head, likelihoods.gaussian(), "kronecker")(head, (torch.randn(2, 500), torch.randn(2, 2)))
+    # two layers for the probe, two for the batch, one Kronecker factor of the head
+    assert count.products <= 6

@@ -1,0 +1,195 @@
+"""The filters against textbook Kalman filters, and against each other."""
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.precision import Diagonal, LowRank, Root, flatten
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+VARIANCE, Q, FORGETTING, LR, PRIOR = 0.5, 0.03, 0.9, 0.7, 2.0
+like = {"a": torch.zeros(2, 2, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
+
+
+def forward(params, batch):
+    return batch[0][:, :4] @ params["a"].reshape(4) + torch.tanh(batch[0][:, 4] * params["b"])
+
+
+def loss(params, batch):
+    return (forward(params, batch) - batch[1]).square().mean() / (2 * VARIANCE)
+
+
+def as_tree(flat):
+    return {"a": flat[:4].reshape(2, 2), "b": flat[4:]}
+
+
+def stream(steps=12, data=3):
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(data, 5, generator=generator), torch.randn(data, generator=generator)) for _ in range(steps)]
+
+
+def textbook(batches, q=Q, forgetting=FORGETTING, lr=LR):
+    """Mean and covariance by gains: predict P / forgetting + q, then one joint update a batch with noise variance / lr."""
+    mean, p = torch.zeros(5), torch.eye(5) / PRIOR
+    for batch in batches:
+        p = p / forgetting + q * torch.eye(5)
+        h = torch.func.jacrev(lambda m, batch=batch: forward(as_tree(m), batch))(mean)
+        innovation = batch[1] - forward(as_tree(mean), batch)
+        gain = p @ h.T @ torch.linalg.inv(h @ p @ h.T + VARIANCE / lr * torch.eye(len(innovation)))
+        mean, p = mean + gain @ innovation, (torch.eye(5) - gain @ h) @ p
+    return mean, p
+
+
+def estimator(form):
+    if form == "observation":
+        return bc.ekf.observe(forward, VARIANCE)
+    return bc.curvature.ggn(
+        forward, bc.likelihoods.gaussian(VARIANCE), form, **({"rank": 5} if form == "low_rank" else {})
+    )
+
+
+def run(tx, form, batches, inplace=False):
+    step = bc.make_step(loss, tx, curvature=estimator(form), inplace=inplace)
+    params = optree.tree_map(torch.clone, like)
+    state = tx.init(params)
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+    posterior = tx.posterior(state, params)
+    return flatten(params, like), torch.linalg.inv(posterior.precision.to_dense())
+
+
+@pytest.mark.parametrize("form", ["root", "dense", "low_rank", "observation"])
+@pytest.mark.parametrize("name", ["dense", "low_rank"])
+def test_a_filter_that_can_hold_it_is_the_textbook_filter(name, form):
+    """Extended, with transition noise, forgetting and lr, in the Fisher and the observation form: 1e-10."""
+    options = {"rank": 5} if name == "low_rank" else {}
+    tx = getattr(bc.ekf, name)(LR, prior_precision=PRIOR, transition_noise=Q, forgetting=FORGETTING, **options)
+    mean, covariance = run(tx, form, stream())
+    wanted = textbook(stream())
+    assert (mean - wanted[0]).abs().max() < 1e-10 and (covariance - wanted[1]).abs().max() < 1e-10
+
+
+def test_transition_noise_may_differ_between_parameters():
+    noise = {"a": torch.tensor([[0.1, 0.2], [0.3, 0.4]]), "b": torch.tensor([0.5])}
+    wanted = textbook(stream(), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
+    for tx in (
+        bc.ekf.dense(LR, prior_precision=PRIOR, transition_noise=noise, forgetting=FORGETTING),
+        bc.ekf.low_rank(LR, rank=5, prior_precision=PRIOR, transition_noise=noise, forgetting=FORGETTING),
+    ):
+        mean, covariance = run(tx, "observation", stream())
+        assert (mean - wanted[0]).abs().max() < 1e-10 and (covariance - wanted[1]).abs().max() < 1e-10
+
+
+def test_the_diagonal_filter_by_hand():
+    """One observation: the mean moves by the exact gain, the information grows by its diagonal."""
+    tx = bc.ekf.diagonal(LR, prior_precision=PRIOR, transition_noise=Q, forgetting=FORGETTING)
+    (batch,) = stream(1)
+    before = 1 / (1 / (FORGETTING * PRIOR) + Q)
+    h = torch.func.jacrev(lambda m: forward(as_tree(m), batch))(torch.zeros(5))
+    gain = h.T / before @ torch.linalg.inv(h @ h.T / before + VARIANCE / LR * torch.eye(3))
+    after = before + LR * h.square().sum(0) / VARIANCE
+    mean, covariance = run(tx, "observation", [batch])
+    torch.testing.assert_close(mean, gain @ batch[1], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(covariance, torch.diag(1 / after), rtol=1e-12, atol=1e-14)
+    mean, covariance = run(tx, "diagonal", [batch])
+    torch.testing.assert_close(mean, LR * h.T @ batch[1] / VARIANCE / after, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(covariance, torch.diag(1 / after), rtol=1e-12, atol=1e-14)
+    for form in ("root", "dense"):
+        torch.testing.assert_close(run(tx, form, [batch])[1], torch.diag(1 / after), rtol=1e-10, atol=1e-12)
+
+
+def test_the_diagonal_filter_is_exact_where_data_do_not_mix_parameters():
+    """One parameter in each observation: it agrees with the dense filter to 1e-12 over drifting steps."""
+    picks = [torch.eye(5)[[i % 5]] for i in range(20)]
+    batches = [(pick, torch.randn(1)) for pick in picks]
+    options = {"prior_precision": PRIOR, "transition_noise": Q}
+    for form in ("root", "observation"):
+        for a, b in zip(run(bc.ekf.diagonal(**options), form, batches), run(bc.ekf.dense(**options), form, batches)):
+            assert (a - b).abs().max() < 1e-12
+
+
+def test_the_low_rank_filter_keeps_the_information_of_what_it_cuts_off():
+    """The diagonal of the information stays exact whatever the rank, without transition noise."""
+    wanted = torch.linalg.inv(run(bc.ekf.dense(prior_precision=PRIOR), "root", stream(1))[1])
+    errors = []
+    for rank in (1, 2, 3, 5):
+        _, covariance = run(bc.ekf.low_rank(rank=rank, prior_precision=PRIOR), "root", stream(1))
+        information = torch.linalg.inv(covariance)
+        torch.testing.assert_close(information.diagonal(), wanted.diagonal(), rtol=1e-10, atol=0)
+        errors.append((information - wanted).norm())
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-10 and errors[3] < 1e-10  # three data: rank 3
+
+
+def test_in_place_steps_filter_alike():
+    for name in ("dense", "diagonal", "low_rank"):
+        make = lambda name=name: getattr(bc.ekf, name)(transition_noise=Q)  # noqa: E731
+        if name == "low_rank":
+            make = lambda: bc.ekf.low_rank(rank=2, transition_noise=Q)  # noqa: E731
+        for a, b in zip(run(make(), "root", stream()), run(make(), "root", stream(), inplace=True)):
+            assert torch.equal(a, b)
+
+
+def test_a_tensor_lr_is_read_at_every_update():
+    dial = torch.tensor(1.0)
+    tx = bc.ekf.dense(dial)
+    increment = Diagonal({"a": torch.ones(2, 2), "b": torch.ones(1)}, torch.tensor(4.0))
+    _, state = tx.update(like, tx.init(like), params=like, curvature=increment)
+    dial.fill_(0.5)
+    _, state = tx.update(like, state, params=like, curvature=increment)
+    torch.testing.assert_close(tx.posterior(state, like).precision.to_dense(), torch.eye(5) * 2.5)
+
+
+def test_the_filter_never_forms_its_information(monkeypatch):
+    """Only rotations and triangular solves; the diagonal of the root is positive throughout."""
+    tx = bc.ekf.dense(transition_noise=Q)
+    state = tx.init(like)
+    for name in ("cholesky", "cholesky_ex", "eigh", "inv", "solve"):
+
+        def refuse(*args, name=name, **kwargs):
+            raise AssertionError(f"{name} was called")
+
+        monkeypatch.setattr(torch.linalg, name, refuse)
+    for _ in range(50):
+        rows = optree.tree_map(lambda p: torch.randn(2, *p.shape), like)
+        _, state = tx.update(like, state, params=like, curvature=Root(rows, torch.tensor(2.0)))
+        root = state[0].root
+        assert (root.diagonal() > 0).all() and torch.equal(root, root.tril())
+
+
+def test_low_rank_increments_bring_their_diagonal():
+    increment = LowRank(
+        {"a": torch.full((2, 2), 3.0), "b": torch.tensor([2.0])},
+        {"a": torch.ones(1, 2, 2), "b": torch.zeros(1, 1)},
+        torch.tensor(1.0),
+    )
+    wanted = torch.eye(5) + increment.to_dense()
+    for tx in (bc.ekf.dense(), bc.ekf.low_rank(rank=1)):
+        for form in (increment, increment.factorised()):
+            _, state = tx.update(like, tx.init(like), params=like, curvature=form)
+            torch.testing.assert_close(tx.posterior(state, like).precision.to_dense(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_many_filters_at_once_are_each_alone():
+    """``bc.parallel`` over stacked states, curvature included, to 1e-12."""
+    tx = bc.ekf.dense(transition_noise=Q)
+    step = bc.make_step(loss, tx, curvature=bc.ekf.observe(forward, VARIANCE))
+    starts = [optree.tree_map(lambda p, i=i: p + 0.1 * i, like) for i in range(3)]
+    chains = bc.parallel(step, 3)
+    params = bc.stack(starts)
+    state = chains.init(tx, params)
+    for batch in stream(3):
+        params, state, _ = chains(params, state, batch)
+    for i, p in enumerate(starts):
+        s = tx.init(p)
+        for batch in stream(3):
+            p, s, _ = step(p, s, batch)
+        torch.testing.assert_close(params["a"][i], p["a"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state[0].root[i], s[0].root, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,242 @@
+"""One training loop for every method: only the transformation changes."""
+
+import optree
+import pytest
+import torch
+import torchopt
+
+import bayesopt_chain as bc
+from bayesopt_chain._gaussian import Gaussian
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+N = 60
+likelihood = bc.likelihoods.bernoulli()
+
+
+def forward(params, batch):
+    hidden = torch.tanh(batch[0] @ params["body"])
+    return (hidden @ params["head"]).squeeze(-1)
+
+
+def loss(params, batch):
+    return likelihood.nll(forward(params, batch), batch[1]).mean()
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 2, generator=generator)
+    return x, (x[:, 0] * 2 + x[:, 1] + 0.5 * torch.randn(N, generator=generator) > 0).double()
+
+
+def start():
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "body": 0.5 * torch.randn(2, 4, generator=generator),
+        "head": 0.5 * torch.randn(4, 1, generator=generator),
+    }
+
+
+root = bc.curvature.ggn(forward, likelihood, "root")
+METHODS = {
+    "sgd": lambda: bc.sgd(0.5),
+    "torchopt's adam": lambda: torchopt.adam(0.02),
+    "sghmc": lambda: bc.sghmc(0.1, temperature=1 / N),
+    "mean field": lambda: bc.vi.mean_field(bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1),
+    "dense": lambda: bc.vi.dense(
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, scale_optimizer=bc.adam(0.005)
+    ),
+    "low rank": lambda: bc.vi.low_rank(
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, rank=3, scale_optimizer=bc.adam(0.005)
+    ),
+    "ivon": lambda: bc.vi.ivon(0.1, temperature=1 / N, weight_decay=1 / N, betas=(0.9, 0.999)),
+    "von": lambda: bc.vi.von(0.1, temperature=1 / N, weight_decay=1 / N, n_samples=2),
+    "vogn": lambda: bc.vi.vogn(0.1, temperature=1 / N, weight_decay=1 / N),
+    "dense filter": lambda: bc.ekf.dense(),
+    "diagonal filter": lambda: bc.ekf.diagonal(),
+    "low-rank filter": lambda: bc.ekf.low_rank(rank=4),
+    "laplace": lambda: bc.laplace(),
+    "swag": lambda: bc.swag(rank=3),
+}
+
+
+def build(name):
+    """The transformation to run and the link to ask."""
+    link = METHODS[name]()
+    if name == "swag":
+        return bc.chain(bc.sgd(0.5), link), link
+    return (bc.chain(link, bc.sgd(0.5)), link) if name == "laplace" else (link, link)
+
+
+def run(tx, epochs=4, inplace=False, curvature=root):
+    step = bc.make_step(loss, tx, curvature=curvature, inplace=inplace)
+    params = optree.tree_map(torch.clone, start())
+    torch.manual_seed(3)
+    state = tx.init(params)
+    losses = []
+    for _ in range(epochs):
+        for batch in zip(*(x.split(10) for x in data())):
+            params, state, info = step(params, state, batch)
+            losses.append(info.loss.item())
+    return params, state, losses
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_loop_serves_every_method(name):
+    """Each learns, and each that carries a posterior gives the same type of Gaussian, with covariance across parameters."""
+    tx, link = build(name)
+    params, state, _ = run(tx, epochs=10)
+    assert loss(params, data()) < 0.6 * loss(start(), data())
+    assert all(torch.isfinite(p).all() and not p.requires_grad for p in params.values())
+    if not hasattr(link, "posterior"):
+        return
+    posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    assert isinstance(posterior, Gaussian)
+    draws = posterior.sample((5,), generator=torch.Generator().manual_seed(4))
+    assert draws["body"].shape == (5, 2, 4) and torch.isfinite(posterior.log_prob(draws)).all()
+    assert (posterior.marginal_variance["head"] > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name](), "posterior")])
+def test_prediction_never_asks_which_method_it_was(name):
+    """Linearised moments against the dense covariance, and Monte Carlo outputs of the right shape, for every posterior."""
+    tx, link = build(name)
+    params, state, _ = run(tx)
+    posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+    inputs = data()[0][:5]
+    mean, covariance = bc.predict.linearized(forward, posterior, (inputs, None))
+    jacobian = torch.func.jacrev(lambda p: forward(p, (inputs, None)))(posterior.mean)
+    jacobian = torch.cat([jacobian[k].reshape(5, -1) for k in sorted(jacobian)], 1)
+    dense = torch.linalg.inv(posterior.precision.to_dense())
+    torch.testing.assert_close(mean, forward(posterior.mean, (inputs, None)))
+    torch.testing.assert_close(covariance.reshape(5), ((jacobian @ dense) * jacobian).sum(1), rtol=1e-8, atol=1e-10)
+    outputs = bc.predict.monte_carlo(forward, posterior, (inputs, None), samples=7)
+    assert outputs.shape == (7, 5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_in_place_the_loop_is_the_same(name):
+    """Parameters and losses bit for bit."""
+    params, _, losses = run(build(name)[0])
+    inplace, _, again = run(build(name)[0], inplace=True)
+    assert losses == again
+    assert all(torch.equal(params[k], inplace[k]) for k in params)
+
+
+@pytest.mark.parametrize("name", ["mean field", "dense", "low rank", "ivon", "swag", "sghmc"])
+def test_many_chains_are_each_alone(name):
+    tx, _ = build(name)
+    step = bc.make_step(loss, tx)
+    chains = bc.parallel(step, 3)
+    params = bc.stack([optree.tree_map(lambda p, i=i: p + 0.1 * i, start()) for i in range(3)])
+    state = chains.init(tx, params)
+    singles = [optree.tree_map(lambda x, i=i: x[i], (params, state)) for i in range(3)]
+    for _ in range(3):
+        params, state, _ = chains(params, state, data())
+    for i, (p, s) in enumerate(singles):
+        for _ in range(3):
+            p, s, _ = step(p, s, data())
+        for a, b in zip(optree.tree_leaves((params, state)), optree.tree_leaves((p, s))):
+            torch.testing.assert_close(a[i], b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_head_alone_may_be_bayesian(samples):
+    """A partition with variational inference for the head: the body sees the mean gradient over the draws and moves as
+    plain SGD does on it; the head's posterior is its own."""
+    vi = bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=samples)
+    tx = bc.partition({"body": bc.sgd(0.5), "head": vi}, {"body": "body", "head": "head"})
+    params, state, _ = run(tx, epochs=1)
+    assert set(vi.posterior(state, {"head": params["head"]}).mean) == {"head"}
+    state = tx.init(start())
+    rules = [i for i, rule in enumerate(tx.rules) if "draw" in rule.accepts]
+    head = vi.sample((state[rules[0]],), {"head": start()["head"]}).params["head"]
+    points = [{**start(), "head": head if samples == 1 else head[s]} for s in range(samples)]
+    moved, _, _ = bc.make_step(loss, tx)(start(), state, data())
+    gradient = sum(torch.func.grad(loss)(p, data())["body"] for p in points) / samples
+    torch.testing.assert_close(moved["body"], start()["body"] - 0.5 * gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_variational_family_may_stand_in_a_chain():
+    """Behind clipping; drawn from through the chain's state, and by make_step alike."""
+    vi = bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N)
+    tx = bc.chain(torchopt.clip.clip_grad_norm(0.1), vi)
+    state = tx.init(start())
+    draw = vi.sample(state, start())
+    grads = torch.func.grad(loss)(draw.params, data())
+    updates, _ = tx.update(grads, state, params=start(), draw=draw, inplace=False)
+    params, _, _ = bc.make_step(loss, tx)(start(), state, data())
+    for k, p in params.items():
+        torch.testing.assert_close(p, start()[k] + updates[k], rtol=0, atol=0)
+
+
+def test_auxiliary_output_has_the_draws_on_its_first_axis():
+    def with_aux(params, batch):
+        return loss(params, batch), {"logits": forward(params, batch)}
+
+    for samples, shape in ((1, (N,)), (3, (3, N))):
+        tx = bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=samples)
+        _, _, info = bc.make_step(with_aux, tx)(start(), tx.init(start()), data())
+        assert info.aux["logits"].shape == shape and info.loss.ndim == 0 and info.negative_elbo.ndim == 0
+
+
+def test_per_sample_gradients_average_to_the_batchs():
+    """For a loss that is a mean over data; the auxiliary output comes datum by datum."""
+    from bayesopt_chain.loop.step import gradient, per_sample_gradients
+
+    def with_aux(params, batch):
+        return loss(params, batch), forward(params, batch)
+
+    grads, info = per_sample_gradients(with_aux, start(), data())
+    mean, whole = gradient(with_aux, start(), data())
+    for k, g in grads.items():
+        assert g.shape == (N, *start()[k].shape)
+        torch.testing.assert_close(g.mean(0), mean[k], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(info.loss, whole.loss)
+    torch.testing.assert_close(info.aux[:, 0], whole.aux)
+    with pytest.raises(ValueError, match="one entry a datum"):
+        per_sample_gradients(loss, start(), (data()[0], data()[1][:3]))
+
+
+def test_curvature_is_not_asked_for_where_nothing_takes_it():
+    def refuse(params, batch):
+        raise AssertionError("called")
+
+    for tx in (bc.sgd(0.1), torchopt.sgd(0.1), bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N)):
+        bc.make_step(loss, tx, curvature=refuse)(start(), tx.init(start()), data())
+
+
+def test_curvature_over_several_draws_still_counts_each_datum_once():
+    """The increment is the mean over the draws: a Laplace link beside variational inference counts the batch's data."""
+    link = bc.laplace()
+    tx = bc.chain(link, bc.vi.mean_field(bc.sgd(0.1), temperature=1 / N, n_samples=3))
+    state = tx.init(start())
+    estimate = bc.curvature.ggn(forward, likelihood, "dense")
+    _, state, _ = bc.make_step(loss, tx, curvature=estimate)(start(), state, data())
+    assert float(state[0].precision.count) == pytest.approx(N, rel=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_every_tensor_stays_on_the_gpu(name):
+    """Parameters, state, posterior and its draws."""
+    tx, link = build(name)
+    params = optree.tree_map(lambda p: p.cuda(), start())
+    batch = tuple(x.cuda() for x in data())
+    state, step = tx.init(params), bc.make_step(loss, tx, curvature=root, inplace=True)
+    for _ in range(4):
+        params, state, info = step(params, state, batch)
+    tensors = [x for x in optree.tree_leaves((params, state, info)) if x.numel()]
+    assert all(x.is_cuda and torch.isfinite(x).all() for x in tensors)
+    if hasattr(link, "posterior"):
+        posterior = link.posterior(state, params, **({"prior_precision": 1.0} if name == "laplace" else {}))
+        assert all(x.is_cuda for x in optree.tree_leaves(posterior.marginal_variance))
+        draws = posterior.sample((2,))
+        assert draws["body"].is_cuda and draws["body"].shape == (2, 2, 4)

@@ -1,0 +1,322 @@
+"""Every structure answers every question of the algebra as its dense matrix does."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+
+from bayesopt_chain.precision import (
+    Block,
+    Cholesky,
+    Dense,
+    Diagonal,
+    Eigenbasis,
+    Kronecker,
+    LowRank,
+    Root,
+    Woodbury,
+    Zero,
+    flatten,
+    shape_only,
+    unflatten,
+)
+
+COUNT = torch.tensor(7.0, dtype=torch.float64)
+TREES = {
+    "dict": lambda: {"w": torch.randn(3, 2), "b": torch.randn(3), "s": torch.randn(())},
+    "tuple": lambda: (torch.randn(2, 2), [torch.randn(())]),
+    "bare": lambda: torch.randn(4),
+    "matrix": lambda: torch.randn(2, 3),
+}
+
+
+def psd(n):
+    root = torch.randn(n, n + 2)
+    return root @ root.T
+
+
+def each_leaf(function, tree):
+    return optree.tree_map(function, tree)
+
+
+def sides(leaf):
+    return (leaf.shape[0], leaf.numel() // leaf.shape[0]) if leaf.ndim > 1 else (leaf.numel(), 1)
+
+
+def dense(tree):
+    return Dense(psd(flatten(tree, tree).numel()), shape_only(tree), COUNT)
+
+
+def diagonal(tree):
+    return Diagonal(each_leaf(lambda leaf: leaf.square() + 0.1, tree), COUNT)
+
+
+def kronecker(tree):
+    left, right = (each_leaf(lambda leaf, i=i: psd(sides(leaf)[i]), tree) for i in (0, 1))
+    return Kronecker(left, right, each_leaf(lambda leaf: leaf.new_tensor(0.3), tree), shape_only(tree), COUNT)
+
+
+def embedding(tree):
+    factors = kronecker(tree)
+    return factors._replace(left=each_leaf(lambda factor: factor.diagonal(), factors.left))
+
+
+def low_rank(tree):
+    rows = each_leaf(lambda leaf: torch.randn(2, *leaf.shape), tree)
+    return LowRank(each_leaf(lambda leaf: leaf.square() + 0.1, tree), rows, COUNT)
+
+
+def block(tree):
+    return Block(each_leaf(lambda leaf: Dense(psd(leaf.numel()), shape_only(leaf), COUNT), tree), COUNT)
+
+
+STRUCTURES = {
+    "diagonal": diagonal,
+    "dense": dense,
+    "cholesky": lambda tree: dense(tree).factorised(),
+    "kronecker": kronecker,
+    "kronecker with a diagonal factor": embedding,
+    "eigenbasis": lambda tree: kronecker(tree).factorised(),
+    "low_rank": low_rank,
+    "woodbury": lambda tree: low_rank(tree).factorised(),
+    "block": block,
+}
+cases = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+structures = pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_equal(a, b, tolerance=1e-10):
+    assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), (a - b).abs().max()
+
+
+def draws_like(tree, *lead):
+    return each_leaf(lambda leaf: torch.randn((*lead, *leaf.shape)), tree)
+
+
+@cases
+@structures
+def test_solve_quad_diag_and_logdet_are_those_of_the_matrix(make, tree):
+    tree = tree()
+    precision = make(tree)
+    matrix = precision.to_dense()
+    for lead in ((), (3,), (2, 3)):
+        x = draws_like(tree, *lead)
+        flat = flatten(x, tree)
+        assert_equal(flatten(precision.solve(x), tree), torch.linalg.solve(matrix, flat[..., None])[..., 0])
+        assert_equal(precision.quad(x), torch.einsum("...i,ij,...j->...", flat, matrix, flat))
+    assert_equal(flatten(precision.diag(), tree), matrix.diagonal())
+    assert_equal(flatten(precision.inverse_diag(), tree), torch.linalg.inv(matrix).diagonal())
+    assert_equal(precision.logdet(), torch.linalg.slogdet(matrix)[1])
+
+
+@cases
+@structures
+def test_sqrt_solve_is_a_root_of_the_inverse(make, tree):
+    tree = tree()
+    precision = make(tree)
+    units = unflatten(torch.eye(flatten(tree, tree).numel()), tree)
+    root = flatten(precision.sqrt_solve(units), tree)  # row i is R e_i
+    assert_equal(root.T @ root, torch.linalg.inv(precision.to_dense()))
+
+
+@cases
+@structures
+def test_scale_and_add_diagonal_are_those_of_the_matrix(make, tree):
+    tree = tree()
+    precision = make(tree)
+    matrix = precision.to_dense()
+    assert_equal(precision.scale(2.5).to_dense(), 2.5 * matrix)
+    assert precision.scale(2.5).count == 2.5 * COUNT
+    assert_equal(precision.add_diagonal(0.7).to_dense(), matrix + 0.7 * torch.eye(len(matrix)))
+    numbers = each_leaf(lambda leaf: torch.rand(()), tree)
+    spread = torch.cat([n.expand(leaf.numel()) for n, leaf in zip(*map(optree.tree_leaves, (numbers, tree)))])
+    assert_equal(precision.add_diagonal(numbers).to_dense(), matrix + torch.diag(spread))
+
+
+@pytest.mark.parametrize("make", [diagonal, dense, low_rank, block])
+def test_a_whole_tree_of_prior_precisions_is_added(make):
+    tree = TREES["dict"]()
+    prior = each_leaf(lambda leaf: torch.rand(leaf.shape), tree)
+    precision = make(tree)
+    assert_equal(precision.add_diagonal(prior).to_dense(), precision.to_dense() + torch.diag(flatten(prior, tree)))
+
+
+def test_kronecker_refuses_a_diagonal_that_does_not_commute_and_names_the_parameter():
+    tree = TREES["dict"]()
+    with pytest.raises(ValueError, match=r"one number a parameter.*at b"):
+        kronecker(tree).add_diagonal(tree)
+
+
+@cases
+@pytest.mark.parametrize("make", [diagonal, dense, block], ids=["diagonal", "dense", "block"])
+def test_add_is_the_sum_of_matrices_and_of_counts(make, tree):
+    tree = tree()
+    a, b = make(tree), make(tree)
+    total = a.add(b)
+    assert_equal(total.to_dense(), a.to_dense() + b.to_dense())
+    assert total.count == 14
+
+
+def test_kronecker_factors_add_as_sums_over_data():
+    tree = TREES["dict"]()
+    a, b = kronecker(tree), kronecker(tree)
+    total = a.add(b)
+    left, right = a.left["w"] + b.left["w"], a.right["w"] + b.right["w"]
+    assert_equal(total.diag()["w"], (torch.outer(left.diagonal(), right.diagonal()) / 14 + 0.6))
+
+
+def test_an_eigenbasis_adds_in_the_same_basis_and_refuses_another():
+    tree = TREES["dict"]()
+    a = kronecker(tree).factorised()
+    assert_equal(a.add(copy.deepcopy(a)).to_dense(), 2 * a.to_dense())
+    with pytest.raises(ValueError, match="different eigenbases"):
+        a.add(kronecker(tree).factorised())
+
+
+def test_a_cholesky_factor_adds_as_its_matrix():
+    tree = TREES["tuple"]()
+    a, b = dense(tree), dense(tree)
+    assert_equal(a.factorised().add(b.factorised()).to_dense(), a.to_dense() + b.to_dense())
+
+
+@cases
+def test_low_rank_sums_keep_the_diagonal_exactly_and_everything_within_the_rank(tree):
+    tree = tree()
+    a, b = low_rank(tree), low_rank(tree)
+    total = a.add(b)
+    assert_equal(flatten(total.diag(), tree), (a.to_dense() + b.to_dense()).diagonal())
+    assert optree.tree_leaves(total.rows)[0].shape[0] == 2
+    few = b._replace(rows=each_leaf(lambda row: 0 * row, b.rows))
+    assert_equal(a.add(few).to_dense(), a.to_dense() + few.to_dense())
+
+
+def test_low_rank_keeps_the_longest_directions():
+    rows = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    total = LowRank(torch.zeros(3), torch.zeros(2, 3), COUNT).add(Root(rows, COUNT))
+    assert_equal(total.to_dense(), torch.diag(torch.tensor([9.0, 1.0, 4.0])))
+    assert_equal(total.diagonal, torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_a_root_concatenates_and_becomes_low_rank_with_a_prior():
+    tree = TREES["dict"]()
+    a, b = (Root(draws_like(tree, 3), COUNT) for _ in range(2))
+    total = a.add(b)
+    assert_equal(total.to_dense(), a.to_dense() + b.to_dense())
+    with_prior = total.scale(0.5).add_diagonal(2.0)
+    assert isinstance(with_prior, LowRank)
+    matrix = total.to_dense() / 2 + 2 * torch.eye(len(total.to_dense()))
+    assert_equal(with_prior.to_dense(), matrix)
+    assert_equal(with_prior.logdet(), torch.linalg.slogdet(matrix)[1])
+    x = draws_like(tree, 2)
+    assert_equal(total.quad(x), torch.einsum("ni,ij,nj->n", flatten(x, tree), total.to_dense(), flatten(x, tree)))
+    assert_equal(flatten(total.diag(), tree), total.to_dense().diagonal())
+
+
+def test_zero_is_neutral_and_says_what_is_missing():
+    tree = TREES["dict"]()
+    precision = dense(tree)
+    zero = Zero(torch.tensor(0.0))
+    assert zero.add(precision) is precision
+    assert zero.scale(2.0).count == 0
+    for question in (lambda: zero.solve(tree), zero.logdet, zero.diag, lambda: zero.quad(tree)):
+        with pytest.raises(ValueError, match=r"update\(\.\.\., curvature=increment\)"):
+            question()
+
+
+@structures
+def test_another_structure_or_tree_is_refused(make):
+    tree = TREES["dict"]()
+    precision = make(tree)
+    other = Root(draws_like(tree, 1), COUNT) if not isinstance(precision, (LowRank, Woodbury)) else diagonal(tree)
+    with pytest.raises(TypeError, match="one posterior has one structure"):
+        precision.add(other)
+    smaller = {**tree, "b": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"\bb\b"):
+        precision.add(make(smaller))
+    with pytest.raises(ValueError):
+        precision.add(make({"w": tree["w"]}))
+
+
+SINGULAR = {
+    "diagonal": lambda: Diagonal({"a": torch.ones(2), "b": torch.zeros(2)}, COUNT),
+    "dense": lambda: Dense(
+        torch.diag(torch.tensor([1.0, 1.0, 0.0])), {"a": torch.zeros(2), "b": torch.zeros(1)}, COUNT
+    ),
+    "indefinite": lambda: Dense(
+        torch.diag(torch.tensor([1.0, 1.0, -1.0])), {"a": torch.zeros(2), "b": torch.zeros(1)}, COUNT
+    ),
+    "kronecker": lambda: Kronecker(
+        {"b": torch.zeros(2, 2)}, {"b": torch.ones(1, 1)}, {"b": torch.tensor(0.0)}, {"b": torch.zeros(2)}, COUNT
+    ),
+    "low_rank": lambda: LowRank({"b": torch.zeros(2)}, {"b": torch.ones(1, 2)}, COUNT),
+    "block": lambda: Block({"b": Dense(torch.zeros(1, 1), torch.zeros(1), COUNT)}, COUNT),
+}
+
+
+@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
+def test_a_singular_precision_is_refused_by_the_parameters_name(make):
+    with pytest.raises(ValueError, match=r"\bb\b.*(prior_precision)"):
+        make().factorised()
+
+
+def test_a_root_alone_is_singular():
+    with pytest.raises(ValueError, match="prior_precision"):
+        Root(torch.ones(1, 2), COUNT).logdet()
+
+
+@structures
+def test_a_precision_is_a_pytree_that_copies_pickles_and_vmaps(make):
+    tree = TREES["dict"]()
+    precision = make(tree)
+    for other in (
+        copy.deepcopy(precision),
+        pickle.loads(pickle.dumps(precision)),
+        optree.tree_map(lambda t: t, precision),
+    ):
+        assert type(other) is type(precision)
+        assert torch.equal(other.to_dense(), precision.to_dense())
+    assert all(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(precision, none_is_leaf=True))
+    others = [precision.scale(float(i + 1)) for i in range(3)]
+    stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), *others)
+    solved = torch.vmap(lambda p: p.add_diagonal(1.0).factorised().solve(tree))(stacked)
+    for i, other in enumerate(others):
+        assert_equal(solved["w"][i], other.add_diagonal(1.0).solve(tree)["w"])
+
+
+@structures
+def test_leaves_keep_their_dtype_and_shape(make):
+    tree = optree.tree_map(lambda leaf: leaf.float(), TREES["dict"]())
+    torch.set_default_dtype(torch.float32)
+    precision = make(tree)
+    for answer in (precision.solve(tree), precision.sqrt_solve(tree), precision.diag(), precision.inverse_diag()):
+        for got, leaf in zip(*map(optree.tree_leaves, (answer, tree))):
+            assert (got.dtype, got.shape) == (torch.float32, leaf.shape)
+
+
+def test_mixed_dtypes_are_held_in_the_wider_and_returned_in_their_own():
+    tree = {"a": torch.zeros(2, dtype=torch.float32), "b": torch.zeros(1, dtype=torch.float64)}
+    precision = Dense(psd(3), tree, COUNT)
+    solved = precision.solve(optree.tree_map(torch.ones_like, tree))
+    assert (solved["a"].dtype, solved["b"].dtype) == (torch.float32, torch.float64)
+
+
+def test_a_tree_of_another_shape_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"at b has shape"):
+        dense(TREES["dict"]()).solve({"w": torch.zeros(3, 2), "b": torch.zeros(4), "s": torch.zeros(())})
+
+
+def test_the_eigenbasis_class_of_a_factorised_kronecker_is_decomposed_once():
+    precision = kronecker(TREES["dict"]()).factorised()
+    assert isinstance(precision, Eigenbasis)
+    assert precision.factorised() is precision
+    assert isinstance(dense(TREES["bare"]()).factorised(), Cholesky)

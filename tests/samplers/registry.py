@@ -1,0 +1,380 @@
+"""Every sampler of the library, with what each promises. A new one gets all the laws by being listed here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+import torchopt
+from torchopt.base import GradientTransformation
+
+import bayesopt_chain as bc
+from bayesopt_chain.samplers.preconditioned import AdaptiveWindowState
+from bayesopt_chain.testing import LAWS
+from tests.samplers.transfer import QUARTIC, Probe
+
+LAW = {law.__name__: law for law in LAWS}
+NO_GRADIENT = ("updates_can_be_differentiated",)
+COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
+NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
+
+
+def fed(tx: GradientTransformation, **keywords: Callable) -> GradientTransformation:
+    """``tx`` with further keywords of its ``update`` computed from gradients and parameters."""
+
+    def update(updates, state, *, params=None, inplace=True, **extra):
+        more = {k: fn(updates, params) for k, fn in keywords.items()}
+        return tx.update(updates, state, params=params, inplace=inplace, **more, **extra)
+
+    return GradientTransformation(tx.init, update)
+
+
+def like_params(value: float) -> Callable:
+    """A keyword that is a tree like the gradients, filled with ``value``."""
+    return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)
+
+
+def identity_matrix(updates, params):
+    """The identity of the dimension of all parameters together."""
+    leaves = optree.tree_leaves(updates)
+    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype)
+
+
+def stacked_losses(updates, params):
+    """Half the squared norm of each of two stacked chains."""
+    return sum((p.detach() ** 2).reshape(2, -1).sum(1) for p in optree.tree_leaves(params)) / 2
+
+
+def half_square(updates, params):
+    """Half the squared norm of all parameters."""
+    return sum((p.detach() ** 2).sum() for p in optree.tree_leaves(params)) / 2
+
+
+class TreePrecision:
+    """A precision of 4 for every parameter, on trees."""
+
+    def solve(self, tree):
+        return optree.tree_map(lambda x: x / 4.0, tree)
+
+    def sqrt_solve(self, tree):
+        return optree.tree_map(lambda x: x / 2.0, tree)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Bias of order ``slope`` in the step that ``probe`` takes, fitted over ``steps``.
+
+    ``in_time`` says that the step is a time, whose square is a learning rate.
+    """
+
+    slope: float
+    probe: Callable[[float], Probe]
+    steps: tuple[float, ...]
+    degree: int = 16
+    noise: Any = None
+    in_time: bool = False
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler as the laws see it.
+
+    ``build(temperature)`` makes it; ``limit`` makes the optimizer that it is at T = 0 (that ``cold(temperature)`` is, for
+    samplers that freeze a preconditioner in between); ``skip`` names laws that cannot apply, with the reason; ``stacked``
+    says that its parameters are two chains on axis 0.
+    """
+
+    name: str
+    build: Callable[[Any], Any]
+    limit: Callable[[], Any] | None = None
+    order: Order | None = None
+    cold: Callable[[Any], Any] | None = None
+    stacked: bool = False
+    skip: tuple[str, ...] = field(default=())
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def frozen_rms(state):
+    """A pSGLD state frozen at ``P = 2``."""
+    rms = state[0]
+    return (rms._replace(nu=(torch.full_like(rms.nu[0], 0.25),), count=(torch.tensor(10**6),)), *state[1:])
+
+
+def frozen_adam(state):
+    """An Adam-SGHMC state long after it froze at ``P = 2`` (second moment 1/4 after its correction at one update)."""
+    adam = state[0]
+    return (adam._replace(nu=(torch.full_like(adam.nu[0], 0.125),), count=(torch.tensor(10**6),)), *state[1:])
+
+
+def frozen_window(state):
+    """An adaptive-SGHMC state frozen at ``P = 2``."""
+    window: AdaptiveWindowState = state[0]
+    return (
+        window._replace(square=(torch.full_like(window.square[0], 0.25),), count=(torch.tensor(10**6),)),
+        *state[1:],
+    )
+
+
+def remembering(mu: float):
+    """Velocity and remembered noise act together in SGHMC of order 2, as ``mu v + m``."""
+    return lambda v, m: (v + m / mu,)
+
+
+def window_then_momentum():
+    return torchopt.chain(bc.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
+
+
+SAMPLERS = (
+    Sampler(
+        "sgld, order 1",
+        lambda t: bc.sgld(0.1, temperature=t, order=1),
+        lambda: torchopt.sgd(0.1),
+        Order(1, lambda lr: Probe(bc.sgld(lr, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
+    ),
+    Sampler(
+        "sgld",
+        lambda t: bc.sgld(0.1, temperature=t),
+        lambda: torchopt.sgd(0.1),
+        Order(2, lambda lr: Probe(bc.sgld(lr, temperature=1.0)), (0.01, 0.02, 0.04)),
+    ),
+    Sampler(
+        "sghmc, order 1",
+        lambda t: bc.sghmc(0.1, 0.8, temperature=t, order=1),
+        lambda: torchopt.sgd(0.1, momentum=0.8),
+        Order(1, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
+    ),
+    Sampler(
+        "sghmc",
+        lambda t: bc.sghmc(0.1, 0.8, temperature=t),
+        lambda: torchopt.sgd(0.1, momentum=0.8),
+        Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0), reduce=remembering(0.5)), (0.0025, 0.005, 0.01)),
+    ),
+    Sampler(
+        "sghmc_stale_gradient",
+        lambda t: bc.sghmc_stale_gradient(0.05, 0.8, temperature=t),
+        lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
+        Order(
+            1,
+            lambda lr: Probe(  # what the delay holds is the velocity
+                bc.sghmc_stale_gradient(lr, 0.5, temperature=1.0), reduce=lambda v, held: (v,), keep=((0, 1),)
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
+        skip=NO_GRADIENT,
+        why="this step's gradient moves the parameters in the next",
+    ),
+    Sampler(
+        "baoab",
+        lambda t: bc.baoab(0.3, 1.0, temperature=t),
+        lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
+        Order(
+            2,
+            lambda h: Probe(bc.baoab(h, 1.0, temperature=1.0), reduce=remembering(math.exp(-h))),
+            (0.05, 0.1, 0.2),
+            in_time=True,
+        ),
+    ),
+    Sampler(
+        "obabo",
+        lambda t: bc.obabo(0.3, 1.0, temperature=t),
+        lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
+        Order(2, lambda h: Probe(bc.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
+    ),
+    Sampler(
+        "ubu",
+        lambda t: bc.ubu(0.3, 1.0, temperature=t),
+        lambda: torchopt.sgd(0.3 * -math.expm1(-0.3), momentum=math.exp(-0.3)),
+        Order(
+            2,
+            lambda h: Probe(bc.ubu(h, 1.0, temperature=1.0), reduce=lambda m, v: (v + m / math.exp(-h),), keep=(1,)),
+            (0.05, 0.1, 0.2),
+            14,
+            in_time=True,
+        ),
+    ),
+    Sampler(
+        "sgnht",
+        lambda t: bc.sgnht(0.05, 0.8, temperature=t or 1.0),
+    ),
+    Sampler(
+        "sgnht_per_parameter",
+        lambda t: bc.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
+        order=Order(1, lambda lr: Probe(bc.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9),
+    ),
+    Sampler(
+        "badodab",
+        lambda t: bc.badodab(0.2, temperature=t or 1.0),
+        skip=COUPLED,
+        why="all parameters share one friction, so that a missing one is felt by the others within the step",
+    ),
+    Sampler(
+        "badodab_per_parameter",
+        lambda t: bc.badodab_per_parameter(0.2, temperature=t or 1.0),
+        order=Order(
+            2, lambda h: Probe(bc.badodab_per_parameter(h, 1.0, temperature=1.0)), (0.03, 0.045, 0.06), 11, in_time=True
+        ),
+    ),
+    Sampler(
+        "psgld",
+        lambda t: bc.psgld(0.01, 0.9, temperature=t, freeze_after=4),
+        lambda: torchopt.rmsprop(0.01, 0.9),
+        cold=lambda t: bc.psgld(0.01, 0.9, temperature=t),
+        order=Order(
+            2,
+            lambda lr: Probe(
+                bc.psgld(lr / 2, temperature=1.0, freeze_after=1),
+                reduce=lambda nu, m: (m,),
+                keep=(1,),
+                prepare=frozen_rms,
+            ),
+            (0.01, 0.02, 0.04),
+        ),
+    ),
+    Sampler(
+        "psgld_corrected",
+        lambda t: fed(bc.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)),
+        lambda: torchopt.rmsprop(0.01, 0.9),
+        cold=lambda t: (
+            fed(bc.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
+            if torch.is_tensor(t) or t
+            else bc.psgld_corrected(0.01, 0.9, temperature=t)
+        ),
+    ),
+    Sampler(
+        "adam_sghmc",
+        lambda t: bc.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
+        lambda: torchopt.adam(0.01, (0.8, 0.99)),
+        cold=lambda t: bc.adam_sghmc(0.01, (0.8, 0.99), temperature=t),
+        order=Order(
+            2,
+            lambda lr: Probe(
+                bc.adam_sghmc(lr, (0.5, 0.5), 0.0, temperature=1.0, freeze_after=1),
+                reduce=lambda mu, nu, m: (mu + m * math.sqrt(0.5),),
+                keep=(0,),
+                prepare=frozen_adam,
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
+    ),
+    Sampler(
+        "adaptive_sghmc",
+        lambda t: bc.adaptive_sghmc(0.05, 0.9, temperature=t, burn_in=4),
+        window_then_momentum,
+        Order(
+            2,
+            lambda lr: Probe(
+                bc.adaptive_sghmc(lr / 2, 0.5, temperature=1.0, burn_in=1),
+                reduce=lambda tau, mean, square, v, m: (v + m * math.sqrt(2.0) / 0.5,),
+                keep=(3,),
+                prepare=frozen_window,
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
+    ),
+    Sampler(
+        "langevin_with_precision",
+        lambda t: bc.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
+        lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
+        Order(
+            2,
+            lambda lr: Probe(
+                bc.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0),
+                reduce=lambda m, v: (v + m * math.sqrt(2 * 0.5 / (4 * lr)) / 4 / 0.5,),
+                keep=(1,),
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
+        skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
+        why="a precision may couple all parameters, so that none may lack a gradient",
+    ),
+    Sampler(
+        "sgfs",
+        lambda t: fed(bc.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
+        order=Order(
+            1,
+            lambda lr: Probe(
+                bc.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
+            ),
+            (0.0025, 0.005, 0.01),
+        ),
+    ),
+    Sampler(
+        "sgfs_dense",
+        lambda t: fed(bc.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
+        skip=NEEDS_EVERY_GRADIENT,
+        why="its matrix couples all parameters, so that none may lack a gradient",
+    ),
+    Sampler(
+        "cyclical",
+        lambda t: bc.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+        lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 24), momentum=0.8),
+        cold=lambda t: bc.cyclical(0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t),  # no restart in its 12 steps
+    ),
+    Sampler(
+        "cyclical_paper",
+        lambda t: bc.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+        lambda: torchopt.chain(bc.scale_by_neg_lr(bc.schedules.cosine_restarts(0.1, 6)), bc.add_momentum(0.8)),
+    ),
+    Sampler(
+        "contour_sgld",
+        lambda t: fed(bc.contour_sgld(0.1, 0.0, 20.0, temperature=t, bins=10), loss=half_square),
+        lambda: torchopt.sgd(0.1),
+    ),
+    Sampler(
+        "svgd",
+        lambda t: bc.svgd(0.1, temperature=t),
+        stacked=True,
+        skip=COUPLED,
+        why="all parameters of a particle share its kernel",
+    ),
+    Sampler(
+        "replica_exchange",
+        lambda t: fed(bc.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses),
+        stacked=True,
+    ),
+    Sampler(
+        "lattice_walk",
+        lambda t: bc.lattice_walk(0.05, temperature=t or 1.0),
+        skip=NO_GRADIENT,
+        why="its moves are signs",
+    ),
+    Sampler(
+        "sghmc, three-point noise",
+        lambda t: cheap(0.1, 0.8, t, "three_point"),
+        lambda: torchopt.sgd(0.1, momentum=0.8),
+        Order(
+            2,
+            lambda lr: Probe(cheap(lr, 0.5, 1.0, "three_point"), reduce=remembering(0.5)),
+            (0.0025, 0.005, 0.01),
+            noise=((-math.sqrt(3.0), 0.0, math.sqrt(3.0)), (1 / 6, 2 / 3, 1 / 6)),
+        ),
+    ),
+    Sampler(
+        "sghmc, Rademacher noise",
+        lambda t: cheap(0.1, 0.8, t, "rademacher"),
+        lambda: torchopt.sgd(0.1, momentum=0.8),
+        Order(
+            1,
+            lambda lr: Probe(cheap(lr, 0.5, 1.0, "rademacher"), reduce=remembering(0.5)),
+            (0.0025, 0.005, 0.01),
+            noise=((-1.0, 1.0), (0.5, 0.5)),
+        ),
+    ),
+)
+
+
+def cheap(lr: float, momentum: float, temperature, kind: str):
+    """SGHMC with increments of another kind."""
+    return bc.chain(
+        bc.add_momentum(momentum), bc.inject_langevin_noise(temperature, noise=kind), bc.scale_by_neg_lr(lr)
+    )
+
+
+__all__ = ["LAW", "QUARTIC", "SAMPLERS", "Order", "Sampler", "cheap", "fed"]

@@ -1,0 +1,87 @@
+"""Rademacher, three-point and uniform draws: moments, streams, and refusals."""
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain import _random
+from bayesopt_chain.testing import stationary_covariance
+
+KEY, STEP = torch.tensor(12345), torch.tensor(7)
+
+
+def draw(kind: str, n: int = 240_000, philox: bool = False) -> torch.Tensor:
+    if philox:
+        return _random.philox_other(kind, KEY, STEP, n, 0, torch.float64)
+    return _random.normals(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)], [1], kind)[0][0]
+
+
+@pytest.mark.parametrize("philox", [False, True], ids=["cpu", "philox"])
+@pytest.mark.parametrize(
+    ("kind", "values", "probabilities"),
+    [("rademacher", (-1.0, 1.0), (0.5, 0.5)), ("three_point", (-(3.0**0.5), 0.0, 3.0**0.5), (1 / 6, 2 / 3, 1 / 6))],
+)
+def test_values_and_frequencies(kind, values, probabilities, philox):
+    """Counts within 5 standard errors; a false alarm has probability below 6e-7 for each value."""
+    x = draw(kind, philox=philox)
+    assert sorted(x.unique().tolist()) == pytest.approx(sorted(values))
+    for value, p in zip(values, probabilities):
+        share = (torch.isclose(x, torch.tensor(value, dtype=x.dtype))).double().mean().item()
+        assert abs(share - p) < 5 * (p * (1 - p) / len(x)) ** 0.5
+
+
+@pytest.mark.parametrize("philox", [False, True], ids=["cpu", "philox"])
+def test_uniforms_are_uniform(philox):
+    """Each of 16 cells within 5 standard errors, a false alarm of 1e-5 in all; the interval is half open."""
+    x = draw("uniform", philox=philox)
+    assert x.min() >= 0.0 and x.max() < 1.0
+    share = torch.histc(x, 16, 0.0, 1.0) / len(x)
+    assert ((share - 1 / 16).abs() < 5 * (15 / 256 / len(x)) ** 0.5).all()
+
+
+@pytest.mark.parametrize("philox", [False, True], ids=["cpu", "philox"])
+@pytest.mark.parametrize("kind", ["rademacher", "three_point", "uniform"])
+def test_neighbours_and_steps_are_uncorrelated(kind, philox):
+    """Correlations within 5 standard errors: of neighbours up to 64 apart, and of consecutive steps."""
+    x = draw(kind, philox=philox)
+    x = (x - x.mean()) / x.std()
+    bound = 5 / len(x) ** 0.5
+    for lag in (1, 2, 4, 7, 8, 63, 64):
+        assert abs((x[lag:] * x[:-lag]).mean().item()) < bound
+    if not philox:
+        y = _random.normals(KEY, STEP + 1, [torch.empty(1, len(x), dtype=torch.float64)], [1], kind)[0][0]
+        assert abs((x * (y - y.mean()) / y.std()).mean().item()) < bound
+
+
+@pytest.mark.parametrize("kind", _random.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_and_shape_are_the_leafs(kind, dtype):
+    (a, b), (c,) = _random.normals(
+        KEY, STEP, [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)], [2, 1], kind
+    )
+    assert a.shape == b.shape == (3,) and c.shape == () and {a.dtype, b.dtype, c.dtype} == {dtype}
+
+
+def test_stacked_chains_draw_what_each_draws_alone():
+    keys = torch.tensor([3, 4, 5])
+    for kind in _random.KINDS:
+        f = lambda key, kind=kind: _random.normals(key, STEP, [torch.empty(1, 5)], [1], kind)[0][0]  # noqa: E731
+        assert torch.equal(torch.vmap(f)(keys), torch.stack([f(k) for k in keys]))
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="noise must be 'gaussian', 'three_point' or 'rademacher', got 'uniform'"):
+        bc.inject_langevin_noise(1.0, noise="uniform")
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "three_point"])
+def test_a_normal_probe_says_that_it_cannot_probe_other_draws(kind):
+    tx = bc.chain(bc.inject_langevin_noise(1.0, noise=kind), bc.scale_by_neg_lr(0.1))
+    with pytest.raises(TypeError, match="draws random_, which is not a normal"):
+        stationary_covariance(tx, torch.eye(1, dtype=torch.float64))
+
+
+def test_repr_names_the_noise():
+    assert "noise='rademacher'" in repr(
+        bc.chain(bc.inject_langevin_noise(1.0, noise="rademacher"), bc.scale_by_neg_lr(1.0))
+    )

@@ -1,0 +1,115 @@
+"""Samplers inside the rest of the library: groups, steps, parallel chains, optimizers behind particles."""
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import assert_bitwise_equal
+from tests.samplers.registry import SAMPLERS
+
+
+def loss(params, batch):
+    return (params["body"] ** 2).sum() / 2 + (params["head"] ** 4).sum() / 4
+
+
+PARAMS = {"body": torch.ones(3, dtype=torch.float64), "head": torch.ones(2, 2, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("name", ["sgnht", "badodab", "lattice_walk", "ubu", "sgfs"])
+def test_a_group_of_parameters_can_be_sampled_while_the_rest_is_optimised(name):
+    build = {
+        "sgnht": lambda: bc.sgnht(0.01, temperature=1.0),
+        "badodab": lambda: bc.badodab(0.1, temperature=1.0),
+        "lattice_walk": lambda: bc.lattice_walk(0.01, temperature=1.0),
+        "ubu": lambda: bc.ubu(0.1, 1.0, temperature=1.0),
+        "sgfs": lambda: bc.sgfs(0.01, temperature=1.0, batch_size=1),
+    }[name]
+    tx = bc.partition({"cold": bc.sgd(0.1), "hot": build()}, {"body": "cold", "head": "hot"})
+    extra = {"curvature": [torch.ones(2, 2).double()]} if name == "sgfs" else {}
+    grads = {k: v.clone() for k, v in PARAMS.items()}
+    updates, _ = tx.update(grads, tx.init(PARAMS), params=PARAMS, inplace=False, **extra)
+    assert_bitwise_equal(updates["body"], -0.1 * grads["body"])
+    assert (updates["head"] != 0).all() and not torch.equal(updates["head"], -0.01 * grads["head"])
+
+
+def test_two_thermostats_of_two_groups_are_two():
+    tx = bc.partition(
+        {"a": bc.sgnht(0.1, temperature=1.0), "b": bc.sgnht(0.1, temperature=2.0)}, {"body": "a", "head": "b"}
+    )
+    state = tx.init(PARAMS)
+    for _ in range(3):
+        _, state = tx.update(PARAMS, state, params=PARAMS, inplace=False)
+    first, second = (s.friction[0] for s in state if hasattr(s, "friction"))
+    assert first.ndim == second.ndim == 0 and first != second
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: bc.badodab(0.1, temperature=0.5),
+        lambda: bc.ubu(0.1, 1.0, temperature=0.5),
+        lambda: bc.cyclical(0.1, 4, 1, temperature=0.5),
+        lambda: bc.lattice_walk(0.1, temperature=0.5),
+    ],
+    ids=["badodab", "ubu", "cyclical", "lattice_walk"],
+)
+def test_parallel_chains_move_as_each_does_alone(build):
+    tx = build()
+    step = bc.make_step(loss, tx)
+    chains = bc.parallel(step, 3)
+    stacked = bc.stack([PARAMS] * 3)
+    state = chains.init(tx, stacked)
+    singles = [({k: v[i] for k, v in stacked.items()}, _pick(state, i)) for i in range(3)]
+    for _ in range(4):
+        stacked, state, _ = chains(stacked, state, ())
+        singles = [step(p, s, ())[:2] for p, s in singles]
+    for i in range(3):
+        torch.testing.assert_close({k: v[i] for k, v in stacked.items()}, singles[i][0], rtol=1e-12, atol=1e-12)
+    assert not torch.equal(stacked["head"][0], stacked["head"][1])
+
+
+def _pick(state, i: int):
+    return optree.tree_map(lambda t: t[i], state)
+
+
+@pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs_dense"])
+def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(name):
+    (sampler,) = [s for s in SAMPLERS if s.name == name]
+    tx = sampler.build(0.3)
+    state = tx.init(PARAMS)
+    before = [t.data_ptr() for t in optree.tree_leaves(state)]
+    for _ in range(2):
+        _, state = tx.update({k: v.clone() for k, v in PARAMS.items()}, state, params=PARAMS, inplace=True)
+    assert before == [t.data_ptr() for t in optree.tree_leaves(state)]
+
+
+def test_make_step_feeds_the_curvature_to_fisher_scoring():
+    tx = bc.sgfs(0.1, temperature=1.0, batch_size=2)
+    step = bc.make_step(lambda p, batch: (p**2).sum(), tx, curvature=lambda p, batch: torch.full_like(p, 3.0))
+    p = torch.ones(2)
+    _, state, _ = step(p, tx.init(p), ())
+    torch.testing.assert_close(state[0].variance[0], torch.full((2,), 0.05 * 3.0))
+
+
+def test_the_stein_force_drives_any_optimizer():
+    x = torch.linspace(-1, 3, 30, dtype=torch.float64)[:, None]
+    tx = bc.chain(bc.stein_force(1.0), bc.adam(0.05))
+    state = tx.init(x)
+    for _ in range(1500):
+        updates, state = tx.update(x - 1.0, state, params=x, inplace=True)
+        x += updates
+    assert x.mean().item() == pytest.approx(1.0, abs=0.05)
+    assert x.var().item() == pytest.approx(1.0, rel=0.15)
+
+
+def test_estimated_gradients_feed_a_thermostat():
+    data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    objective = lambda p, batch: ((p - batch) ** 2).sum(-1).mean() / 2  # noqa: E731
+    estimator = bc.svrg(objective, bc.mean_gradient(objective, data.split(10)))
+    step = bc.make_estimated_step(estimator, bc.sgnht(0.1, temperature=1 / 40))
+    p = torch.zeros(2)
+    state = step.init(p)
+    for batch in data.split(10):
+        p, state, info = step(p, state, batch)
+    assert torch.isfinite(p).all() and torch.isfinite(info.loss)

@@ -1,0 +1,267 @@
+"""Linear samplers on Gaussian targets: what their code samples, solved exactly, against the published recursions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
+from tests.samplers.registry import cheap, fed, frozen_adam, frozen_rms, frozen_window
+
+T = 0.7
+
+
+def curvatures(dimension: int) -> torch.Tensor:
+    """A rotated curvature with eigenvalues from 1e-3 to 1 (1 in one dimension)."""
+    generator = torch.Generator().manual_seed(dimension)
+    q, _ = torch.linalg.qr(torch.randn(dimension, dimension, generator=generator, dtype=torch.float64))
+    values = torch.logspace(-3, 0, dimension, dtype=torch.float64) if dimension > 1 else torch.ones(1).double()
+    return q @ torch.diag(values) @ q.T
+
+
+def gibbs(k: float) -> float:
+    return T / k
+
+
+def white(lr: float, mu: float):
+    """Order 1: too large by ``y / (2 (1 + mu) - y)``."""
+    return lambda k: T / k * (1 + lr * k / (2 * (1 + mu) - lr * k))
+
+
+def lyapunov(a, q) -> float:
+    """Variance of the first coordinate of ``x' = a x + noise`` of covariance ``q``."""
+    a, q = np.array(a), np.array(q)
+    n = len(a)
+    return np.linalg.solve(np.eye(n * n) - np.kron(a, a), q.ravel()).reshape(n, n)[0, 0]
+
+
+def explicit_euler(lr: float, mu: float):
+    """Explicit Euler in ``(theta, m)`` with step eps, friction alpha and unit momentum scale, as published."""
+    eps = math.sqrt(lr)
+    alpha = (1 - mu) / eps
+    return lambda k: lyapunov([[1, eps], [-eps * k, 1 - eps * alpha]], [[0, 0], [0, 2 * eps * alpha * T]])
+
+
+def splitting(word: str, h: float, gamma: float, shift: str = ""):
+    """Position variance of a splitting on curvature ``k``, from the exact flows; ``shift`` is run last, before measuring."""
+
+    def flow(letter: str, k: float, t: float):
+        zero = np.zeros((2, 2))
+        if letter == "A":
+            return np.array([[1, t], [0, 1]]), zero
+        if letter == "B":
+            return np.array([[1, 0], [-t * k, 1]]), zero
+        c = math.exp(-gamma * t)
+        if letter == "O":
+            return np.diag([1, c]), np.diag([0, T * (1 - c * c)])
+        a = np.array([[1, (1 - c) / gamma], [0, c]])
+        n1 = 2 * T / gamma * (t - 2 * (1 - c) / gamma + (1 - c * c) / (2 * gamma))
+        both = T / gamma * (1 - c) ** 2
+        return a, np.array([[n1, both], [both, T * (1 - c * c)]])
+
+    def variance(k: float) -> float:
+        def run(letters: str):
+            a, q = np.eye(2), np.zeros((2, 2))
+            for letter in letters:
+                fa, fq = flow(letter, k, h / word.count(letter))
+                a, q = fa @ a, fa @ q @ fa.T + fq
+            return a, q
+
+        a, q = run(word)
+        x = np.linalg.solve(np.eye(4) - np.kron(a, a), q.ravel()).reshape(2, 2)
+        fa, fq = run(shift)
+        return (fa @ x @ fa.T + fq)[0, 0]
+
+    return variance
+
+
+LINEAR = {
+    "sgld": (lambda: bc.sgld(0.5, temperature=T), gibbs),
+    "sgld, order 1": (lambda: bc.sgld(0.5, temperature=T, order=1), white(0.5, 0.0)),
+    "sghmc": (lambda: bc.sghmc(0.5, 0.9, temperature=T), gibbs),
+    "sghmc, order 1": (lambda: bc.sghmc(0.5, 0.9, temperature=T, order=1), white(0.5, 0.9)),
+    "sghmc, three-point": (lambda: cheap(0.5, 0.9, T, "three_point"), gibbs),
+    "sghmc, Rademacher": (lambda: cheap(0.5, 0.9, T, "rademacher"), gibbs),
+    "stale": (lambda: bc.sghmc_stale_gradient(0.05, 0.9, temperature=T), explicit_euler(0.05, 0.9)),
+    "baoab": (lambda: bc.baoab(0.9, 0.3, temperature=T), gibbs),
+    "baoab, its splitting": (lambda: bc.baoab(0.9, 0.3, temperature=T), splitting("BAOAB", 0.9, 0.3)),
+    "obabo": (lambda: bc.obabo(0.9, 0.3, temperature=T), lambda k: T / k / (1 - 0.81 * k / 4)),
+    "obabo, its splitting": (lambda: bc.obabo(0.9, 0.3, temperature=T), splitting("OBABO", 0.9, 0.3)),
+    "ubu": (lambda: bc.ubu(0.9, 0.3, temperature=T), splitting("UBU", 0.9, 0.3, shift="U")),
+    "ubu, strong friction": (lambda: bc.ubu(0.9, 3.0, temperature=T), splitting("UBU", 0.9, 3.0, shift="U")),
+    "cyclical, in one long cycle": (lambda: bc.cyclical(0.5, 10**9, 0, 0.9, temperature=T), gibbs),
+    "cyclical_paper, likewise": (lambda: bc.cyclical_paper(0.5, 10**9, 0, 0.9, temperature=T), white(0.5, 0.9)),
+}
+
+
+def expected(curvature: torch.Tensor, variance) -> torch.Tensor:
+    """The covariance that has ``variance(k)`` on every eigenvector of the curvature."""
+    k, q = torch.linalg.eigh(curvature)
+    return q @ torch.diag(torch.tensor([float(variance(float(v))) for v in k], dtype=torch.float64)) @ q.T
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 5])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_stationary_covariance_is_the_published_one(name, dimension, every_draw_is_normal):
+    build, variance = LINEAR[name]
+    curvature = curvatures(dimension)
+    got = stationary_covariance(build(), curvature)
+    torch.testing.assert_close(got, expected(curvature, variance), rtol=1e-8, atol=1e-9)
+
+
+def tree(dimension: int):
+    """Parameters of that many elements, a matrix among them where there are enough."""
+    if dimension == 5:
+        return {"b": torch.zeros(1).double(), "w": torch.zeros(2, 2).double()}
+    return torch.zeros(dimension).double()
+
+
+FROZEN = {
+    "psgld": (lambda: bc.psgld(0.2, temperature=T, freeze_after=1), frozen_rms),
+    "adam_sghmc": (lambda: bc.adam_sghmc(0.2, temperature=T, freeze_after=1), frozen_adam),
+    "adaptive_sghmc": (lambda: bc.adaptive_sghmc(0.2, temperature=T, burn_in=1), frozen_window),
+}
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 5])
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_preconditioner_of_uneven_entries_samples_exactly(name, dimension):
+    build, freeze = FROZEN[name]
+    tx, params = build(), tree(dimension)
+    state = freeze_each(freeze(tx.init(params)), tx.init(params))
+    curvature = curvatures(dimension)
+    got = stationary_covariance(tx, curvature, params, state=state)
+    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
+
+
+def freeze_each(frozen, fresh):
+    """The frozen state with second moments that differ in every element, of the shapes of ``fresh``."""
+    field = next(f for f in ("nu", "square") if hasattr(frozen[0], f))
+    generator = torch.Generator().manual_seed(0)
+    values = tuple(
+        0.2 + torch.rand(v.shape, generator=generator, dtype=torch.float64) for v in getattr(fresh[0], field)
+    )
+    counts = (torch.tensor(10**6),) * len(values)
+    return (fresh[0]._replace(**{field: values, "count": counts}), *fresh[1:])
+
+
+class DensePrecision:
+    """``Lambda`` as a matrix over the flattened tree."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.covariance = torch.linalg.inv(matrix)
+        self.root = torch.linalg.cholesky(self.covariance)
+
+    def solve(self, x):
+        return self.covariance @ x
+
+    def sqrt_solve(self, x):
+        return self.root @ x
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("dimension", [1, 2, 5])
+def test_a_precision_that_does_not_commute_with_the_curvature_samples_exactly(dimension, momentum):
+    generator = torch.Generator().manual_seed(3)
+    root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
+    precision = DensePrecision(torch.eye(dimension).double() + root @ root.T)
+    curvature = curvatures(dimension)
+    tx = bc.langevin_with_precision(precision, 0.5, momentum, temperature=T)
+    got = stationary_covariance(tx, curvature)
+    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
+
+
+def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
+    curvature = curvatures(5)
+    tx = bc.langevin_with_precision(DensePrecision(curvature), 1.5, temperature=T, order=1)
+    got = stationary_covariance(tx, curvature)
+    torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("build", [bc.sgfs, bc.sgfs_dense], ids=["sgfs", "sgfs_dense"])
+@pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
+def test_fisher_scoring_counts_the_gradients_own_noise(build, variance):
+    lr, n, k = 0.4, 10, 1.3
+
+    def given(updates, params):
+        return torch.full((1, 1) if build is bc.sgfs_dense else (1,), variance, dtype=torch.float64)
+
+    noisy = bc.chain(  # a batch's gradient noise, then the sampler
+        *([bc_noise(variance / n)] if variance else []), build(lr, temperature=T, batch_size=n, decay=0.0)
+    )
+    step = 1 / (1 / lr + variance / (2 * T * n))
+    got = stationary_covariance(fed(noisy, curvature=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
+    assert got.item() == pytest.approx(T / k / (1 - step * k / 2), rel=1e-9)
+
+
+def bc_noise(variance: float):
+    """White noise of a given variance, standing for a minibatch's."""
+    from bayesopt_chain.links.stated_noise import inject_stated_noise
+
+    return inject_stated_noise(variance, (1.0,))
+
+
+def test_fisher_scoring_with_a_matrix_solves_for_the_step():
+    generator = torch.Generator().manual_seed(1)
+    root = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    v, k, lr, n = root @ root.T, curvatures(3), 0.4, 7
+    tx = fed(bc.sgfs_dense(lr, temperature=T, batch_size=n, decay=0.0), curvature=lambda u, p: v)
+    step = torch.linalg.inv(torch.eye(3).double() / lr + v / (2 * T * n))
+    a, noise = torch.eye(3).double() - step @ k, step @ step * (2 * T / lr)
+    want = torch.linalg.solve(torch.eye(9).double() - torch.kron(a, a), noise.reshape(-1)).reshape(3, 3)
+    torch.testing.assert_close(stationary_covariance(tx, k), want, rtol=1e-8, atol=1e-10)
+
+
+def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
+    tx, p = bc.sgfs(0.4, temperature=T, batch_size=1, decay=0.9), torch.zeros(2).double()
+    state = tx.init(p)
+    want = 1 / (1 / 0.4 + 2.0 / (2 * T))
+    for _ in range(3):
+        plain, _ = tx.update(
+            torch.ones(2).double(), state, params=p, curvature=torch.full((2,), 2.0).double(), inplace=False
+        )
+        shifted, state = tx.update(
+            3 * torch.ones(2).double(), state, params=p, curvature=torch.full((2,), 2.0).double()
+        )
+        torch.testing.assert_close(plain - shifted, torch.full((2,), 2 * want).double())
+
+
+def test_baoab_moves_as_the_splitting_does_path_by_path():
+    h, gamma = 0.4, 0.7
+    tx, theta = bc.baoab(h, gamma, temperature=T), torch.tensor([0.3], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    xi = torch.randn(12, generator=generator, dtype=torch.float64)
+    c, s = math.exp(-gamma * h), math.sqrt(T * (1 - math.exp(-2 * gamma * h)))
+    state, theirs, p = tx.init(theta), theta.clone(), torch.zeros(1).double()
+    for t in range(12):
+        with NormalProbe(xi[t : t + 1]):
+            updates, state = tx.update((theta + theta**3), state, params=theta, inplace=False)
+        theta = theta + updates
+        p = p - h * (theirs + theirs**3)
+        theirs = theirs + h / 2 * p
+        p = c * p - s * xi[t]  # ours is added to the gradient
+        theirs = theirs + h / 2 * p
+        torch.testing.assert_close(theta, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_ubu_keeps_its_noise_exact_at_small_and_large_steps():
+    from bayesopt_chain.samplers.splittings import ubu_noise
+
+    for x in (1e-6, 1e-3, 0.3, 0.999, 1.001, 5.0):
+        a, b, c = ubu_noise(x, 1.0)
+        if x > 0.1:
+            assert a * a == pytest.approx(2 * (x - 2 * (1 - math.exp(-x)) + (1 - math.exp(-2 * x)) / 2), rel=1e-10)
+        else:
+            assert a * a == pytest.approx(2 * x**3 * (1 / 3 - x / 4 + 7 * x * x / 60), rel=1e-8)
+        assert a * b == pytest.approx((1 - math.exp(-x)) ** 2, rel=1e-9)
+        assert b * b + c * c == pytest.approx(1 - math.exp(-2 * x), rel=1e-9)
+
+
+def test_the_stale_gradient_is_stable_on_a_smaller_range_than_sgd_with_momentum():
+    k = torch.ones(1, 1, dtype=torch.float64)
+    stationary_covariance(bc.sghmc_stale_gradient(0.09, 0.9, temperature=T), k)
+    with pytest.raises(Unstable):
+        stationary_covariance(bc.sghmc_stale_gradient(0.11, 0.9, temperature=T), k)
+    stationary_covariance(bc.sghmc(3.7, 0.9, temperature=T), k)

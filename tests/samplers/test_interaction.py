@@ -1,0 +1,283 @@
+"""Replica exchange, contour SGLD and SVGD: their exchanges, weights and forces, and what they sample."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain import _random
+from tests.samplers.transfer import Potential, gibbs_grid, target_moment
+
+WELLS = Potential(lambda x: (x**2 - 1) ** 2 + 0.25 * x, lambda x: 4 * x * (x**2 - 1) + 0.25)
+
+
+TEMPERATURES = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
+
+
+def replica_rule(**kwargs):
+    return bc.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).rules[0]
+
+
+def test_swaps_keep_the_joint_law_of_true_losses():
+    """Detailed balance, exactly: ``pi(l_i, l_j) min(1, S) = pi(l_j, l_i) min(1, 1 / S)`` on a grid of losses."""
+    rule = replica_rule()
+    for a in (0.1, 0.7, 2.0):
+        for b in (0.2, 1.5):
+            there = rule.log_acceptance(torch.tensor([a, b, b], dtype=torch.float64), TEMPERATURES)[0].exp()
+            back = rule.log_acceptance(torch.tensor([b, a, a], dtype=torch.float64), TEMPERATURES)[0].exp()
+            weight = math.exp((b - a) / 0.3 + (a - b) / 1.0)
+            assert weight * there.clamp(max=1).item() == pytest.approx(back.clamp(max=1).item(), rel=1e-12)
+
+
+def test_the_correction_makes_noisy_losses_unbiased():
+    """Gauss-Hermite over both losses' errors: the expected exponential is the true one, with the correction only."""
+    s = 0.2
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    weights = weights / weights.sum()
+    true = replica_rule().log_acceptance(torch.tensor([0.5, 0.8, 0.1]).double(), TEMPERATURES)[0].exp().item()
+    for variance, unbiased in ((s * s, True), (0.0, False)):
+        rule = replica_rule(loss_variance=variance)
+        noisy = sum(
+            w1
+            * w2
+            * rule.log_acceptance(torch.tensor([0.5 + s * z1, 0.8 + s * z2, 0.1]).double(), TEMPERATURES)[0]
+            .exp()
+            .item()
+            for z1, w1 in zip(nodes, weights)
+            for z2, w2 in zip(nodes, weights)
+            if w1 * w2 > 1e-14
+        )
+        assert (noisy == pytest.approx(true, rel=1e-6)) == unbiased
+
+
+def test_pairs_take_turns_and_only_swap_when_due():
+    tx = bc.replica_exchange(1e-8, temperatures=(0.3, 1.0, 2.5), swap_every=2)
+    p = torch.tensor([0.0, 1.0, 2.0]).double()
+    state = tx.init(p)
+    seen = []
+    for _ in range(9):
+        losses = torch.tensor([1e6, 1e3, 0.0]).double()  # the hotter chain is always better: every proposal is accepted
+        updates, state = tx.update(torch.zeros(3).double(), state, params=p, loss=losses, inplace=False)
+        moved = (updates.abs() > 0.5).tolist()
+        seen.append(moved)
+    no, odd, even = [False] * 3, [False, True, True], [True, True, False]
+    assert seen == [no, no, odd, no, even, no, odd, no, even]
+    assert state[0].accepted.tolist() == state[0].proposed.tolist() == [2, 2]
+
+
+def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
+    tx = bc.replica_exchange(0.1, 0.5, temperatures=(1.0, 4.0))
+    p = torch.tensor([[0.0, 0.0], [1.0, 3.0]]).double()
+    state = tx.init(p)
+    zeros, losses = torch.zeros(2, 2).double(), torch.tensor([1e6, 0.0]).double()
+    v = torch.tensor([[1.0, 2.0], [5.0, 7.0]]).double()
+    state = (state[0]._replace(velocity=(v,), count=torch.tensor(2)), *state[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            _random,
+            "_seeded",
+            lambda key, step, salt, size, dtype, kind: torch.full(
+                (size,), 0.5 if kind == "uniform" else 0.0, dtype=dtype
+            ),
+        )
+        updates, after = tx.update(zeros, state, params=p, loss=losses, inplace=False)
+    want = 0.5 * torch.stack([v[1] / 2, v[0] * 2])
+    torch.testing.assert_close(after[0].velocity[0], want)
+    torch.testing.assert_close(p + updates, p.flip(0) - 0.1 * want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noisy", [False, True], ids=["true losses", "noisy losses"])
+def test_the_cold_replica_samples_both_wells(noisy):
+    """40 independent pairs, 3,000 steps each: mean within 4.5 standard errors (over pairs) of quadrature plus a 2 % bias.
+
+    False alarms: below 1e-5. At T = 0.15 the barrier is seven times the temperature; alone, the cold chain does not cross.
+    """
+    temperatures, pairs = (0.15, 0.6), 40
+    variance = 0.05**2 if noisy else 0.0
+    tx = bc.replica_exchange(0.01, 0.5, temperatures=temperatures, loss_variance=variance)
+    x = torch.full((pairs, 2), 1.0, dtype=torch.float64)
+    state = bc.stack([_seeded_init(tx, x[i], i) for i in range(pairs)])
+    generator = torch.Generator().manual_seed(0)
+    advance = torch.vmap(lambda g, s, p, loss: tx.update(g, s, params=p, loss=loss, inplace=False))
+    total = torch.zeros(pairs, dtype=torch.float64)
+    steps, burn = 3000, 500
+    for t in range(steps):
+        losses = WELLS.value(x)
+        if noisy:
+            losses = losses + 0.05 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        updates, state = advance(WELLS.gradient(x), state, x, losses)
+        x = x + updates
+        if t >= burn:
+            total += x[:, 0]
+    means = total / (steps - burn)
+    want = target_moment(WELLS, temperatures[0], lambda y: y)
+    error = (means.std() / pairs**0.5).item()
+    assert error < 0.06
+    assert abs(means.mean().item() - want) < 4.5 * error + 0.02
+    assert (state[0].accepted / state[0].proposed).mean() > 0.1
+
+
+def _seeded_init(tx, p, seed: int):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return tx.init(p)
+
+
+def test_contour_weights_and_multiplier_are_the_papers():
+    tx = bc.scale_by_contour(0.5, 0.0, 4.0, bins=4, zeta=0.8, omega=bc.schedules.constant(0.1))
+    p = torch.zeros(1).double()
+    state = tx.init(p)
+    mass = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
+    state = (state[0]._replace(mass=mass),)
+    updates, after = tx.update(torch.ones(1).double(), state, loss=torch.tensor(2.5).double(), inplace=False)
+    assert updates.item() == pytest.approx(1 + 0.8 * 0.5 * math.log(0.2 / 0.3) / 1.0)
+    hit = torch.tensor([0.0, 0.0, 1.0, 0.0]).double()
+    torch.testing.assert_close(after[0].mass, mass + 0.1 * 0.2**0.8 * (hit - mass))
+    lowest, _ = tx.update(torch.ones(1).double(), state, loss=torch.tensor(-3.0).double(), inplace=False)
+    assert lowest.item() == 1.0
+
+
+@pytest.mark.slow
+def test_contour_samples_reweigh_to_the_target_and_cross_more_often():
+    """64 chains, 5,000 steps: weighted mean within 4.5 standard errors (over chains) of quadrature plus a 3 % bias."""
+    temperature, chains, steps, burn = 0.2, 64, 5000, 1500
+    tx = bc.contour_sgld(0.01, 0.0, 3.0, temperature=temperature, bins=30)
+    x = torch.where(torch.arange(chains) % 2 == 0, 1.0, -1.0).to(torch.float64)
+    state = bc.stack([_seeded_init(tx, x[i], i) for i in range(chains)])
+    advance = torch.vmap(lambda g, s, p, loss: tx.update(g, s, params=p, loss=loss, inplace=False))
+    weigh = torch.vmap(lambda s, loss: bc.contour_weight(tx, s, loss))
+    top = torch.zeros(chains, dtype=torch.float64)
+    bottom, crossings = torch.zeros_like(top), 0
+    plain, plain_crossings, generator = x.clone(), 0, torch.Generator().manual_seed(0)
+    for t in range(steps):
+        updates, state = advance(WELLS.gradient(x), state, x, WELLS.value(x))
+        after = x + updates
+        crossings += ((after > 0) != (x > 0)).sum().item()
+        x = after
+        noise = torch.randn(chains, generator=generator, dtype=torch.float64)
+        nxt = plain - 0.01 * WELLS.gradient(plain) + (2 * temperature * 0.01) ** 0.5 * noise
+        plain_crossings += ((nxt > 0) != (plain > 0)).sum().item()
+        plain = nxt
+        if t >= burn:
+            w = weigh(state, WELLS.value(x))
+            top += w * x**2
+            bottom += w
+    means = top / bottom
+    want = target_moment(WELLS, temperature)
+    error = (means.std() / chains**0.5).item()
+    assert error < 0.02
+    assert abs(means.mean().item() / want - 1) < 4.5 * error / want + 0.03
+    assert crossings > 3 * plain_crossings
+
+
+def test_contour_needs_the_loss():
+    tx, p = bc.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"contour: update needs loss=.*bc\.make_loss_step passes it"):
+        tx.update(torch.ones(2), tx.init(p), params=p)
+
+
+def stein_direction(x, g, temperature: float, h: float):
+    """The Stein force from the kernel's own gradient by autograd, particle by particle."""
+    n = len(x)
+
+    def kernel(a, b):
+        return torch.exp(-((a - b) ** 2).sum() / (2 * h * h))
+
+    out = torch.zeros_like(x)
+    for i in range(n):
+        for j in range(n):
+            out[i] += kernel(x[j], x[i]) * g[j] - temperature * torch.func.grad(kernel)(x[j], x[i])
+    return out / n
+
+
+def test_the_stein_force_is_its_definition():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    g = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    params, grads = {"a": x[:, :1], "b": x[:, 1:].reshape(6, 2, 2)}, {"a": g[:, :1], "b": g[:, 1:].reshape(6, 2, 2)}
+    for temperature in (0.0, 0.7):
+        tx = bc.stein_force(temperature, bandwidth=1.3)
+        got, _ = tx.update(grads, tx.init(params), params=params, inplace=False)
+        flat = torch.cat([got["a"], got["b"].reshape(6, 4)], dim=1)
+        torch.testing.assert_close(flat, stein_direction(x, g, temperature, 1.3))
+
+
+def test_the_median_rule_is_the_median_over_pairs():
+    x = torch.tensor([[0.0], [1.0], [3.0]]).double()  # squared distances 1, 4, 9
+    tx = bc.stein_force(0.7)
+    got, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
+    torch.testing.assert_close(got, stein_direction(x, x, 0.7, (4 / (2 * math.log(4))) ** 0.5))
+
+
+def test_one_particle_is_gradient_descent_at_any_temperature():
+    x = torch.tensor([[1.0, -2.0]])
+    tx = bc.svgd(0.1, temperature=3.0)
+    updates, _ = tx.update(torch.ones(1, 2), tx.init(x), params=x, inplace=False)
+    torch.testing.assert_close(updates, -0.1 * torch.ones(1, 2))
+
+
+def test_at_temperature_zero_particles_descend_together():
+    """Kernel-smoothed gradient descent with a wide kernel moves every particle by the mean gradient."""
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    tx = bc.svgd(0.1, temperature=0.0, bandwidth=1e4)
+    updates, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
+    torch.testing.assert_close(updates, -0.1 * x.mean(0).expand(5, 3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0])
+def test_particles_settle_to_represent_the_target(temperature):
+    """60 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
+    x = torch.linspace(-1, 2, 60, dtype=torch.float64)[:, None]
+    tx = bc.svgd(0.1, temperature=temperature)
+    state = tx.init(x)
+    for _ in range(4000):
+        updates, state = tx.update(4 * (x - 1), state, params=x, inplace=True)
+        x += updates
+    assert x.mean().item() == pytest.approx(1.0, abs=1e-3)
+    assert x.var().item() == pytest.approx(temperature / 4, rel=0.1)
+
+
+def test_make_particle_step_differentiates_each_particle_alone():
+    step = bc.make_particle_step(lambda p, batch: ((p - batch) ** 2).sum() / 2, bc.sgd(0.5))
+    p = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
+    after, _, info = step(p, bc.sgd(0.5).init(p), torch.tensor([1.0, 1.0]))
+    torch.testing.assert_close(after, torch.tensor([[0.5, 0.5], [1.5, 2.5]]))
+    torch.testing.assert_close(info.loss, torch.tensor([1.0, 5.0]))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: bc.replica_exchange(0.1, temperatures=(1.0,)), "temperatures must hold at least two chains, got 1"),
+        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 1.0)), "temperatures must increase"),
+        (lambda: bc.replica_exchange(0.1, temperatures=(0.0, 1.0)), "temperatures must be a positive"),
+        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0), loss_variance=-1.0), "loss_variance"),
+        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0), correction_factor=0.5), "correction_factor"),
+        (
+            lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0)).init(torch.zeros(3)),
+            r"stacked for 2 chains.*\(3,\)",
+        ),
+        (lambda: bc.svgd(0.1, temperature=1.0).init([torch.zeros(2, 1), torch.zeros(3)]), "same number in every leaf"),
+        (lambda: bc.svgd(0.1, temperature=1.0, bandwidth=0.0), "bandwidth"),
+        (lambda: bc.scale_by_contour(1.0, 2.0, 1.0), "low < high"),
+        (lambda: bc.scale_by_contour(1.0, 0.0, 1.0, bins=1), "bins"),
+        (lambda: bc.contour_weight(bc.sgd(0.1), (), torch.zeros(())), "no link of .* is scale_by_contour"),
+    ],
+)
+def test_a_wrong_argument_is_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_noise_beside_particles_is_refused():
+    tx = bc.chain(bc.stein_force(1.0), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))
+    with pytest.raises(ValueError, match="its particles share gradients"):
+        tx.init(torch.zeros(3, 2))
+
+
+def test_the_grid_holds_the_wells():
+    grid, weights = gibbs_grid(WELLS, 0.15)
+    assert weights[np.abs(grid) > 3].sum() < 1e-12 * weights.sum()

@@ -1,0 +1,89 @@
+"""The lattice walk: moments of a step, its law by detailed balance, its order, steep losses."""
+
+import numpy as np
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain import _random
+from tests.samplers.transfer import QUARTIC, target_moment
+
+
+def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:
+    """The share of 2,000 equally spaced uniforms for which the code steps up: its probability, to 1/4000."""
+    n = 2000
+    u = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).repeat(len(x), 1)
+    monkeypatch.setattr(_random, "_seeded", lambda key, step, salt, size, dtype, kind: u.reshape(-1))
+    theta = x[:, None].expand(-1, n).clone()
+    updates, _ = tx.update(QUARTIC.gradient(theta), tx.init(theta), params=theta, inplace=False)
+    return (updates > 0).double().mean(1)
+
+
+def test_the_coin_is_tilted_by_the_gradient(monkeypatch):
+    lr, t = 0.03, 0.8
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    p = up_probability(bc.lattice_walk(lr, temperature=t), x, monkeypatch)
+    want = (0.5 * (1 - (lr / (2 * t)) ** 0.5 * QUARTIC.gradient(x))).clamp(0, 1)
+    assert (p - want).abs().max() < 1 / 3000
+
+
+def lattice_moment(lr: float, temperature: float = 1.0) -> float:
+    """``E x^2`` under the walk's law on the lattice through 0, by detailed balance.
+
+    The law lives on even and odd sites in turn; over both it is the stationary law.
+    """
+    delta = (2 * temperature * lr) ** 0.5
+    n = int(np.ceil(4.0 / delta))
+    x = delta * np.arange(-n, n + 1)
+    up = np.clip(0.5 * (1 - (lr / (2 * temperature)) ** 0.5 * (x + x**3)), 0, 1)
+    with np.errstate(divide="ignore"):
+        steps = np.log(up[:-1]) - np.log(1 - up[1:])
+    middle = n
+    log = np.zeros(2 * n + 1)
+    log[middle + 1 :] = np.cumsum(steps[middle:])
+    log[:middle] = -np.cumsum(steps[:middle][::-1])[::-1]
+    law = np.exp(log - log.max())
+    return float((law * x**2).sum() / law.sum())
+
+
+def test_the_bias_is_of_first_order():
+    """Fitted on the law that detailed balance gives."""
+    want, steps = target_moment(QUARTIC, 1.0), np.array([0.001, 0.002, 0.004])
+    biases = np.array([lattice_moment(lr) - want for lr in steps])
+    slope = np.polyfit(np.log(steps), np.log(np.abs(biases)), 1)[0]
+    assert abs(slope - 1) < 0.1, (slope, biases)
+
+
+def test_a_long_run_follows_the_law_of_detailed_balance():
+    """20,000 walkers at lattice 0.2, half started on odd sites: standard error of the moment below 0.4 %; bound 2 %."""
+    lr = 0.02
+    x = torch.zeros(20_000, dtype=torch.float64)
+    x[::2] += (2 * lr) ** 0.5
+    tx = bc.lattice_walk(lr, temperature=1.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = tx.init(x)
+    total = 0.0
+    for t in range(600):
+        updates, state = tx.update(QUARTIC.gradient(x), state, params=x, inplace=True)
+        x += updates
+        total += (x**2).mean().item() if t >= 300 else 0.0
+    assert total / 300 == pytest.approx(lattice_moment(lr), rel=0.02)
+
+
+def test_a_steep_loss_cannot_throw_the_walk_away():
+    x = torch.full((3,), 50.0)
+    walk, sgld = bc.lattice_walk(0.02, temperature=1.0), bc.sgld(0.02, temperature=1.0)
+    results = []
+    for tx in (walk, sgld):
+        y, state = x.clone(), tx.init(x)
+        for _ in range(400):
+            updates, state = tx.update(y**3, state, params=y, inplace=False)
+            y = y + updates
+        results.append(y)
+    assert (results[0].abs() < 5).all() and not torch.isfinite(results[1]).all()
+
+
+def test_temperature_zero_is_refused():
+    with pytest.raises(ValueError, match=r"lattice_walk: temperature must be positive.*use bc\.sgd to optimise"):
+        bc.lattice_walk(0.1, temperature=0.0)

@@ -1,0 +1,68 @@
+"""The table of samplers in the docs says what the code does."""
+
+import re
+from pathlib import Path
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from tests.samplers.registry import SAMPLERS
+
+DOCS = Path(__file__).parents[2] / "docs" / "samplers.md"
+
+
+def table() -> dict[str, list[str]]:
+    """Cells of each row by the names in its first column."""
+    rows = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 6 and cells[0].startswith("`"):
+            names = re.findall(r"`([^`]+)`", cells[0])
+            buffers = [cell.strip() for cell in cells[4].split(",")]
+            for n, name in enumerate(names):
+                rows[name] = [*cells[:4], buffers[min(n, len(buffers) - 1)], cells[5]]
+    return rows
+
+
+def docs_name(name: str) -> str:
+    return name.replace(", order 1", "(order=1)")
+
+
+LISTED = [s for s in SAMPLERS if "noise" not in s.name]
+
+
+@pytest.mark.parametrize("sampler", LISTED, ids=str)
+def test_every_sampler_has_a_row(sampler):
+    assert docs_name(sampler.name) in table()
+
+
+@pytest.mark.parametrize("sampler", [s for s in LISTED if s.name != "sgfs_dense"], ids=str)
+def test_the_buffers_are_those_of_the_state(sampler):
+    params = torch.zeros(2, 500)
+    state = sampler.build(0.3).init(params)
+    held = sum(t.numel() for t in optree.tree_leaves(state) if t.is_floating_point())
+    assert held // 1000 == int(table()[docs_name(sampler.name)][4])
+
+
+@pytest.mark.parametrize("sampler", [s for s in LISTED if s.order], ids=str)
+def test_the_order_is_the_one_that_was_fitted(sampler):
+    order = table()[docs_name(sampler.name)][3]
+    assert order.startswith(str(sampler.order.slope)) and (" in `h`" in order) == sampler.order.in_time
+
+
+@pytest.mark.parametrize("sampler", LISTED, ids=str)
+def test_samplers_without_an_optimizer_at_zero_say_none(sampler):
+    cell = table()[docs_name(sampler.name)][2]
+    assert cell.startswith("none") == (sampler.limit is None and sampler.name != "svgd")
+
+
+def test_the_examples_run():
+    for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S):
+        exec(compile(code, str(DOCS), "exec"), {})
+
+
+def test_every_name_in_the_table_is_public():
+    for name in table():
+        assert hasattr(bc, name.split("(")[0])

@@ -1,0 +1,213 @@
+"""SWAG against its definition, its expectation and its own draws."""
+
+import math
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.precision import flatten
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+P = 6
+
+
+def tree(flat):
+    """``[..., 6]`` as a matrix and a vector."""
+    return {"a": flat[..., :4].reshape(*flat.shape[:-1], 2, 2), "b": flat[..., 4:]}
+
+
+def collect(link, trajectory, inplace=False, dtype=None):
+    """Feed iterates to the link: it sees the parameters before a step and the update that leads to each."""
+    params = tree(torch.zeros(P, dtype=dtype))
+    state = link.init(params)
+    for point in trajectory:
+        updates = optree.tree_map(torch.sub, tree(point), params)
+        _, state = link.update(updates, state, params=params, inplace=inplace)
+        params = tree(point)
+    return params, state
+
+
+def by_definition(trajectory, rank):
+    """Mean and covariance of the paper, from the whole trajectory."""
+    means = trajectory.cumsum(0) / torch.arange(1, len(trajectory) + 1)[:, None]
+    variance = trajectory.square().mean(0) - means[-1].square()
+    if rank == 0:
+        return means[-1], torch.diag(variance)
+    deviations = (trajectory - means)[-rank:]
+    return means[-1], 0.5 * torch.diag(variance) + deviations.T @ deviations / (2 * (len(deviations) - 1))
+
+
+def covariance_of(posterior):
+    return torch.linalg.inv(posterior.precision.to_dense())
+
+
+def gaussian():
+    """A covariance with correlations across the two parameters."""
+    generator = torch.Generator().manual_seed(11)
+    root = torch.randn(P, P, generator=generator)
+    return root @ root.T / P + 0.1 * torch.eye(P)
+
+
+def iterates(n, runs=(), seed=12):
+    lower = torch.linalg.cholesky(gaussian())
+    return torch.randn(*runs, n, P, generator=torch.Generator().manual_seed(seed)) @ lower.T + 1.0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 4, 9, 40], ids=lambda n: f"{n} iterates")
+@pytest.mark.parametrize("rank", [0, 2, 4, 6])
+def test_the_posterior_is_the_papers(rank, n, inplace):
+    """Ring part-filled, just full and wrapped around: mean and covariance across parameters to 1e-10."""
+    link = bc.swag(rank=rank)
+    params, state = collect(link, iterates(n), inplace)
+    posterior = link.posterior(state, params)
+    mean, covariance = by_definition(iterates(n), rank)
+    torch.testing.assert_close(flatten(posterior.mean, params), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(covariance_of(posterior), covariance, rtol=1e-10, atol=1e-10)
+
+
+def test_draws_have_the_posteriors_covariance_across_parameters():
+    """200,000 draws; each of the 21 entries within 6 of its standard errors, sqrt((C_ij^2 + C_ii C_jj) / S): false alarms
+    below 21 * 2e-9."""
+    link = bc.swag(rank=4)
+    params, state = collect(link, iterates(30))
+    posterior = link.posterior(state, params)
+    draws = flatten(posterior.sample((200_000,), generator=torch.Generator().manual_seed(1)), params)
+    centred = draws - flatten(posterior.mean, params)
+    covariance = by_definition(iterates(30), 4)[1]
+    diagonal = covariance.diagonal()
+    error = ((covariance.square() + torch.outer(diagonal, diagonal)) / len(draws)).sqrt()
+    assert ((centred.T @ centred / len(draws) - covariance).abs() < 6 * error).all()
+    assert (covariance[:4, 4:].abs() > 12 * error[:4, 4:]).any()  # a block-diagonal draw would not pass
+
+
+@pytest.mark.parametrize("n", [4, 25], ids=["part-filled", "full"])
+def test_independent_gaussian_iterates_give_swags_known_covariance(n):
+    """For independent iterates of covariance C, E[Sigma] = (n - 1) / n diag(C) / 2 + c C / 2, c = sum (i - 1) / i / (k - 1)
+    over the k deviations kept. Mean of 2,000 stacked runs, 6 standard errors an entry: false alarms below 36 * 2e-9."""
+    runs, rank = 2000, 6
+    link = bc.swag(rank=rank)
+    trajectory = iterates(n, (runs,))
+    _, state = torch.vmap(lambda points: collect(link, points))(trajectory)
+    covariances = torch.vmap(lambda s: link.posterior(s, tree(torch.zeros(P))).precision.solve(tree(torch.eye(P))))(
+        state
+    )
+    covariances = torch.cat([covariances["a"].reshape(runs, P, 4), covariances["b"]], -1)
+    kept = range(max(1, n - rank + 1), n + 1)
+    share = sum((i - 1) / i for i in kept) / (len(kept) - 1)
+    true = gaussian()
+    wanted = 0.5 * (n - 1) / n * torch.diag(true.diagonal()) + 0.5 * share * true
+    error = covariances.std(0) / math.sqrt(runs)
+    assert ((covariances.mean(0) - wanted).abs() < 6 * error).all()
+
+
+def test_iterates_are_collected_on_schedule():
+    """start=3, every=2: the iterates after updates 4, 6, 8 and 10."""
+    trajectory = iterates(10)
+    link = bc.swag(rank=2, start=3, every=2)
+    params, state = collect(link, trajectory)
+    assert int(state[0].collected) == 4 and int(state[0].count) == 10
+    mean, covariance = by_definition(trajectory[3::2], 2)
+    torch.testing.assert_close(flatten(link.mean(state, params), params), mean)
+    torch.testing.assert_close(covariance_of(link.posterior(state, params)), covariance)
+
+
+def test_rank_zero_is_stochastic_weight_averaging():
+    """In a chain, of the iterates that the optimizer makes; before the first the mean is the parameters."""
+    link = bc.swag(rank=0)
+    tx = bc.chain(bc.sgd(0.1, 0.9), link)
+    params = tree(torch.ones(P))
+    state = tx.init(params)
+    assert torch.equal(link.mean(state, params)["b"], params["b"])
+    seen = []
+    step = bc.make_step(lambda p, batch: sum(x.square().sum() for x in p.values()), tx)
+    plain, alone = params, bc.sgd(0.1, 0.9)
+    other, plain_step = alone.init(params), bc.make_step(lambda p, b: sum(x.square().sum() for x in p.values()), alone)
+    for _ in range(7):
+        params, state, _ = step(params, state, None)
+        plain, other, _ = plain_step(plain, other, None)
+        seen.append(flatten(plain, plain))
+    assert torch.equal(flatten(params, params), seen[-1])  # updates pass through
+    torch.testing.assert_close(flatten(link.mean(state, params), params), torch.stack(seen).mean(0))
+
+
+def test_small_moves_far_from_zero_do_not_cancel():
+    """float32 at 1,000 with deviations of 0.01: the variance to 2 %, where mean square minus square mean is lost."""
+    trajectory = (1000 + 0.01 * torch.randn(50, P, generator=torch.Generator().manual_seed(3))).to(torch.float32)
+    exact = trajectory.double().var(0, unbiased=False)
+    link = bc.swag(rank=0)
+    params, state = collect(link, trajectory, dtype=torch.float32)
+    got = flatten(link.posterior(state, params).marginal_variance, params).double()
+    assert ((got - exact) / exact).abs().max() < 0.02
+    naive = (trajectory.square().mean(0) - trajectory.mean(0).square()).double()
+    assert ((naive - exact) / exact).abs().max() > 1
+
+
+def test_stacked_states_are_multiswag():
+    """Three runs by ``bc.parallel``; each member's Gaussian is that of the run alone."""
+    link = bc.swag(rank=2)
+    tx = bc.chain(bc.sghmc(0.1, temperature=0.1), link)
+    step = bc.make_step(lambda p, batch: 0.5 * sum(x.square().sum() for x in p.values()), tx)
+    starts = [tree(torch.full((P,), float(i))) for i in range(3)]
+    chains = bc.parallel(step, 3)
+    params = bc.stack(starts)
+    state = chains.init(tx, params)
+    singles = [optree.tree_map(lambda x, i=i: x[i], (params, state)) for i in range(3)]
+    for _ in range(5):
+        params, state, _ = chains(params, state, None)
+    members = torch.vmap(lambda s, p: link.posterior(s, p).marginal_variance)(state, params)
+    mixture = torch.vmap(lambda s, p: link.posterior(s, p).sample((4,)), randomness="different")(state, params)
+    assert mixture["a"].shape == (3, 4, 2, 2)
+    for i, (p, s) in enumerate(singles):
+        for _ in range(5):
+            p, s, _ = step(p, s, None)
+        torch.testing.assert_close(members["a"][i], link.posterior(s, p).marginal_variance["a"])
+
+
+def test_a_mask_collects_some_parameters_only():
+    link = bc.swag(rank=2)
+    tx = bc.chain(bc.sgd(0.1), bc.masked(link, {"a": True, "b": False}))
+    params = tree(torch.ones(P))
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(optree.tree_map(torch.clone, params), state, params=params, inplace=False)
+        params = optree.tree_map(torch.add, params, updates)
+    posterior = link.posterior(state, {"a": params["a"]})
+    assert set(posterior.mean) == {"a"}
+    with pytest.raises(ValueError, match="the state is over parameters of"):
+        link.posterior(state, params)
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 2.5])
+def test_a_rank_that_makes_no_covariance_is_refused(rank):
+    with pytest.raises(ValueError, match="rank must be 0 or"):
+        bc.swag(rank=rank)
+
+
+def test_other_bad_input_is_refused():
+    with pytest.raises(ValueError, match="above the number of parameters, 6"):
+        bc.swag(rank=7).init(tree(torch.zeros(P)))
+    for schedule in ({"start": -1}, {"every": 0}):
+        with pytest.raises(ValueError, match="start must be at least 0 and every at least 1"):
+            bc.swag(**schedule)
+    link = bc.swag(rank=2)
+    params, state = collect(link, iterates(1))
+    with pytest.raises(ValueError, match="1 iterates collected, at least 2"):
+        link.posterior(state, params)
+    stuck = iterates(4)
+    stuck[:, 4:] = 0.5
+    with pytest.raises(ValueError, match="b has entries that never moved"):
+        link.posterior(collect(link, stuck)[1], params)
+    with pytest.raises(ValueError, match="holds 0 states of swag"):
+        link.posterior(bc.sgd(0.1).init(params), params)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        link.update(params, state, inplace=False)

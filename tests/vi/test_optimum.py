@@ -1,0 +1,184 @@
+"""Bayesian linear regression, where every method has one answer; and what the estimators are at it."""
+
+import math
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.precision import flatten
+
+from .regression import N, batches, exact, forward, likelihood, log_posterior_loss, negative_log_likelihood, problem
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def moments(posterior):
+    dense = posterior.precision.to_dense()
+    return flatten(posterior.mean, posterior.mean), torch.linalg.inv(dense)
+
+
+def close(a, b, tolerance):
+    worst = max((x - y).abs().max().item() for x, y in zip(a, b))
+    assert worst < tolerance, f"off by {worst:.3g}"
+
+
+def kalman(structure, cuts, estimate=None):
+    data = problem()
+    estimate = estimate or bc.curvature.ggn(forward, likelihood, structure)
+    tx = bc.ekf.dense(prior_precision=data.prior)
+    step = bc.make_step(negative_log_likelihood, tx, curvature=estimate)
+    params = data.start
+    state = tx.init(params)
+    for batch in batches(data, cuts):
+        params, state, _ = step(params, state, batch)
+    return moments(tx.posterior(state, params))
+
+
+@pytest.mark.parametrize(
+    "cuts", [(N,), (1, 3, N), (7, 14, N), tuple(range(1, N + 1))], ids=lambda c: f"{len(c)} batches"
+)
+@pytest.mark.parametrize("structure", ["root", "dense", "observation"])
+def test_one_pass_of_the_filter_is_the_exact_posterior_whatever_the_batches(structure, cuts):
+    """To 1e-10."""
+    estimate = bc.ekf.observe(forward, problem().variance) if structure == "observation" else None
+    close(kalman(structure, cuts, estimate), exact(problem()), 1e-10)
+
+
+def test_laplace_is_the_exact_posterior():
+    """Its mode is found by the filter; its covariance is exact to 1e-10."""
+    data = problem()
+    tx = bc.chain(bc.sgd(0.0), link := bc.laplace())
+    step = bc.make_step(log_posterior_loss, tx, curvature=bc.curvature.ggn(forward, likelihood, "dense"))
+    params = data.tree(exact(data)[0])
+    state = tx.init(params)
+    for batch in batches(data, (7, 14, N)):
+        params, state, _ = step(params, state, batch)
+    close(moments(link.posterior(state, params, prior_precision=data.prior)), exact(data), 1e-10)
+
+
+@pytest.mark.parametrize("family, rank", [("dense", None), ("low_rank", 4)])
+def test_a_family_that_contains_the_posterior_converges_to_it(family, rank):
+    """Sticking the landing, to 1e-8 after 1,000 steps: the gradient's noise vanishes with the distance."""
+    data = problem()
+    kwargs = {} if rank is None else {"rank": rank}
+    tx = getattr(bc.vi, family)(
+        bc.adam(lambda count: 0.05 * 0.5 ** (count / 120)),
+        temperature=1 / N,
+        init_scale=0.1,
+        n_samples=4,
+        antithetic=True,
+        **kwargs,
+    )
+    params, step = data.start, bc.make_step(log_posterior_loss, tx)
+    state = tx.init(params)
+    for _ in range(1000):
+        params, state, _ = step(params, state, (data.x, data.y))
+    close(moments(tx.posterior(state, params)), exact(data), 1e-8)
+
+
+def at_the_optimum(family):
+    """A transformation of the family, with parameters and state at the optimum of its negative ELBO."""
+    data = problem()
+    mean, covariance = exact(data)
+    tx = getattr(bc.vi, family)(bc.scale(1.0), temperature=1 / N, n_samples=5)
+    params = data.tree(mean)
+    state = tx.init(params)
+    if family == "dense":
+        lower = torch.linalg.cholesky(covariance)
+        scale = (lower.tril(-1) + torch.diag(lower.diagonal().log()),)
+    else:
+        best = 1 / torch.linalg.inv(covariance).diagonal()
+        tree = data.tree(0.5 * best.log())
+        scale = tuple(tree[k] for k in sorted(tree))
+    return data, tx, params, (state[0]._replace(scale=scale),)
+
+
+def gradients_at(data, tx, params, state, draw):
+    def gradient(point):
+        return torch.func.grad(log_posterior_loss)(point, (data.x, data.y))
+
+    grads = torch.vmap(gradient)(draw.params)
+    updates, new = tx.update(grads, state, params=params, draw=draw, inplace=False)
+    return updates, [b - a for a, b in zip(state[0].scale, new[0].scale)]
+
+
+def test_sticking_the_landing_is_exactly_zero_where_the_family_contains_the_posterior():
+    """1e-12, for every draw; without it the gradient of the same draws is not zero."""
+    data, tx, params, state = at_the_optimum("dense")
+    updates, by_scale = gradients_at(data, tx, params, state, tx.sample(state, params))
+    assert max(x.abs().max() for x in (*updates.values(), *by_scale)) < 1e-12
+    plain = bc.vi.dense(bc.scale(1.0), temperature=1 / N, n_samples=5, stick_the_landing=False)
+    updates, _ = gradients_at(data, plain, params, state, tx.sample(state, params))
+    assert max(x.abs().max() for x in updates.values()) > 1e-3
+
+
+def test_sticking_the_landing_of_the_mean_field_is_the_correlations_force():
+    """(H - diag H)(theta - mean) at its optimum, averaged over the draws."""
+    data, tx, params, state = at_the_optimum("mean_field")
+    draw = tx.sample(state, params)
+    updates, _ = gradients_at(data, tx, params, state, draw)
+    hessian = torch.linalg.inv(exact(data)[1]) / N
+    away = flatten(draw.params, params) - flatten(params, params)
+    want = (away @ (hessian - torch.diag(hessian.diagonal()))).mean(0)
+    assert (flatten(updates, params) - want).abs().max() < 1e-12
+
+
+def test_the_mean_fields_optimum_has_the_variance_one_over_lambda_ii():
+    """The expected gradient is zero there: with all sign patterns of z as draws the expectation of a quadratic is exact."""
+    data, tx, params, state = at_the_optimum("mean_field")
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
+    tx = bc.vi.mean_field(bc.scale(1.0), temperature=1 / N, n_samples=len(corners))
+    draw = tx.sample(state, params)
+    tree = {"b": corners[:, 0], "w": corners[:, 1:].reshape(-1, 3, 1)}
+    noise = tuple(tree[k] for k in sorted(tree))
+    moved = {k: params[k] + s.exp() * z for k, s, z in zip(sorted(tree), state[0].scale, noise)}
+    draw = draw._replace(params=moved, noise=noise)
+    updates, by_scale = gradients_at(data, tx, params, state, draw)
+    assert max(x.abs().max() for x in (*updates.values(), *by_scale)) < 1e-12
+    variance = flatten(tx.posterior(state, params).marginal_variance, params)
+    torch.testing.assert_close(variance, 1 / torch.linalg.inv(exact(data)[1]).diagonal(), rtol=1e-12, atol=0)
+    wider = (state[0]._replace(scale=tuple(s + 0.1 for s in state[0].scale)),)
+    moved = {k: params[k] + (s + 0.1).exp() * z for k, s, z in zip(sorted(tree), state[0].scale, noise)}
+    _, by_scale = gradients_at(data, tx, params, wider, draw._replace(params=moved))
+    assert min(x.min() for x in by_scale) > 1e-4  # and not zero elsewhere
+
+
+def test_the_mean_field_gets_there():
+    """500 steps of descent on exact expectations (all sign patterns as draws): mean and 1 / Lambda_ii to 1e-8."""
+    data = problem()
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
+    noise = (corners[:, 0], corners[:, 1:].reshape(-1, 3, 1))
+    tx = bc.vi.mean_field(
+        bc.sgd(0.1), temperature=1 / N, init_scale=0.1, n_samples=len(corners), scale_optimizer=bc.sgd(5.0)
+    )
+    params = data.start
+    state = tx.init(params)
+    for _ in range(500):
+        points = {k: params[k] + s.exp() * z for k, s, z in zip(sorted(params), state[0].scale, noise)}
+        draw = tx.sample(state, params)._replace(params=points, noise=noise)
+        grads = torch.vmap(lambda p: torch.func.grad(log_posterior_loss)(p, (data.x, data.y)))(points)
+        updates, state = tx.update(grads, state, params=params, draw=draw, inplace=False)
+        params = {k: params[k] + updates[k] for k in params}
+    mean, covariance = exact(data)
+    assert (flatten(params, params) - mean).abs().max() < 1e-8
+    variance = flatten(tx.posterior(state, params).marginal_variance, params)
+    torch.testing.assert_close(variance, 1 / torch.linalg.inv(covariance).diagonal(), rtol=1e-8, atol=0)
+
+
+def test_the_negative_elbo_at_the_dense_optimum_is_minus_the_log_evidence():
+    """Per datum; antithetic corners make the expected loss exact, so that the bound is tight to 1e-10."""
+    data, tx, params, state = at_the_optimum("dense")
+    lower = torch.linalg.cholesky(exact(data)[1])
+    corners = math.sqrt(4) * torch.cat([torch.eye(4), -torch.eye(4)])  # a cubature of second order
+    points = flatten(params, params) + corners @ lower.T
+    losses = torch.stack([log_posterior_loss(data.tree(p), (data.x, data.y)) for p in points])
+    constant = -0.5 * 4 * math.log(data.prior / (2 * math.pi)) / N  # the prior's normaliser, which the loss leaves out
+    kernel = data.features @ data.features.T / data.prior + data.variance * torch.eye(N)
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(N), kernel).log_prob(data.y[:, 0])
+    assert abs(tx.negative_elbo(state, losses.mean()) + constant + evidence / N) < 1e-10
