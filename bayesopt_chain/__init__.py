@@ -22,11 +22,12 @@ from bayesopt_chain.links.adaptive import (
     scale_by_rss,
     scale_by_stddev,
 )
-from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.optimizers.classes import (

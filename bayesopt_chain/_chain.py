@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
@@ -95,6 +96,7 @@ class _Program:
         self.rules = rules
         self.accepts = frozenset().union(*(rule.accepts for rule in rules)) if rules else frozenset()
         self.has_noise = any(isinstance(rule.response, Noise) for rule in rules)
+        self.adaptive = [isinstance(rule.response, Adaptive) for rule in rules]
         self.cache: dict[Any, _placement.Plan] = {}
 
     def init(self, params: Any, *, like: Any = None) -> tuple:
@@ -150,9 +152,13 @@ class _Program:
                     scales = scales or [None] * len(g)
                     for j, scale in injection.velocity_scale.items():
                         scales[j] = scale
+        factors = None
+        acting = {at for injection in injections for at in injection.at.values()}
         for i, rule in enumerate(self.rules):
-            adaptive = isinstance(rule.response, Adaptive)
-            if injections and not adaptive:
+            adaptive = self.adaptive[i]
+            done = factors is not None
+            factors = self.next_factors(i, where, state, acting, g) if inplace and rule.takes_factors else None
+            if i in acting and not adaptive:
                 g = _inject(injections, i, g, inplace)
             idx = where[i]
             ctx = Context(
@@ -160,8 +166,10 @@ class _Program:
                 {k: v for k, v in extra.items() if k in rule.accepts or ANY in rule.accepts} if extra else extra,
                 AdaptiveNoise(injections, i, idx) if adaptive and injections else None,
                 None if scales is None else _pick(scales, idx),
-                partial(_tree, spec, idx=idx),
-                partial(_leaves, spec, idx=idx),
+                partial(_tree, spec, idx=idx) if rule.on_trees else None,
+                partial(_leaves, spec, idx=idx) if rule.on_trees else None,
+                factors,
+                done,
             )
             mine, new_state[i] = rule.update(_pick(g, idx), new_state[i], None if p is None else _pick(p, idx), ctx)
             if idx is None:
@@ -170,10 +178,24 @@ class _Program:
                 g = list(g)
                 for j, leaf in zip(idx, mine):
                     g[j] = leaf
-        g = _inject(injections, len(self.rules), g, inplace)
+        if len(self.rules) in acting:
+            g = _inject(injections, len(self.rules), g, inplace)
         if plan is not None:  # coefficients of another precision promote 0-d leaves
             g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
         return optree.tree_unflatten(spec, g), tuple(new_state)
+
+    def next_factors(self, i: int, where, state, acting: set[int], g: Leaves) -> list | None:
+        """The factors of the rule behind rule ``i``, where nothing comes between the two and nobody differentiates."""
+        if (
+            i + 1 == len(self.rules)
+            or i + 1 in acting
+            or where[i] is not None
+            or where[i + 1] is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or any(x is not None and x.requires_grad for x in g)
+        ):
+            return None
+        return self.rules[i + 1].factors(state[i + 1], len(g))
 
     def positions(self, tree) -> list[list[int] | None]:
         """For each rule the leaves it acts on; ``None`` for all."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_plain
+
 Counts = tuple[Tensor, ...]
 
 
@@ -44,8 +46,7 @@ def each(fn: Callable[[Tensor], Any], counts: Counts, g: list | None = None) -> 
 
 def readable(t: Tensor) -> bool:
     """Whether reading the tensor's value costs nothing: on the CPU, outside transformations and compilation."""
-    untransformed = torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling()
-    return t.device.type == "cpu" and untransformed
+    return t.device.type == "cpu" and is_plain(t)
 
 
 def value_key(t: Tensor) -> Hashable:

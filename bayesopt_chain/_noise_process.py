@@ -54,7 +54,8 @@ class Filtered:
         (xi,) = xi
         if not memory:
             return xi * c[0], []
-        first = xi * c[0]
+        constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
+        first = xi.mul_(c[0]) if constant else xi * c[0]
         y = first + memory[0]
         new = []
         for k in range(1, len(memory) + 1):

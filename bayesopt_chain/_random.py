@@ -3,13 +3,18 @@ r"""Noise that is a function of the state: one key, one step counter, and nothin
 ``init`` draws one int64 key; from then on the normals depend on (key, step, leaf, element) alone, so that the same
 state gives the same noise, a copied state continues exactly, and stacked chains differ by their keys.
 
-Two streams, chosen by where the state lives:
+Two streams:
 
-* **CPU**: a fresh generator seeded with ``splitmix64(key + step)`` feeds ``normal_`` once for all leaves, in optree
-  order. The engine behind it keeps 32 bits of a seed. Under ``vmap`` every chain is seeded from its own key, so
-  stacked chains draw what each would draw alone, bit for bit.
-* **Elsewhere**: Philox-4x32-10 (Salmon et al., 2011) in integer tensor operations and Box-Muller: no
-  synchronisation, safe to capture. Counter words are (element // 4, draw, step low, step high).
+* ``"generator"``, the default on an eager CPU: a fresh generator seeded with ``splitmix64(key + step)`` feeds ``normal_``
+  once for all leaves, in optree order. The engine behind it keeps 32 bits of a seed. Under ``vmap`` every chain is
+  seeded from its own key, so stacked chains draw what each would draw alone, bit for bit.
+* ``"philox"``, the default elsewhere and available everywhere: Philox-4x32-10 (Salmon et al., 2011) on the counter
+  (block, draw, step low, step high), and Box-Muller. Nothing synchronises, nothing has a state, and every back end
+  (eager, compiled, captured, under ``vmap``, the Triton kernel) computes the same integers.
+
+One Philox block is four words, hence four normals. Element ``256 q + 64 l + r`` of a draw (``0 <= l < 4``, ``0 <= r < 64``)
+is normal ``l`` of block ``64 q + r``: runs of 64 neighbours come from 64 neighbouring blocks, which is what vector units
+and warps want, and no element depends on how many there are.
 
 Besides normals there are uniforms, and two cheap variables with the moments of a normal: ``rademacher`` (signs, moments
 through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); moments through the fifth).
@@ -17,11 +22,17 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Stream = Literal["generator", "philox"]
+STREAMS = ("generator", "philox")
+RUN = 64  # neighbouring elements that come from neighbouring blocks
 
 _MASK = 0xFFFFFFFF
 _SQRT3 = 3.0**0.5
@@ -35,11 +46,17 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
 
 
 def normals(
-    key: Tensor, step: Tensor, templates: Sequence[Tensor], draws: Sequence[int], kind: str = "gaussian"
+    key: Tensor,
+    step: Tensor,
+    templates: Sequence[Tensor],
+    draws: Sequence[int],
+    kind: str = "gaussian",
+    stream: Stream | None = None,
 ) -> list[list[Tensor]]:
     """Standard normals: ``draws[i]`` tensors for every leaf ``i``, each like one slice ``templates[i][0]`` along axis 0.
 
     ``kind`` gives another variable of ``KINDS`` instead: independent, of mean 0 and variance 1, or uniform on [0, 1).
+    ``stream=None`` is the generator on a CPU and Philox elsewhere.
     """
     out: list[list[Tensor]] = [[] for _ in templates]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -48,26 +65,43 @@ def normals(
             groups.setdefault((t.device, t.dtype), []).append(i)
     for salt, ((device, dtype), members) in enumerate(groups.items()):
         sizes = [templates[i].shape[1:].numel() for i in members for _ in range(draws[i])]
-        flat = _flat_normals(key, step, salt, sizes, dtype, device, kind)
-        pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
+        if stream == "philox" or device.type != "cpu":
+            on = key.to(device)
+            one = partial(philox_normal, on) if kind == "gaussian" else partial(philox_other, kind, on)
+            pieces = iter([one(step.to(device), n, salt << 24 | i, dtype) for i, n in enumerate(sizes)])
+        else:
+            flat = _from_generator(key, step, salt, sum(sizes), dtype, kind)
+            pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
         for i in members:
             out[i] = [next(pieces).view(templates[i].shape[1:]) for _ in range(draws[i])]
     return out
 
 
-def _flat_normals(key, step, salt: int, sizes: list[int], dtype: torch.dtype, device, kind: str) -> Tensor:
-    if device.type != "cpu":
-        key, step = key.to(device), step.to(device)
-        philox_draw = partial(philox_normal, key) if kind == "gaussian" else partial(philox_other, kind, key)
-        return torch.cat([philox_draw(step, n, (salt << 24) | i, dtype) for i, n in enumerate(sizes)])
-    if torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling():
-        return _seeded(int(key), int(step), salt, sum(sizes), dtype, kind)
-    return _stacked_draw(key, step, salt, sum(sizes), dtype, kind)
+def _from_generator(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
+    if is_plain(key) and is_plain(step):
+        return _seeded(int(key), int(step), salt, size, dtype, kind)
+    return _stacked_draw(key, step, salt, size, dtype, kind)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` holds numbers now: nothing is being transformed, traced or compiled."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.compiler.is_compiling()
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+        and not isinstance(x, torch._subclasses.FakeTensor)
+    )
+
+
+def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
+    """The generator that feeds step ``step``; ``salt`` numbers the (device, dtype) groups of leaves."""
+    generator = torch.Generator()
+    generator.manual_seed(splitmix64(splitmix64(key + salt) + step))
+    return generator
 
 
 def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
-    generator = torch.Generator()
-    generator.manual_seed(splitmix64(splitmix64(key + salt) + step))
+    generator = seeded_generator(key, step, salt)
     if kind == "gaussian":
         return torch.empty(size, dtype=dtype).normal_(generator=generator)
     if kind == "uniform":
@@ -109,12 +143,16 @@ def splitmix64(x: int) -> int:
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
-    """Philox-4x32-10 on int64 tensors that hold 32-bit words; returns four words of the broadcast shape."""
+    """Philox-4x32-10 on int64 tensors that hold 32-bit words; returns four words of the broadcast shape.
+
+    The multipliers exceed 2^31, so that a product with a word may overflow int64, which compilers of C++ take as leave to
+    do anything. With ``M - 2^32`` in place of ``M`` none does: the low word is the same, the high word lacks ``c``.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
+        p0, p1 = c0 * (0xD2511F53 - 2**32), c2 * (0xCD9E8D57 - 2**32)
+        c0, c1, c2, c3 = ((p1 >> 32) + c2) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) + c0) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return [c0, c1, c2, c3]
 
@@ -132,14 +170,30 @@ def _words(key: Tensor, step: Tensor, size: int, draw: int) -> list[Tensor]:
 
 def philox_normal(key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
     """``size`` standard normals of the stream (key, step, draw), computed in float32 or float64."""
-    words = _words(key, step, size, draw)
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    uniform = [(w.to(torch.float64) + 0.5) * 2.0**-32 for w in words]
-    out = []
-    for u, v in (uniform[:2], uniform[2:]):
-        radius, angle = (-2.0 * u.log()).sqrt(), 2.0 * torch.pi * v
-        out += [radius * angle.cos(), radius * angle.sin()]
-    return torch.stack(out, dim=-1).flatten()[:size].to(real).to(dtype)
+    rows, run = (1, size) if size <= RUN else (-(-size // (4 * RUN)), RUN)
+    lanes = 1 if size <= RUN else 4
+    block = torch.arange(rows * run, dtype=torch.int64, device=key.device).view(rows, run)
+    counter = (block & _MASK, draw + 0 * block, (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block)
+    words = philox(counter, (key & _MASK, key >> 32 & _MASK))
+    z = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
+    return (torch.stack(z, dim=1).flatten()[:size] if lanes > 1 else z[0].flatten()).to(dtype)
+
+
+def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor, Tensor]:
+    r"""Two normals from two 32-bit words: ``sqrt(-2 log u) (cos, sin)(pi / 2 (q + f))``.
+
+    ``u`` is the midpoint of one of 2^23 cells, exact in float32; ``q`` is the top two bits of the second word and ``f``, in
+    (-1/2, 1/2), its next 23. The quarter turns are exact, and cosines see small angles only, so that float32 and
+    float64 agree to 1e-6 on every back end.
+    """
+    u = ((first >> 9).to(real) + 0.5) * 2.0**-23
+    angle = (((second & 0x3FFFFFFF) >> 7).to(real) - (2.0**22 - 0.5)) * (math.pi * 2.0**-24)
+    radius = (-2.0 * u.log()).sqrt()
+    c, s = radius * angle.cos(), radius * angle.sin()
+    odd, half = (second >> 30 & 1) == 1, (second >> 31 & 1) == 1
+    x, y = torch.where(odd, -s, c), torch.where(odd, c, s)
+    return torch.where(half, -x, x), torch.where(half, -y, y)
 
 
 def philox_other(kind: str, key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:

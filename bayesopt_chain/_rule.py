@@ -28,6 +28,8 @@ class Context(NamedTuple):
     velocity_scale: Any = None  # for each leaf, the factor the velocity is scaled by before this step
     to_tree: Callable[[Leaves], Any] | None = None  # the rule's leaves as the user's tree
     from_tree: Callable[[Any], Leaves] | None = None
+    factors: list | None = None  # for a rule that takes them: what the next rule would multiply each leaf by
+    done: bool = False  # the rule before has multiplied by this rule's factors already
 
     def scaled(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A velocity as this step begins with it (see ``_matched_noise.scheduled_momentum_noise``)."""
@@ -50,6 +52,11 @@ class Rule:
     needs_params = False
     needs: frozenset[str] = frozenset()  # those of accepts without which update refuses
     masks: tuple[Any, ...] = ()
+    takes_factors = False  # whether update multiplies by ``ctx.factors`` while its leaves are in cache
+
+    def factors(self, state: Any, n: int) -> list | None:
+        """What this rule multiplies each of ``n`` leaves by, if that is all it does."""
+        return None
 
     def init(self, params: Leaves) -> Any:
         """State for parameters given as leaves; ``None`` stands for an absent parameter."""

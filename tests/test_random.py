@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 import bayesopt_chain as bc
-from bayesopt_chain._random import new_key, normals, philox, philox_normal, splitmix64
+from bayesopt_chain._random import box_muller, new_key, normals, philox, philox_normal, splitmix64
 
 
 def words(values):
@@ -100,3 +100,48 @@ def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
         torch.manual_seed(0)
         out.append(tx.update(params, tx.init(params), params=params, inplace=False)[0])
     assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
+
+
+def test_counter_based_chains_draw_from_philox_on_a_cpu_and_nowhere_else():
+    """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
+    params = {"a": torch.zeros(70), "b": torch.zeros(3)}
+    plain = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
+    tx = bc.counter_based(plain)
+    assert bc.counter_based(tx) == tx != plain
+    state = tx.init(params)
+    key = next(s.key for s in state if hasattr(s, "key"))
+    for count in range(3):
+        updates, state = tx.update(params, state, params=params, inplace=False)
+        for i, name in enumerate(params):
+            want = philox_normal(key, torch.tensor(count), params[name].numel(), i, torch.float32)
+            torch.testing.assert_close(updates[name], -want, rtol=1e-6, atol=1e-6)
+
+
+def test_runs_of_64_come_from_neighbouring_blocks():
+    """Element 256 q + 64 l + r is normal l of block 64 q + r."""
+    key, step = torch.tensor(11), torch.tensor(2)
+    long = philox_normal(key, step, 1024, 0, torch.float64)
+    blocks = torch.arange(256)
+    w = philox([blocks, 0 * blocks, 0 * blocks + 2, 0 * blocks], [key, 0 * key])
+    first, _ = box_muller(w[0], w[1], torch.float64)
+    _, fourth = box_muller(w[2], w[3], torch.float64)
+    pieces = long.view(4, 4, 64)
+    assert torch.equal(pieces[:, 0].flatten(), first) and torch.equal(pieces[:, 3].flatten(), fourth)
+
+
+def test_box_muller_covers_the_plane_evenly_and_finitely():
+    """The extreme words give finite normals, and the four quadrants of the angle are quarter turns of each other."""
+    ends = torch.tensor([0, 0xFFFFFFFF])
+    for real in (torch.float32, torch.float64):
+        x, y = box_muller(ends, ends, real)
+        assert torch.isfinite(x).all() and torch.isfinite(y).all()
+        turns = torch.arange(4) << 30
+        x, y = box_muller(0 * turns + 12345678, turns + 987654, real)
+        assert torch.equal(x[1:], torch.stack([-y[0], -x[0], y[0]])) and torch.equal(
+            y[1:], torch.stack([x[0], -y[0], -x[0]])
+        )
+
+
+def test_an_unknown_stream_is_refused():
+    with pytest.raises(ValueError, match="stream"):
+        bc.inject_langevin_noise(1.0, stream="mersenne")

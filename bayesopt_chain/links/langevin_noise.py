@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torchopt.base import GradientTransformation
 
 from bayesopt_chain import _checks, _counters, _random
-from bayesopt_chain._chain import Chain
+from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain._masked import MaskedRule
 from bayesopt_chain._noise_process import Conditions
 from bayesopt_chain._response import Linear, Noise, Response
 from bayesopt_chain._rule import Injection, Rule
@@ -48,6 +50,7 @@ class LangevinNoise(Rule):
     momentum: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     noise: str = "gaussian"
+    stream: _random.Stream | None = None
 
     @property
     def response(self) -> Response:
@@ -101,7 +104,9 @@ class LangevinNoise(Rule):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
         leaves = list(placements)
         live = [n for n, j in enumerate(leaves) if g[j] is not None and placements[j].sources]
-        draws = _random.normals(state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise)
+        draws = _random.normals(
+            state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise, self.stream
+        )
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}
@@ -217,6 +222,7 @@ class LangevinNoise(Rule):
         words += [f"order={self.order}"] if self.order != 2 else []
         words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
         words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
+        words += [f"stream={self.stream!r}"] if self.stream is not None else []
         return f"inject_langevin_noise({', '.join(words)})"
 
 
@@ -228,6 +234,7 @@ def inject_langevin_noise(
     momentum: float = 0.0,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
+    stream: _random.Stream | None = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -246,6 +253,9 @@ def inject_langevin_noise(
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
         noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), cheaper, keeps order 2); or ``"rademacher"`` (signs,
             cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
+        stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
+            steps; compiled it is cheaper than torch's generator, eager on a CPU much dearer. ``"generator"`` is torch's
+            (CPU only). Default: the generator on a CPU, Philox elsewhere.
 
     Returns:
         A link. Its state holds one draw for each parameter (order 2).
@@ -274,9 +284,38 @@ def inject_langevin_noise(
         _checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
+    if stream is not None and stream not in _random.STREAMS:
+        raise ValueError(f"inject_langevin_noise: stream must be one of {_random.STREAMS} or None, got {stream!r}")
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise),))
+    return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise, stream),))
+
+
+def counter_based(tx: GradientTransformation) -> Chain:
+    """The same chain with every noise link drawing from the counter-based stream (``stream="philox"``).
+
+    What to give to :func:`capture` and :func:`parallel`: compiled, the noise costs a third of torch's generator, and
+    thousands of chains need no generator each.
+
+    Args:
+        tx: any chain, sampler or optimizer of this library.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.counter_based(bc.sgld(0.1, temperature=0.5))
+        chain(
+            inject_langevin_noise(0.5, stream='philox'),  # acts here, matched to F = 0.1
+            scale_by_neg_lr(0.1),
+        )
+    """
+
+    def switched(rule: Rule) -> Rule:
+        if isinstance(rule, MaskedRule):
+            return replace(rule, rule=switched(rule.rule))
+        has_stream = is_dataclass(rule) and any(f.name == "stream" for f in fields(rule))
+        return replace(rule, stream="philox") if has_stream else rule
+
+    return Chain(tuple(map(switched, chain(tx).rules)))
 
 
 def _product(start: Tensor, factors) -> Tensor:

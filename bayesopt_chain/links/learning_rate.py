@@ -54,12 +54,19 @@ class Scale(Rule):
             return _counters.each(lambda c: torch.as_tensor(self.step_size(c), dtype=torch.float64), state.count)
         return [self.step_size] * n
 
+    def factors(self, state, n: int) -> list:
+        if self.is_schedule:
+            return _counters.each(self._signed, state.count)
+        return [-self.step_size if self.sign < 0 else self.step_size] * n
+
     def update(self, g, state, params, ctx):
         if self.is_schedule:
-            factors = _counters.each(self._signed, state.count, g)
+            factors = None if ctx.done else _counters.each(self._signed, state.count, g)
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
         else:
-            factors = [-self.step_size if self.sign < 0 else self.step_size] * len(g)
+            factors = self.factors(state, len(g))
+        if ctx.done:
+            return g, state
         return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
 
     def _signed(self, count: Tensor):
@@ -94,7 +101,8 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """
     if not (callable(lr) or isinstance(lr, Real) or torch.is_tensor(lr)):
         raise TypeError(f"Invalid learning rate: {lr!r}; it must be a number, a 0-d tensor or a schedule")
-    if not (callable(lr) or lr >= 0.0):
+    transformed = torch.is_tensor(lr) and torch._C._functorch.is_functorch_wrapped_tensor(lr)
+    if not (callable(lr) or transformed or lr >= 0.0):
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
     return Chain((Scale(lr, -1),))
 

@@ -6,7 +6,7 @@ As in PyTorch the first gradient is not dampened; which step is the first is par
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Momentum(Rule):
     moment_requires_grad: bool = False
 
     @property
+    def takes_factors(self) -> bool:
+        return not (self.dampening or self.nesterov or self.moment_requires_grad)
+
+    @property
     def response(self) -> Response:
         mu = float(self.momentum)
         b = (1.0 + mu, -mu) if self.nesterov else (1.0 - self.dampening,)
@@ -56,6 +60,11 @@ class Momentum(Rule):
             out = torch.where(count == 0, t + x, t.mul(mu).add_(x, alpha=alpha))
             return t.copy_(out) if ctx.inplace else out
 
+        if ctx.factors is not None:
+            for t, x, factor in zip(before, g, ctx.factors):
+                if x is not None:
+                    _accumulate_and_scale(t, x, mu, factor)
+            return g, TraceState(before, state.count)
         trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
         state = TraceState(trace, _counters.increment(state.count, g, ctx.inplace))
         if self.nesterov:
@@ -67,6 +76,20 @@ class Momentum(Rule):
         words += [f"dampening={self.dampening}"] if self.dampening else []
         words += ["nesterov=True"] if self.nesterov else []
         return f"add_momentum({', '.join(words)})"
+
+
+BLOCK = 2**16  # elements; two float32 blocks fit the second-level cache of one core
+
+
+def _accumulate_and_scale(t: Tensor, x: Tensor, mu: float, factor: Any) -> None:
+    """``t <- mu t + x; x <- factor t``: the same operations as one by one, block after block while they are in cache."""
+    if t.dtype != x.dtype:
+        x.copy_(t.mul_(mu).add_(x)).mul_(factor)
+    elif t.numel() < 2 * BLOCK or not (t.is_contiguous() and x.is_contiguous()):
+        torch.mul(t.mul_(mu).add_(x), factor, out=x)
+    else:
+        for part, into in zip(t.view(-1).split(BLOCK), x.view(-1).split(BLOCK)):
+            torch.mul(part.mul_(mu).add_(into), factor, out=into)
 
 
 def add_momentum(

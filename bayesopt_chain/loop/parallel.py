@@ -2,26 +2,39 @@ r"""``parallel``: many chains at once, stacked on axis 0, each with its own nois
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
 import torch
-from torchopt.base import GradientTransformation
+from torch import Tensor
+
+from bayesopt_chain import _random
 
 
 class Parallel:
     """``n`` chains of one step. Call it like the step; build its states with :meth:`init`."""
 
-    def __init__(self, step: Callable, n: int, batch_dim: int | None) -> None:
+    def __init__(
+        self, step: Callable, n: int, batch_dim: Any, each: Mapping[str, Tensor], chunk: int | None, loop: bool
+    ) -> None:
         self.n = n
         self.step = step
-        self._stacked = torch.vmap(step, in_dims=(0, 0, batch_dim), randomness="different")
+        self.batch_dim = batch_dim
+        self.each = dict(each)
+        self.chunk = chunk
+        self.run = _loop if loop else _stacked
 
-    def init(self, tx: GradientTransformation, params: Any) -> Any:
-        """States of ``n`` chains for parameters stacked on axis 0, each with a key of its own."""
-        per_chain = [optree.tree_map(lambda p, i=i: p[i], params) for i in range(self.n)]
-        return stack([tx.init(p) for p in per_chain])
+    def init(self, tx: Any, params: Any) -> Any:
+        """States of ``n`` chains for parameters stacked on axis 0, each with a key of its own.
+
+        ``tx`` is the transformation, or, with ``each``, the function of its keywords that makes a chain's.
+        """
+        states = []
+        for i in range(self.n):
+            mine = tx(**{k: v[i] for k, v in self.each.items()}) if self.each else tx
+            states.append(mine.init(_take(params, i)))
+        return stack(states)
 
     def __call__(self, params: Any, state: Any, batch: Any):
         """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""
@@ -31,33 +44,117 @@ class Parallel:
                     f"parallel: params and state must be stacked for {self.n} chains on axis 0, got a leaf of shape "
                     f"{tuple(leaf.shape)}; use bc.stack([...]) and chains.init(tx, params)"
                 )
-        return self._stacked(params, state, batch)
+        dims = _broadcast(self.batch_dim, batch)
+        if self.chunk is None or self.chunk >= self.n:
+            return self.run(self, params, state, batch, dims, 0, self.n)
+        blocks = [
+            self.run(self, params, state, batch, dims, i, min(i + self.chunk, self.n))
+            for i in range(0, self.n, self.chunk)
+        ]
+        return optree.tree_map(lambda *leaves: torch.cat(leaves) if torch.is_tensor(leaves[0]) else leaves[0], *blocks)
+
+    def one(self, hyper: dict[str, Tensor], params: Any, state: Any, batch: Any):
+        """One chain's step."""
+        step = self.step(**hyper) if hyper else self.step
+        return step(params, state, batch)
 
 
-def parallel(step: Callable, n: int, *, batch_dim: int | None = None) -> Parallel:
+def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
+    leaves, spec = optree.tree_flatten(batch)
+    block = [
+        x if d is None or stop - start == chains.n else x.narrow(d, start, stop - start) for x, d in zip(leaves, dims)
+    ]
+    rows = slice(start, stop)
+    hyper = {k: v[rows] for k, v in chains.each.items()}
+
+    def one(hyper, params, state, *leaves):
+        return chains.one(hyper, params, state, optree.tree_unflatten(spec, leaves))
+
+    if stop - start < chains.n:
+        params, state = _take(params, rows), _take(state, rows)
+    try:
+        return torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="different")(hyper, params, state, *block)
+    except RuntimeError as err:
+        if not _random.is_plain(optree.tree_leaves(params)[0]):  # being captured: capture names the line
+            raise
+        raise RuntimeError(
+            f"parallel: the step failed under vmap ({str(err).strip().splitlines()[0][:200]}). If vmap refuses your model, "
+            "bc.parallel(step, n, loop=True) runs its chains one after the other"
+        ) from err
+
+
+def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
+    leaves, spec = optree.tree_flatten(batch)
+    results = []
+    for i in range(start, stop):
+        mine = optree.tree_unflatten(spec, [x if d is None else x.select(d, i) for x, d in zip(leaves, dims)])
+        hyper = {k: v[i] for k, v in chains.each.items()}
+        results.append(chains.one(hyper, _take(params, i), _take(state, i), mine))
+    return optree.tree_map(lambda *rows: torch.stack(rows) if torch.is_tensor(rows[0]) else rows[0], *results)
+
+
+def _take(tree: Any, i: int | slice) -> Any:
+    return optree.tree_map(lambda t: t[i], tree)
+
+
+def _broadcast(dims: Any, batch: Any) -> list[int | None]:
+    """The chain axis of every leaf of the batch, from a prefix tree."""
+    if dims is None or isinstance(dims, int):
+        return [dims] * len(optree.tree_leaves(batch))
+    full = optree.tree_broadcast_prefix(dims, batch, none_is_leaf=True)
+    return optree.tree_leaves(full, none_is_leaf=True)
+
+
+def parallel(
+    step: Callable,
+    n: int,
+    *,
+    batch_dim: Any = None,
+    each: Mapping[str, Tensor] | None = None,
+    chunk: int | None = None,
+    loop: bool = False,
+) -> Parallel:
     """Run ``n`` chains of a step at once.
 
     Args:
-        step: from :func:`make_step`, not in place.
+        step: from :func:`make_step`, not in place. With ``each``, a function of its keywords that returns a step.
         n: number of chains, at least 1.
-        batch_dim: axis of the batch that counts chains; ``None`` (default) gives every chain the same batch.
+        batch_dim: axis of the batch that counts chains; ``None`` (default) gives every chain the same batch. A tree (a
+            prefix of the batch's) sets it leaf by leaf: with ``batch = (inputs, targets, rows)`` and ``batch_dim=(None,
+            None, 0)`` the data are shared and every chain takes its own rows of them, in its own order.
+        each: hyperparameters with one value for each chain, ``{"temperature": tensor of shape [n], ...}``. Learning rates
+            and temperatures can differ; what a shape or a branch depends on cannot.
+        chunk: at most so many chains at a time, where all of them exceed the memory.
+        loop: one chain after the other, for models that vmap refuses (BatchNorm in training mode, in-place operations,
+            branches on data). Same arguments, same results. Buffers that the model itself keeps are shared by its chains.
 
     Returns:
         A callable with the step's interface on parameters and states stacked on axis 0, with ``init(tx, params)``.
-        Chains draw the noise that each would draw alone.
+        Chains draw the noise that each would draw alone; from :func:`counter_based` chains they draw it all at once.
+
+    Raises:
+        RuntimeError: at a call, a step that vmap refuses.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.sghmc(0.1, temperature=1.0)
-        >>> chains = bc.parallel(bc.make_step(lambda params, batch: (params**2).sum(), tx), 3)
-        >>> params = torch.zeros(3, 2)
+        >>> def tx(temperature):
+        ...     return bc.counter_based(bc.sghmc(0.1, temperature=temperature))
+        >>> def step(temperature):
+        ...     return bc.make_step(lambda params, batch: (params**2).sum(), tx(temperature))
+        >>> chains = bc.parallel(step, 3, each={"temperature": torch.tensor([0.0, 0.5, 1.0])})
+        >>> params = torch.ones(3, 2)
         >>> params, state, info = chains(params, chains.init(tx, params), ())
-        >>> params.shape, info.loss.shape
-        (torch.Size([3, 2]), torch.Size([3]))
+        >>> params[0], info.loss.shape
+        (tensor([0.8000, 0.8000]), torch.Size([3]))
     """
     if n < 1:
         raise ValueError(f"parallel: n must be at least 1, got {n}")
-    return Parallel(step, n, batch_dim)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"parallel: chunk must be at least 1, got {chunk}")
+    for name, value in (each or {}).items():
+        if not torch.is_tensor(value) or value.shape[:1] != (n,):
+            raise ValueError(f"parallel: each[{name!r}] must be a tensor with {n} entries along axis 0, got {value!r}")
+    return Parallel(step, n, batch_dim, each or {}, chunk, loop)
 
 
 def stack(trees: list[Any]) -> Any:

@@ -12,6 +12,7 @@ so that going from one method to another changes the transformation and nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _draw
+from bayesopt_chain import _draw, _fused
 from bayesopt_chain._foreign import ANY, keywords_of
 
 Loss = Callable[[Any, Any], Any]
@@ -32,13 +33,37 @@ class Info(NamedTuple):
     aux: Any
 
 
+@dataclass(frozen=True)
+class Step:
+    """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into.
+
+    ``evaluate(params, state, batch)`` gives the gradient, :class:`Info` and the further keywords of ``tx.update``.
+    """
+
+    evaluate: Callable[[Any, Any, Any], tuple[Any, Info, dict[str, Any]]]
+    tx: GradientTransformation
+    inplace: bool = False
+    fused: _fused.FusedSGD | None = None
+
+    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
+        grads, info, extra = self.evaluate(params, state, batch)
+        with torch.no_grad():
+            if self.fused is not None:
+                p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
+                if self.fused.fits(p, g, state):
+                    return params, self.fused.advance(p, g, state), info
+            updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
+            params = apply(params, updates, self.inplace)
+        return params, state, info
+
+
 def make_step(
     loss: Loss,
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
     inplace: bool = False,
-) -> Callable:
+) -> Step:
     """One training or sampling step.
 
     Args:
@@ -46,7 +71,9 @@ def make_step(
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
-        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects.
+        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
+            common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
+            run fused; their values agree with ``update`` to one unit in the last place for each operation.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
@@ -111,14 +138,11 @@ def make_step(
             info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
             return _draw.gathered(tx, i, list(grads), params), info, extra
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
-        grads, info, extra = evaluate_draw(params, state, batch) if drawing else evaluate(params, batch)
-        with torch.no_grad():
-            updates, state = tx.update(grads, state, params=params, inplace=inplace, **extra)
-            params = apply(params, updates, inplace)
-        return params, state, info
+    def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        return evaluate(params, batch)
 
-    return step
+    fused = _fused.recognise(tx) if inplace else None
+    return Step(evaluate_draw if drawing else evaluate_here, tx, inplace, fused)
 
 
 def _mean_precision(precisions: list) -> Any:

@@ -6,6 +6,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
+from bayesopt_chain import _fused
 from bayesopt_chain._gaussian import Gaussian
 
 
@@ -123,11 +124,16 @@ def test_prediction_never_asks_which_method_it_was(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_in_place_the_loop_is_the_same(name):
-    """Parameters and losses bit for bit."""
-    params, _, losses = run(build(name)[0])
+    """Parameters and losses bit for bit, but for the chains that then run fused: those to rounding, in float64."""
+    tx, _ = build(name)
+    params, _, losses = run(tx)
     inplace, _, again = run(build(name)[0], inplace=True)
-    assert losses == again
-    assert all(torch.equal(params[k], inplace[k]) for k in params)
+    if _fused.recognise(tx) is None:
+        assert losses == again
+        assert all(torch.equal(params[k], inplace[k]) for k in params)
+    else:
+        torch.testing.assert_close(losses, again, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(params, inplace, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["mean field", "dense", "low rank", "ivon", "swag", "sghmc"])

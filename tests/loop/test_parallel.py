@@ -83,3 +83,95 @@ def test_wrong_stacks_are_refused():
         bc.parallel(step, 0)
     with pytest.raises(ValueError, match="stacked for 3 chains"):
         bc.parallel(step, 3)(torch.zeros(2, 4), (), ())
+
+
+def tempered(lr, temperature):
+    return bc.sghmc(lr, temperature=temperature)
+
+
+def tempered_step(lr, temperature):
+    return bc.make_step(loss, tempered(lr, temperature))
+
+
+@pytest.mark.parametrize("how", [{}, {"chunk": 2}, {"chunk": 3}, {"loop": True}, {"loop": True, "chunk": 3}])
+def test_temperature_lr_and_data_order_of_each_chain(how):
+    n, params = 4, stacked(4)
+    data = torch.randn(20, 3, dtype=torch.float64)
+    rows = torch.randint(20, (n, 5))
+    each = {"lr": torch.tensor([0.1, 0.05, 0.1, 0.02]), "temperature": torch.tensor([0.0, 0.1, 1.0, 0.1])}
+
+    def chosen(lr, temperature):
+        return bc.make_step(lambda p, b: loss(p, b[0][b[1]]), tempered(lr, temperature))
+
+    chains = bc.parallel(chosen, n, batch_dim=(None, 0), each=each, **how)
+    state = chains.init(tempered, params)
+    singles = [({k: p[i] for k, p in params.items()}, one(state, i)) for i in range(n)]
+    for _ in range(3):
+        params, state, info = chains(params, state, (data, rows))
+        for i in range(n):
+            hyper = {k: v[i] for k, v in each.items()}
+            singles[i] = tempered_step(**hyper)(*singles[i][:2], data[rows[i]])
+    for i in range(n):
+        torch.testing.assert_close(params["w"][i], singles[i][0]["w"], rtol=1e-6, atol=1e-8)
+    assert info.loss.shape == (n,)
+
+
+def test_the_coldest_chain_is_the_optimizer():
+    each = {"lr": torch.tensor([0.1, 0.1]), "temperature": torch.tensor([0.0, 1.0])}
+    chains = bc.parallel(tempered_step, 2, each=each)
+    params, data = stacked(2), torch.randn(5, 3, dtype=torch.float64)
+    want, state = {k: p[0] for k, p in params.items()}, chains.init(tempered, params)
+    sgd = bc.sgd(0.1, 0.9)
+    step, sgd_state = bc.make_step(loss, sgd), sgd.init(want)
+    for _ in range(3):
+        params, state, _ = chains(params, state, data)
+        want, sgd_state, _ = step(want, sgd_state, data)
+    torch.testing.assert_close(params["w"][0], want["w"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "branch", "in place"])
+def test_what_vmap_refuses_runs_in_a_loop(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def refused(params, batch):
+        if kind == "batch norm":
+            return torch.func.functional_call(model, params, (batch,)).square().mean()
+        w = params["0.weight"]
+        if kind == "branch":
+            return (w**2).sum() if w.sum() > 0 else (w**4).sum()
+        out = torch.zeros(4)
+        out += (batch @ w.t()).mean(0)
+        return out.square().sum()
+
+    names = dict(model.named_parameters()) if kind == "batch norm" else {"0.weight": model[0].weight}
+    params = {k: torch.stack([p.detach(), -p.detach(), 2 * p.detach()]) for k, p in names.items()}
+    tx = bc.sghmc(0.01, temperature=0.1)
+    step, x = bc.make_step(refused, tx), torch.randn(8, 3)
+    with pytest.raises(RuntimeError, match="loop=True"):
+        chains = bc.parallel(step, 3)
+        chains(params, chains.init(tx, params), x)
+    chains = bc.parallel(step, 3, loop=True)
+    state = chains.init(tx, params)
+    singles = [step({k: p[i] for k, p in params.items()}, one(state, i), x)[0] for i in range(3)]
+    params, state, info = chains(params, state, x)
+    for i in range(3):
+        assert torch.equal(params["0.weight"][i], singles[i]["0.weight"])
+    assert info.loss.shape == (3,)
+
+
+def test_wrong_hyperparameters_and_blocks_are_refused():
+    with pytest.raises(ValueError, match="each"):
+        bc.parallel(tempered_step, 3, each={"lr": torch.zeros(2)})
+    with pytest.raises(ValueError, match="chunk"):
+        bc.parallel(tempered_step, 3, chunk=0)
+
+
+def test_counter_based_chains_draw_what_each_draws_alone():
+    tx = bc.counter_based(bc.sghmc(0.1, temperature=1.0))
+    step = bc.make_step(lambda p, b: (p**2).sum(), tx)
+    chains, params = bc.parallel(step, 3), torch.zeros(3, 300)
+    state = chains.init(tx, params)
+    alone = [step(params[i], one(state, i), ())[0] for i in range(3)]
+    params, _, _ = chains(params, state, ())
+    torch.testing.assert_close(params, torch.stack(alone), rtol=1e-6, atol=1e-6)

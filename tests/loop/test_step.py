@@ -2,6 +2,7 @@
 
 import copy
 
+import optree
 import pytest
 import torch
 import torchopt
@@ -60,7 +61,8 @@ def test_in_place_writes_into_the_tensors_it_was_given():
     for _ in range(3):
         out, out_state, _ = step(mine, mine_state, batch)
     assert out["w"] is mine["w"] and out_state[0].trace[0] is mine_state[0].trace[0]
-    assert_bitwise_equal((out, out_state), want[:2])
+    for x, y in zip(optree.tree_leaves((out, out_state)), optree.tree_leaves(want[:2])):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)  # the fused pass rounds a product and sum once
 
 
 def test_aux_is_passed_on_detached():

@@ -1,0 +1,1 @@
+"""Hand-written device kernels, each imported only where its compiler is."""

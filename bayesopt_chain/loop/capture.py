@@ -1,0 +1,479 @@
+r"""``capture``: the whole step (gradient, chain, update) as one program over static buffers, replayed without Python.
+
+The step is traced once with fake tensors into a graph of ATen operations. Every tensor it closes over (a temperature, a
+learning rate, a model's buffers, data) becomes an input of the graph, so that a change made in place is seen by the next
+replay. New parameters and states are copied into the static buffers at the end of the graph. Then
+
+* on a CUDA device the step is recorded as a CUDA graph;
+* on a CPU the graph is compiled by inductor, which fuses Philox noise, update and copy into the kernels of the step;
+* where no C++ compiler is found the same function runs eagerly, said once.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import is_
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from bayesopt_chain.loop.step import Info, Step
+
+Backend = Literal["cuda", "inductor", "eager"]
+
+
+class CaptureError(RuntimeError):
+    """The step cannot be captured; the message names the line and what to change."""
+
+
+class Steps(NamedTuple):
+    """What a captured run of several steps reports, stacked on axis 0; ``draws`` is ``()`` unless asked for."""
+
+    loss: Tensor
+    aux: Any
+    draws: Any = ()
+
+
+class Captured:
+    """A captured step; made by :func:`capture` and called like the step.
+
+    Attributes:
+        backend: ``"cuda"``, ``"inductor"`` or ``"eager"``.
+    """
+
+    def __init__(self, body: _Body, replay: Callable, backend: Backend, clone: bool) -> None:
+        self.backend = backend
+        self._body = body
+        self._replay = replay
+        self._clone = clone
+        self._batch: list = []
+
+    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
+        """Replay: ``(params, state, Info)``. Parameters and state alias the static buffers unless ``clone`` was asked for."""
+        body = self._body
+        for leaves, spec, slots, what in (
+            (*optree.tree_flatten(params), body.params, "params"),
+            (*optree.tree_flatten(state), body.state, "state"),
+        ):
+            if not (len(leaves) == len(slots.leaves) and all(map(is_, leaves, slots.leaves))):
+                slots.load(leaves, spec, what)
+        leaves, spec = optree.tree_flatten(batch)
+        if not (len(leaves) == len(self._batch) and all(map(is_, leaves, self._batch))):
+            body.check_batch(leaves, spec)
+            self._batch = leaves
+        info = body.info(self._replay(body.tensors(leaves)))
+        params, state = body.params.tree(), body.state.tree()
+        if self._clone:
+            params, state, info = optree.tree_map(
+                lambda x: x.clone() if torch.is_tensor(x) else x, (params, state, info)
+            )
+        return params, state, info
+
+
+def capture(
+    step: Callable,
+    params: Any,
+    state: Any,
+    batch: Any,
+    *,
+    steps: int = 1,
+    batch_dim: int | None = None,
+    draws: bool = False,
+    clone: bool = False,
+    backend: Backend | None = None,
+) -> Captured:
+    """Capture a step: same arguments, same results, none of Python's time.
+
+    Results agree with the step's to rounding (one unit in the last place for each operation; sums over a batch may be
+    ordered differently); the random stream is the step's. Noise from a chain made :func:`counter_based` is computed
+    inside the compiled kernels; torch's generator is called between them.
+
+    Args:
+        step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
+            state, Info)``.
+        params, state, batch: examples; none of them is changed. The replay continues from whatever it is given: passing
+            back what it returned costs nothing, anything else of the same structure and shapes is copied in.
+        steps: steps for each call, unrolled; the loss and aux are then stacked on axis 0 (:class:`Steps`).
+        batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
+            whole batch.
+        draws: return the parameters after every step, stacked on axis 0, as ``info.draws``.
+        clone: return copies. By default params and state *alias static buffers that the next call overwrites*.
+        backend: ``"cuda"``, ``"inductor"`` or ``"eager"`` (default: the first that is possible here).
+
+    Returns:
+        A callable with the step's interface. Temperatures and learning rates that are tensors or schedules may change
+        between calls without a new capture; the state it returns resumes exactly, here or in the eager step.
+
+    Raises:
+        CaptureError: the step reads a number off a tensor, branches on one, or makes shapes that depend on values.
+        ValueError: a later call with another structure, shape, dtype or device.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.counter_based(bc.sghmc(0.1, temperature=0.01)), {"w": torch.ones(2)}
+        >>> step, state = bc.make_step(lambda params, batch: (params["w"] ** 2).sum(), tx), tx.init(params)
+        >>> fast = bc.capture(step, params, state, (), steps=4, draws=True, backend="eager")
+        >>> params, state, info = fast(params, state, ())
+        >>> info.loss.shape, info.draws["w"].shape
+        (torch.Size([4]), torch.Size([4, 2]))
+    """
+    if steps < 1:
+        raise ValueError(f"capture: steps must be at least 1, got {steps}")
+    if batch_dim is not None and steps == 1:
+        raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
+    body = _Body(_pure(step), params, state, batch, steps, batch_dim, draws)
+    graph, closed_over = _trace(body)
+    chosen = backend or _best(body)
+    if chosen == "cuda":
+        replay = _CudaGraph(body, closed_over)
+    elif chosen == "inductor":
+        replay = _compiled(graph, body, closed_over)
+    else:
+        replay = _Eager(body)
+    return Captured(body, replay, chosen, clone)
+
+
+def _pure(step: Callable) -> Callable:
+    return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
+
+
+class _Slots:
+    """Static buffers for the leaves of one tree. Leaves that are one tensor share one buffer."""
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self.spec = optree.tree_flatten(tree)
+        for leaf in leaves:
+            if not torch.is_tensor(leaf):
+                raise TypeError(f"capture: params and state must hold tensors only, found {leaf!r}")
+        first: dict[int, int] = {}
+        self.index = [first.setdefault(id(leaf), len(first)) for leaf in leaves]
+        unique = {i: leaf for i, leaf in zip(self.index, leaves)}
+        self.buffers = [unique[i].detach().clone() for i in range(len(unique))]
+        self.leaves = [self.buffers[i] for i in self.index]
+
+    def tree(self, buffers: Sequence[Tensor] | None = None) -> Any:
+        leaves = self.leaves if buffers is None else [buffers[i] for i in self.index]
+        return optree.tree_unflatten(self.spec, leaves)
+
+    def collect(self, tree: Any) -> list[Tensor]:
+        """One tensor for each buffer from a tree that the step made."""
+        out: list[Tensor | None] = [None] * len(self.buffers)
+        for i, leaf in zip(self.index, optree.tree_leaves(tree)):
+            if out[i] is not None and out[i] is not leaf:
+                raise CaptureError(
+                    "capture: leaves of the state that were one tensor became two; give the step a state with "
+                    "tensors of its own (copy.deepcopy leaf by leaf) and capture again"
+                )
+            out[i] = leaf
+        return out
+
+    def load(self, leaves: list, spec: Any, what: str) -> None:
+        """Copy the user's leaves in."""
+        if spec != self.spec:
+            raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
+        written: dict[int, Tensor] = {}
+        for n, (i, x) in enumerate(zip(self.index, leaves)):
+            mine = self.buffers[i]
+            if not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype or x.device != mine.device:
+                raise ValueError(
+                    f"capture: {what}, leaf {n}: {_describe(x)}, captured was {_describe(mine)}; capture again"
+                )
+            if i in written and written[i] is not x and not torch.equal(written[i], x):
+                raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
+            written[i] = x
+        copies = {
+            i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]
+        }  # x may be a view of one
+        for i, x in copies.items():
+            self.buffers[i].copy_(x)
+
+
+class _Body:
+    """The step, unrolled, as a function of flat lists of tensors, and what is needed to go between lists and trees."""
+
+    def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
+        self.step, self.steps, self.batch_dim, self.draws = step, steps, batch_dim, draws
+        self.params, self.state = _Slots(params), _Slots(state)
+        self.batch_leaves, self.batch_spec = optree.tree_flatten(batch)
+        if batch_dim is not None:
+            for n, x in enumerate(self.batch_leaves):
+                if torch.is_tensor(x) and x.shape[batch_dim] != steps:
+                    raise ValueError(
+                        f"capture: batch, leaf {n}: {_describe(x)} has no {steps} steps along axis {batch_dim}"
+                    )
+        self.strides = [x.stride() if torch.is_tensor(x) else None for x in self.batch_leaves]
+
+    @property
+    def static(self) -> list[Tensor]:
+        return [*self.params.buffers, *self.state.buffers]
+
+    def tensors(self, leaves: list) -> list[Tensor]:
+        """The batch's tensors, each with the strides it was captured with."""
+        out = []
+        for x, stride in zip(leaves, self.strides):
+            if stride is not None:
+                out.append(x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype).copy_(x))
+        return out
+
+    def check_batch(self, leaves: list, spec: Any) -> None:
+        if spec != self.batch_spec:
+            raise ValueError(
+                f"capture: the batch has the structure {spec}, captured was {self.batch_spec}; capture again"
+            )
+        for n, (x, mine) in enumerate(zip(leaves, self.batch_leaves)):
+            if torch.is_tensor(mine):
+                same = torch.is_tensor(x) and (x.shape, x.dtype, x.device) == (mine.shape, mine.dtype, mine.device)
+            else:
+                same = type(x) is type(mine) and x == mine
+            if not same:
+                raise ValueError(
+                    f"capture: batch, leaf {n}: {_describe(x)}, captured was {_describe(mine)}; keep batches of one shape "
+                    "(drop_last=True) and numbers constant, or capture again"
+                )
+
+    def run(self, static: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """New values of the static buffers, and the tensors of the info."""
+        n = len(self.params.buffers)
+        params, state = self.params.tree(static[:n]), self.state.tree(static[n:])
+        given = iter(batch)
+        whole = [next(given) if torch.is_tensor(x) else x for x in self.batch_leaves]
+        infos, kept = [], []
+        for k in range(self.steps):
+            leaves = whole
+            if self.batch_dim is not None:
+                leaves = [x.select(self.batch_dim, k) if torch.is_tensor(x) else x for x in whole]
+            params, state, info = self.step(params, state, optree.tree_unflatten(self.batch_spec, leaves))
+            infos.append(info)
+            kept.append(params)
+        return [*self.params.collect(params), *self.state.collect(state)], self._report(infos, kept)
+
+    def _report(self, infos: list[Info], kept: list) -> list[Tensor]:
+        def together(*leaves):
+            if not torch.is_tensor(leaves[0]):
+                return leaves[0]
+            return torch.stack(leaves) if self.steps > 1 else leaves[0].clone()
+
+        info = optree.tree_map(together, *infos)
+        if self.draws:
+            info = Steps(*info, optree.tree_map(lambda *leaves: torch.stack(leaves), *kept))
+        elif self.steps > 1:
+            info = Steps(*info)
+        leaves, self._info_spec = optree.tree_flatten(info)
+        self._info_constants = [None if torch.is_tensor(x) else (x,) for x in leaves]
+        return [x for x in leaves if torch.is_tensor(x)]
+
+    def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
+        given = iter(tensors)
+        leaves = [next(given) if constant is None else constant[0] for constant in self._info_constants]
+        return optree.tree_unflatten(self._info_spec, leaves)
+
+
+def _trace(body: _Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """The step's graph over (static buffers, batch, closed-over tensors), writing the buffers; and those tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    n = len(body.static)
+    batch = [x for x in body.batch_leaves if torch.is_tensor(x)]
+    mutations = _Mutations()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols: a value or shape it does not know is an error
+
+    def function(*flat):
+        with mutations:
+            new, info = body.run(flat[:n], flat[n:])
+        for buffer, value in zip(flat, new):
+            if value is not buffer:
+                buffer.copy_(value)
+        return info
+
+    try:
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in (*body.static, *batch)]
+        with torch.no_grad(), mode:
+            graph = make_fx(function)(*fakes)
+    except CaptureError:
+        raise
+    except Exception as err:
+        line = _users_line(err)
+        if line is None or not _is_about_values(err):
+            raise
+        raise CaptureError(
+            f"capture: {line} needs a value or a shape that is known only when the step runs ({_first_line(err)}). "
+            "Write it with tensors (torch.where for a branch, a schedule that is a function of the count), "
+            "or leave this step uncaptured"
+        ) from err
+    finally:
+        mutations.undo()
+    return graph, _lift_constants(graph)
+
+
+class _Mutations(TorchDispatchMode):
+    """Remembers the closed-over tensors that the traced step writes (BatchNorm's statistics), to put them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            with _disable_current_modes():
+                for x in args:
+                    if type(x) in (Tensor, torch.nn.Parameter) and id(x) not in self.before:
+                        self.before[id(x)] = x, x.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for x, old in self.before.values():
+                x.copy_(old)
+
+
+def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
+    """Turn the tensors that the graph holds into inputs, so that they are read at every replay."""
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    lifted: dict[int, tuple[torch.fx.Node, Tensor]] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and torch.is_tensor(value := getattr(graph, node.target, None)):
+            if id(value) not in lifted:
+                where = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None)
+                with where:
+                    placeholder = graph.graph.placeholder(f"closed_over_{len(lifted)}")
+                placeholder.meta.update(node.meta)
+                last = [placeholder]
+                lifted[id(value)] = placeholder, value
+            node.replace_all_uses_with(lifted[id(value)][0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return [value for _, value in lifted.values()]
+
+
+def _compiled(graph: torch.fx.GraphModule, body: _Body, closed_over: list[Tensor]) -> Callable:
+    batch = [x for x in body.batch_leaves if torch.is_tensor(x)]
+    static = body.static
+    with torch.no_grad():
+        program = torch._inductor.compile(graph, [*static, *batch, *closed_over])
+
+    def replay(batch: list[Tensor]) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return program(*static, *batch, *closed_over)
+
+    return replay
+
+
+class _Eager:
+    """The same program without a compiler."""
+
+    def __init__(self, body: _Body) -> None:
+        self.body = body
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        static = self.body.static
+        with torch.no_grad():
+            new, info = self.body.run(static, batch)
+            for buffer, value in zip(static, new):
+                if value is not buffer:
+                    buffer.copy_(value)
+        return info
+
+
+class _CudaGraph:
+    """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded."""
+
+    def __init__(self, body: _Body, closed_over: list[Tensor], warmups: int = 3) -> None:
+        self.batch = [x.clone() for x in body.batch_leaves if torch.is_tensor(x)]
+        eager = _Eager(body)
+        touched = [*body.static, *closed_over]
+        before = [t.clone() for t in touched]
+        device = body.static[0].device
+        rng = torch.cuda.get_rng_state(device)
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(warmups):
+                    eager(self.batch)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.no_grad():
+                for t, old in zip(touched, before):
+                    t.copy_(old)
+            torch.cuda.set_rng_state(rng, device)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.info = eager(self.batch)
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        for mine, x in zip(self.batch, batch):
+            mine.copy_(x)
+        self.graph.replay()
+        return self.info
+
+
+def _best(body: _Body) -> Backend:
+    if body.static and body.static[0].device.type == "cuda":
+        return "cuda"
+    if compiler_found():
+        return "inductor"
+    global _said
+    if not _said:
+        _said = True
+        warnings.warn(
+            "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX", stacklevel=3
+        )
+    return "eager"
+
+
+_said = False  # whether the missing compiler was mentioned
+
+
+def compiler_found() -> bool:
+    """Whether inductor can compile for the CPU here."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        return False
+
+
+def _describe(x: Any) -> str:
+    return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if torch.is_tensor(x) else repr(x)
+
+
+def _first_line(err: Exception) -> str:
+    return str(err).strip().split("\n")[0][:200] or type(err).__name__
+
+
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, optree))
+_HERE = (__file__, str(Path(__file__).with_name("step.py")), str(Path(__file__).with_name("parallel.py")))
+
+
+def _users_line(err: BaseException) -> str | None:
+    """The innermost line of the traceback that is neither torch's nor the loop's."""
+    frames = traceback.extract_tb(err.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_LIBRARIES) and frame.filename not in _HERE:
+            return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
+    return None
+
+
+def _is_about_values(err: BaseException) -> bool:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    known = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    words = (
+        "tracing tensor",
+        "data-dependent",
+        "data dependent",
+        "fake tensor",
+        "FakeTensor",
+        "not allowed when tracing",
+    )
+    return isinstance(err, known) or any(word in str(err) for word in words)

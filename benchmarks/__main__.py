@@ -1,0 +1,63 @@
+"""``python -m benchmarks``: this library, torchopt, torch.optim, posteriors and BlackJAX in one run on the same work.
+
+Prints the ratios that have a target, with their quartiles; writes them with every time, machine, versions and date to
+``benchmarks/results/`` and draws the cost against parameters, leaves and chains. ``--gpu`` runs the CUDA rows instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="the CUDA rows (needs a CUDA device)")
+    parser.add_argument("--quick", action="store_true", help="50 steps of the 5,000 chains, and no scaling figures")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", help="part of a row's name")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    kind = "gpu" if args.gpu else "cpu"
+    if args.gpu:
+        from benchmarks.gpu import rows
+    else:
+        from benchmarks.cpu import rows
+    result: dict = {"environment": environment(), "rows": []}
+    for row in rows(args.quick):
+        if args.only and args.only not in row.work:
+            continue
+        print(f"\n{row.work}")
+        for name, times in row.times.items():
+            print(f"    {name:32s} {1e6 * statistics.median(times):12.1f} us (shortest {1e6 * min(times):.1f})")
+        for line in row.report():
+            met = "met" if line["ratio"] <= line["target"] else "missed"
+            print(
+                f"  {line['ours']} / {line['theirs']}: {line['ratio']:.3f} (quartiles {line['low']:.3f} .. "
+                f"{line['high']:.3f}, of shortest {line['of_shortest']:.3f}), target {line['target']:.3f}: {met}"
+            )
+        medians = {name: statistics.median(times) for name, times in row.times.items()}
+        result["rows"].append({"work": row.work, "seconds": medians, "ratios": row.report()})
+        _write(args.out / f"{kind}.json", result)
+    if not (args.quick or args.gpu or args.only):
+        from benchmarks.scaling import curves, draw
+
+        result["scaling"] = curves()
+        _write(args.out / f"{kind}.json", result)
+        draw(result["scaling"], args.out / f"{kind}_scaling.png")
+
+
+def _write(path: Path, result: dict) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The same work in every library: parameters, gradients and one function that does a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import optree
+import torch
+import torchopt
+
+import bayesopt_chain as bc
+from bayesopt_chain import _fused
+
+LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
+
+
+def tensors(leaves: int, size: int, device: str = "cpu") -> list[torch.Tensor]:
+    return [torch.randn(size, device=device) for _ in range(leaves)]
+
+
+def torchopt_sgd(params, grads) -> Callable:
+    return update_and_apply(torchopt.sgd(LR, MOMENTUM), params, grads)
+
+
+def update_and_apply(tx, params, grads) -> Callable:
+    """``update`` in place and ``torchopt.apply_updates``: the path that is TorchOpt bit for bit at T = 0."""
+    state = tx.init(params)
+
+    def run():
+        updates, _ = tx.update(grads, state, params=params, inplace=True)
+        torchopt.apply_updates(params, updates, inplace=True)
+
+    run()  # TorchOpt's first call is another
+    return run
+
+
+def torch_optim(params, grads, **how) -> Callable:
+    modules = [torch.nn.Parameter(p) for p in params]
+    for m, g in zip(modules, grads):
+        m.grad = g
+    return torch.optim.SGD(modules, LR, MOMENTUM, **how).step
+
+
+def fused(tx, params, grads) -> Callable:
+    """What ``make_step(..., inplace=True)`` does once it has its gradients."""
+    state, form = tx.init(params), _fused.recognise(tx)
+    assert form.fits(params, grads, state)
+    with torch.no_grad():
+        return lambda: form.advance(params, grads, state)
+
+
+def captured(tx, params, grads) -> Callable:
+    """``capture`` of a step whose batch is its gradient."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params=params, inplace=False)
+        return optree.tree_map(torch.add, params, updates), state, bc.Info(torch.zeros(()), ())
+
+    fast = bc.capture(step, params, tx.init(params), grads)
+    now = list(fast(params, tx.init(params), grads)[:2])
+
+    def run():
+        now[:] = fast(*now, grads)[:2]
+
+    return run
+
+
+def normal_and_fused(params, grads) -> Callable:
+    """The floor of eager code: one flat draw and torch's fused SGD."""
+    flat, step = torch.empty(sum(p.numel() for p in params)), torch_optim(params, grads, fused=True)
+
+    def run():
+        flat.normal_()
+        step()
+
+    return run
+
+
+def posteriors_sghmc(params, grads) -> Callable:
+    """posteriors' SGHMC in place, net of the gradient: its ``grad_and_value`` hands back the gradients given here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from posteriors.sgmcmc import sghmc
+
+    value = torch.zeros(()), torch.zeros(())
+    tree = {str(i): p for i, p in enumerate(params)}
+    given = {str(i): g for i, g in enumerate(grads)}
+    state = sghmc.init(tree, momenta=0.0)
+
+    def run():
+        theirs, sghmc.grad_and_value = sghmc.grad_and_value, lambda f, has_aux: lambda p, b: (given, value)
+        try:
+            sghmc.update(state, None, None, lr=1e-3, alpha=100.0, temperature=TEMPERATURE, inplace=True)
+        finally:
+            sghmc.grad_and_value = theirs
+
+    return run

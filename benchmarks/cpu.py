@@ -1,0 +1,278 @@
+"""The rows of the comparison that need no GPU. Each returns its times and the ratios that have a target."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import bayesopt_chain as bc
+from benchmarks import contestants as c
+from benchmarks.measure import ratio, take_turns
+
+
+class Row(NamedTuple):
+    """``targets`` maps a pair (ours, theirs) to the largest ratio wanted."""
+
+    work: str
+    times: dict[str, list[float]]
+    targets: dict[tuple[str, str], float]
+
+    def report(self) -> list[dict]:
+        return [
+            {"work": self.work, "ours": a, "theirs": b, "target": t, **ratio(self.times, a, b)}
+            for (a, b), t in self.targets.items()
+        ]
+
+
+def optimizer() -> Row:
+    params, grads = c.tensors(10, 1_000_000), c.tensors(10, 1_000_000)
+    tx = bc.sgd(c.LR, c.MOMENTUM)
+    times = take_turns(
+        {
+            "fused": c.fused(tx, params, grads),
+            "update + apply": c.update_and_apply(tx, params, grads),
+            "torchopt": c.torchopt_sgd(params, grads),
+            "torch.optim fused": c.torch_optim(params, grads, fused=True),
+            "torch.optim foreach": c.torch_optim(params, grads, foreach=True),
+        },
+        rounds=41,
+    )
+    targets = {
+        ("fused", "torchopt"): 0.45,
+        ("fused", "torch.optim fused"): 1.25,
+        ("update + apply", "torchopt"): 0.70,
+    }
+    return Row("SGD with momentum, T = 0, 1e7 parameters in 10 leaves, update only", times, targets)
+
+
+def sampler() -> Row:
+    params, grads = c.tensors(10, 1_000_000), c.tensors(10, 1_000_000)
+    tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
+    times = take_turns(
+        {
+            "fused": c.fused(tx, params, grads),
+            "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
+            "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
+            "posteriors": c.posteriors_sghmc(params, grads),
+        },
+        rounds=25,
+    )
+    targets = {
+        ("fused", "normal_ + torch.optim fused"): 1.10,
+        ("fused", "posteriors"): 0.75,
+        ("captured, Philox", "posteriors"): 0.5,
+        ("captured, Philox", "normal_ + torch.optim fused"): 1.0,
+    }
+    return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only", times, targets)
+
+
+def sampler_on_all_threads() -> Row:
+    one = torch.get_num_threads()
+    torch.set_num_threads(torch.get_num_interop_threads() if one > 1 else 2)
+    try:
+        row = sampler()
+    finally:
+        torch.set_num_threads(one)
+    targets = {("captured, Philox", "posteriors"): 0.5}
+    return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads", row.times, targets)
+
+
+def sixty_leaves() -> Row:
+    params, grads = c.tensors(60, 1667), c.tensors(60, 1667)
+    tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
+    times = take_turns(
+        {
+            "fused": c.fused(tx, params, grads),
+            "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
+            "posteriors": c.posteriors_sghmc(params, grads),
+        },
+        rounds=41,
+    )
+    targets = {
+        ("fused", "normal_ + torch.optim fused"): 1.3,
+        ("fused", "posteriors"): 0.35,
+    }
+    return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
+
+
+N, D, STEPS = 768, 8, 8
+
+
+def regression_data():
+    x = torch.randn(N, D)
+    return x, (torch.rand(N) < torch.sigmoid(x @ torch.linspace(-1, 1, D))).float()
+
+
+def logistic(params, batch):
+    x, y = batch
+    prior = (params**2).sum() / (2 * N)
+    return F.binary_cross_entropy_with_logits(x @ params, y) + prior
+
+
+def small_model() -> Row:
+    batch, params = regression_data(), torch.zeros(D)
+    tx = bc.counter_based(bc.sghmc(0.05, 0.9, temperature=1 / N))
+    step, state = bc.make_step(logistic, tx), tx.init(params)
+    one = _running(bc.capture(step, params, state, batch), params, state, batch)
+    several = _running(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
+    jax_step, jax_scan = jax_sghmc(batch)
+    times = take_turns(
+        {
+            "captured": one,
+            f"captured, {STEPS} steps": several,
+            "eager": _running(step, params, state, batch),
+            "posteriors": posteriors_step(batch),
+            "BlackJAX, jitted": jax_step,
+            f"lax.scan of {STEPS}": jax_scan,
+        },
+        rounds=31,
+    )
+    targets = {
+        ("captured", "posteriors"): 1 / 15,
+        ("captured", "BlackJAX, jitted"): 1 / 5,
+        (f"captured, {STEPS} steps", f"lax.scan of {STEPS}"): 2.0,
+    }
+    return Row(f"logistic regression {N} x {D}, one chain, whole step with gradient", times, targets)
+
+
+def _running(step, params, state, batch) -> Callable:
+    now = [params, state]
+
+    def run():
+        now[:] = step(*now, batch)[:2]
+
+    return run
+
+
+def posteriors_step(batch) -> Callable:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import posteriors
+
+    transform = posteriors.sgmcmc.sghmc.build(
+        lambda p, b: (-logistic(p, b), torch.zeros(())), lr=0.2, alpha=0.5, temperature=1 / N
+    )
+    now = [transform.init(torch.zeros(D), momenta=0.0)]
+
+    def run():
+        now[0], _ = transform.update(now[0], batch, inplace=True)
+
+    return run
+
+
+def jax_sghmc(batch) -> tuple[Callable, Callable]:
+    """BlackJAX's SGHMC integrator carried from step to step: jitted once a step, and inside one scan with every draw."""
+    import jax
+    import jax.numpy as jnp
+    from blackjax.sgmcmc import diffusions
+
+    x, y = (jnp.asarray(t.numpy()) for t in batch)
+    integrate = diffusions.sghmc(0.5, 0.0)
+
+    def log_density(p):
+        logits = x @ p
+        return -(jnp.logaddexp(0.0, logits) - y * logits).mean() - (p**2).sum() / (2 * N)
+
+    def advance(carry, _):
+        key, p, m = carry
+        key, now = jax.random.split(key)
+        p, m = integrate(now, p, m, jax.grad(log_density)(p), 0.2, 1 / N)
+        return (key, p, m), p
+
+    @jax.jit
+    def step(carry):
+        return advance(carry, None)[0]
+
+    @jax.jit
+    def scan(carry):
+        return jax.lax.scan(advance, carry, None, length=STEPS)
+
+    first = jax.random.PRNGKey(0), jnp.zeros(D), jnp.zeros(D)
+    now, later = [first], [first]
+
+    def run_step():
+        now[0] = step(now[0])
+        jax.block_until_ready(now[0])
+
+    def run_scan():
+        later[0], draws = scan(later[0])
+        jax.block_until_ready(draws)
+
+    return run_step, run_scan
+
+
+def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
+    x, y = regression_data()
+    tx = bc.counter_based(bc.sghmc(0.05, 0.9, temperature=1 / N))
+
+    def loss(params, batch):
+        x, y, rows = batch
+        return logistic(params, (x[rows], y[rows]))
+
+    many = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=(None, None, 0))
+    params = torch.zeros(chains, D)
+    state = many.init(tx, params)
+    fast = bc.capture(many, params, state, (x, y, torch.zeros(chains, size, dtype=torch.int64)))
+
+    def ours():
+        p, s = params, state
+        for _ in range(steps):
+            p, s, _ = fast(p, s, (x, y, torch.randint(N, (chains, size))))
+
+    def by_hand():
+        p, v, kept = torch.zeros(chains, D), torch.zeros(chains, D), torch.zeros(chains, D)
+        level = (0.1 / (2 * 0.05 * N)) ** 0.5
+        for _ in range(steps):
+            rows = torch.randint(N, (chains, size))
+            mine = x[rows]
+            residual = torch.sigmoid(torch.bmm(mine, p.unsqueeze(2)).squeeze(2)) - y[rows]
+            g = torch.bmm(residual.unsqueeze(1), mine).squeeze(1) / size
+            g.add_(p, alpha=1 / N)
+            fresh = torch.randn(chains, D).mul_(level)
+            v.mul_(0.9).add_(g).add_(fresh).add_(kept)
+            kept = fresh
+            p.add_(v, alpha=-0.05)
+
+    times = take_turns({"captured parallel": ours, "batched torch by hand": by_hand}, rounds, seconds=0.0)
+    targets = {("captured parallel", "batched torch by hand"): 1.1}
+    return Row(f"{chains} chains x {steps} steps, minibatches of {size} of their own", times, targets)
+
+
+def dispatch() -> Row:
+    p, g = c.tensors(1, 100_000), c.tensors(1, 100_000)
+    tx = bc.chain(
+        bc.add_decayed_weights(1e-3),
+        bc.scale(2.0),
+        bc.add_momentum(c.MOMENTUM),
+        bc.inject_langevin_noise(c.TEMPERATURE),
+        bc.scale_by_neg_lr(c.LR),
+    )
+    generator = torch.Generator()
+    (theta,), (grad,), velocity, kept = p, g, torch.zeros(100_000), torch.zeros(100_000)
+
+    def by_hand():
+        generator.manual_seed(1)
+        grad.add_(theta, alpha=1e-3).mul_(2.0)
+        fresh = torch.empty(100_000).normal_(generator=generator).mul_(1e-3)
+        noise = fresh + kept
+        kept.copy_(fresh)
+        velocity.mul_(c.MOMENTUM).add_(grad.add_(noise))
+        torch.mul(velocity, -c.LR, out=grad)
+        theta.add_(grad)
+
+    times = take_turns({"chain of 5 links": c.update_and_apply(tx, p, g), "by hand": by_hand}, rounds=41)
+    return Row("dispatch: a chain of 5 links, 1e5 parameters", times, {("chain of 5 links", "by hand"): 1.1})
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    yield optimizer()
+    yield sixty_leaves()
+    yield dispatch()
+    yield small_model()
+    yield sampler()
+    yield sampler_on_all_threads()
+    yield five_thousand_chains(steps=50, rounds=5) if quick else five_thousand_chains()

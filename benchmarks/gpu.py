@@ -1,0 +1,109 @@
+"""The rows of the comparison that need a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+import bayesopt_chain as bc
+from benchmarks.cpu import D, N, Row, logistic, posteriors_step, regression_data
+from benchmarks.measure import take_turns
+
+
+def _timed(run: Callable) -> Callable:
+    def wait():
+        run()
+        torch.cuda.synchronize()
+
+    return wait
+
+
+def bandwidth(n: int = 2**28) -> Row:
+    """The Triton kernel against a copy of as many bytes: 20 a parameter, a copy of ``x`` bytes moving ``2 x``."""
+    from bayesopt_chain.kernels.langevin import langevin_step_
+
+    theta, g, u = (torch.randn(n, device="cuda") for _ in range(3))
+    key, count = torch.tensor(7, device="cuda"), torch.tensor(3, device="cuda")
+    source = torch.empty(10 * n, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def kernel():
+        langevin_step_(theta, g, u, key, count, lr=1e-6, momentum=0.9, temperature=1e-6)
+
+    times = take_turns({"kernel": _timed(kernel), "copy of 20 bytes a parameter": _timed(lambda: target.copy_(source))})
+    return Row(f"SGHMC step, {n} parameters", times, {("kernel", "copy of 20 bytes a parameter"): 1.2})
+
+
+def small_model() -> Row:
+    torch.set_default_device("cuda")
+    try:
+        batch, params = regression_data(), torch.zeros(D)
+        tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
+        step, state = bc.make_step(logistic, tx), tx.init(params)
+        fast, now = bc.capture(step, params, state, batch), [params, state]
+
+        def captured():
+            now[:] = fast(*now, batch)[:2]
+
+        times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(batch))})
+    finally:
+        torch.set_default_device("cpu")
+    return Row("captured step of a small model", times, {("captured", "posteriors"): 0.1})
+
+
+def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) -> Row:
+    x, y = (t.cuda() for t in regression_data())
+    tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
+
+    def loss(params, batch):
+        rows = torch.randint(N, (size,), device="cuda")
+        return logistic(params, (x[rows], y[rows]))
+
+    many = bc.parallel(bc.make_step(loss, tx), chains)
+    params = torch.zeros(chains, D, device="cuda")
+    state = many.init(tx, params)
+    fast = bc.capture(many, params, state, (), steps=10)
+
+    def ours():
+        now = params, state
+        for _ in range(steps // 10):
+            *now, _ = fast(*now, ())
+
+    p, v, kept = (torch.zeros(chains, D, device="cuda") for _ in range(3))
+    level = (0.1 / (2 * 0.05 * N)) ** 0.5
+
+    def step():
+        rows = torch.randint(N, (chains, size), device="cuda")
+        mine = x[rows]
+        residual = torch.sigmoid(torch.bmm(mine, p.unsqueeze(2)).squeeze(2)) - y[rows]
+        g = torch.bmm(residual.unsqueeze(1), mine).squeeze(1) / size + p / N
+        fresh = torch.randn(chains, D, device="cuda") * level
+        v.mul_(0.9).add_(g).add_(fresh).add_(kept)
+        kept.copy_(fresh)
+        p.add_(v, alpha=-0.05)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            step()
+
+    def by_hand():
+        for _ in range(steps // 10):
+            graph.replay()
+
+    times = take_turns({"captured parallel": _timed(ours), "captured by hand": _timed(by_hand)}, rounds=5)
+    return Row(f"{chains} chains x {steps} steps", times, {("captured parallel", "captured by hand"): 1.1})
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    if not torch.cuda.is_available():
+        raise SystemExit("--gpu: no CUDA device here")
+    yield small_model()
+    yield five_thousand_chains(steps=100 if quick else 2000)
+    yield bandwidth(2**26 if quick else 2**28)

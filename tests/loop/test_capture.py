@@ -1,0 +1,414 @@
+"""A captured step is the step: same results, same stream, same resumption, whatever changes between replays."""
+
+import copy
+import pickle
+import warnings
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.loop import capture as capture_module
+from bayesopt_chain.testing._laws import (
+    copies_and_pickles_continue_exactly,
+    the_same_state_gives_the_same_update,
+    updates_keep_dtype_and_shape,
+)
+
+EAGER = "eager"
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(not capture_module.compiler_found(), reason="needs a C++ compiler"),
+    ],
+)
+BACKENDS = [EAGER, INDUCTOR]
+
+
+def loss(params, batch):
+    x, y = batch
+    return ((x @ params["w"] + params["b"] - y) ** 2).mean(), {"norm": params["w"].norm(), "name": "regression"}
+
+
+def setup(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    batch = torch.randn(8, 20, generator=g, dtype=dtype), torch.randn(8, generator=g, dtype=dtype)
+    return {"w": torch.randn(20, generator=g, dtype=dtype), "b": torch.zeros((), dtype=dtype)}, batch
+
+
+def assert_close(mine, other, tolerance=2e-5):
+    for x, y in zip(optree.tree_leaves(mine), optree.tree_leaves(other), strict=True):
+        if torch.is_tensor(x):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+        else:
+            assert x == y
+
+
+TEMPERATURE = torch.tensor(0.05)
+CHAINS = {
+    "sgd": lambda: bc.sgd(0.05, 0.9, weight_decay=0.1),
+    "sghmc, generator": lambda: bc.sghmc(0.05, temperature=0.05),
+    "sghmc, philox": lambda: bc.counter_based(bc.sghmc(0.05, temperature=0.05)),
+    "nesterov": lambda: bc.counter_based(bc.sgd(0.05, 0.9, nesterov=True, temperature=0.05)),
+    "schedules": lambda: bc.counter_based(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=TEMPERATURE)),
+    "adam": lambda: bc.counter_based(bc.adam(0.01, temperature=0.01)),
+}
+
+
+@pytest.mark.parametrize(
+    "name, backend",
+    [(name, EAGER) for name in CHAINS]
+    + [pytest.param(name, *INDUCTOR.values, marks=INDUCTOR.marks) for name in ("sghmc, generator", "nesterov", "adam")],
+)
+def test_captured_equals_eager(name, backend):
+    params, batch = setup()
+    tx = CHAINS[name]()
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=backend)
+    assert fast.backend == backend
+    eager = mine = (params, state)
+    before = copy.deepcopy((params, state))
+    for k in range(4):
+        data = batch[0] + k, batch[1]
+        *eager, want = step(*eager, data)
+        *mine, info = fast(*mine, data)
+        assert_close(mine, eager)
+        assert_close(info, want)
+    assert_close((params, state), before, 0.0)  # the arguments of capture stay as they were
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_steps_a_call_with_every_draw(backend):
+    params, batch = setup()
+    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    many = tuple(torch.stack([x, x + 1, x - 1]) for x in batch)
+    fast = bc.capture(step, params, state, many, steps=3, batch_dim=0, draws=True, backend=backend)
+    eager, draws, losses = (params, state), [], []
+    for k in range(3):
+        *eager, info = step(*eager, tuple(x[k] for x in many))
+        draws.append(eager[0])
+        losses.append(info.loss)
+    *mine, info = fast(params, state, many)
+    assert_close(mine, eager)
+    assert_close(info.draws, bc.stack(draws))
+    assert_close(info.loss, torch.stack(losses))
+    assert info.aux["name"] == "regression" and info.aux["norm"].shape == (3,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_temperature_and_learning_rate_change_between_replays(backend):
+    params, batch = setup()
+    temperature, lr = torch.tensor(0.05), torch.tensor(0.05)
+    tx = bc.counter_based(bc.sghmc(lr, temperature=temperature))
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=backend)
+    eager = mine = (params, state)
+    for t, rate in ((0.05, 0.05), (0.0, 0.05), (1.0, 0.01), (0.2, 0.1)):
+        temperature.fill_(t)
+        lr.fill_(rate)
+        *eager, _ = step(*eager, batch)
+        *mine, _ = fast(*mine, batch)
+        assert_close(mine, eager)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_buffers_of_the_model_are_read_and_written(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    params, x = {k: p.detach() for k, p in model.named_parameters()}, torch.randn(8, 3)
+
+    def module_loss(params, batch):
+        return torch.func.functional_call(model, params, (batch,)).square().mean()
+
+    tx = bc.sgd(0.05)
+    step, state = bc.make_step(module_loss, tx), tx.init(params)
+    fresh = copy.deepcopy(model.state_dict())
+    want, *_ = step(params, state, x)
+    statistics = copy.deepcopy(dict(model.named_buffers()))
+    model.load_state_dict(fresh)
+    fast = bc.capture(step, params, state, x, backend=backend)
+    mine, *_ = fast(params, state, x)
+    assert_close(mine, want)
+    assert_close(dict(model.named_buffers()), statistics)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_chains_are_captured_with_their_own_temperatures(backend):
+    each = {"temperature": torch.tensor([0.0, 0.1, 0.3])}
+
+    def tx(temperature):
+        return bc.counter_based(bc.sghmc(0.05, temperature=temperature))
+
+    def numeric(params, batch):
+        return loss(params, batch)[0]
+
+    chains = bc.parallel(lambda temperature: bc.make_step(numeric, tx(temperature)), 3, each=each)
+    params, batch = setup()
+    params = bc.stack([params] * 3)
+    state = chains.init(tx, params)
+    fast = bc.capture(chains, params, state, batch, backend=backend)
+    eager = mine = (params, state)
+    for _ in range(3):
+        *eager, _ = chains(*eager, batch)
+        *mine, info = fast(*mine, batch)
+    assert_close(mine, eager)
+    assert info.loss.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [
+        (EAGER, torch.float32),
+        (EAGER, torch.float64),
+        pytest.param(*INDUCTOR.values, torch.float64, marks=INDUCTOR.marks),
+    ],
+)
+def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
+    params, batch = setup(dtype)
+    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=backend, clone=True)
+    for _ in range(3):
+        params, state, _ = fast(params, state, batch)
+    saved = pickle.loads(pickle.dumps((params, state)))
+    went_on, *_ = fast(*fast(params, state, batch)[:2], batch)
+    resumed, *_ = fast(*fast(*saved, batch)[:2], batch)
+    assert all(torch.equal(went_on[k], resumed[k]) for k in went_on)
+    eager, *_ = step(*step(*saved, batch)[:2], batch)
+    assert_close(eager, went_on)
+
+
+@pytest.mark.parametrize("backend", [EAGER])
+def test_outputs_alias_static_buffers_unless_cloned(backend):
+    params, batch = setup()
+    tx = bc.sgd(0.05)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=backend)
+    first, state, info = fast(params, state, batch)
+    value, kept = first["w"].clone(), info.loss.clone()
+    second, state, _ = fast(first, state, batch)
+    assert second["w"].data_ptr() == first["w"].data_ptr() and not torch.equal(first["w"], value)
+    assert torch.equal(info.loss, kept)
+    cloned = bc.capture(step, params, state, batch, backend=backend, clone=True)
+    first, state, _ = cloned(params, state, batch)
+    value = first["w"].clone()
+    cloned(first, state, batch)
+    assert torch.equal(first["w"], value)
+
+
+def test_an_update_with_gradients_as_its_batch_is_captured_too():
+    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+
+    def update(params, state, grads):
+        updates, state = tx.update(grads, state, params=params, inplace=False)
+        return optree.tree_map(torch.add, params, updates), state, bc.Info(torch.zeros(()), ())
+
+    params = {"w": torch.randn(70)}
+    grads, state = {"w": torch.randn(70)}, tx.init(params)
+    mine, _, _ = bc.capture(update, params, state, grads, backend=EAGER)(params, state, grads)
+    want, _, _ = update(params, state, grads)
+    assert_close(mine, want, 0.0)
+
+
+def test_another_shape_structure_or_number_is_refused_by_name():
+    params, batch = setup()
+    tx = bc.sgd(0.05, 0.9)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=EAGER)
+    with pytest.raises(ValueError, match=r"batch, leaf 0: \(5, 20\).*drop_last"):
+        fast(params, state, (batch[0][:5], batch[1][:5]))
+    with pytest.raises(ValueError, match=r"params, leaf 1: .*float64"):
+        fast({**params, "w": params["w"].double()}, state, batch)
+    with pytest.raises(ValueError, match="structure"):
+        fast({"w": params["w"]}, state, batch)
+    with pytest.raises(ValueError, match="structure"):
+        fast(params, state, [*batch])
+    with pytest.raises(ValueError, match="steps"):
+        bc.capture(step, params, state, batch, steps=0)
+    with pytest.raises(ValueError, match="batch_dim"):
+        bc.capture(step, params, state, batch, batch_dim=0)
+    with pytest.raises(ValueError, match="no 3 steps"):
+        bc.capture(step, params, state, batch, steps=3, batch_dim=0)
+    with pytest.raises(TypeError, match="tensors only"):
+        bc.capture(step, params, [1.0], batch)
+
+
+def branching(params, batch):
+    w = params["w"]
+    return (w**2).sum() if w.sum() > 0 else (w**4).sum()
+
+
+def reading(params, batch):
+    return (params["w"] * params["w"].norm().item()).sum()
+
+
+def selecting(params, batch):
+    w = params["w"]
+    return w[w > 0].sum()
+
+
+@pytest.mark.parametrize(
+    "bad, line",
+    [(branching, "if w.sum"), (reading, "item"), (selecting, "w > 0")],
+    ids=["branch", "item", "shape"],
+)
+def test_what_cannot_be_captured_is_named_with_its_line(bad, line):
+    params, _ = setup()
+    tx = bc.sgd(0.1)
+    with pytest.raises(bc.CaptureError, match=rf"test_capture.py:\d+: `.*{line}"):
+        bc.capture(bc.make_step(bad, tx), params, tx.init(params), (), backend=EAGER)
+
+
+def test_without_a_compiler_it_stays_eager_and_says_so(monkeypatch):
+    monkeypatch.setattr(capture_module, "compiler_found", lambda: False)
+    monkeypatch.setattr(capture_module, "_said", False)
+    params, batch = setup()
+    tx = bc.sgd(0.05)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
+        fast = bc.capture(step, params, state, batch)
+    assert fast.backend == "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bc.capture(step, params, state, batch)
+
+
+class AsTransformation:
+    """A chain whose every update is a captured call, so that the library's laws can be run on it."""
+
+    def __init__(self, tx):
+        self.tx = tx
+        self.init = tx.init
+
+    def update(self, grads, state, *, params, inplace):
+        def step(params, state, grads):
+            updates, state = self.tx.update(grads, state, params=params, inplace=False)
+            return updates, state, bc.Info(torch.zeros(()), ())
+
+        fast = bc.capture(step, params, state, grads, backend=EAGER, clone=True)
+        updates, state, _ = fast(params, state, grads)
+        return updates, state
+
+
+@pytest.mark.parametrize(
+    "law",
+    [copies_and_pickles_continue_exactly, the_same_state_gives_the_same_update, updates_keep_dtype_and_shape],
+    ids=lambda law: law.__name__,
+)
+@pytest.mark.parametrize("name", ["sghmc, philox", "schedules"])
+def test_the_laws_hold_for_captured_updates(law, name):
+    law(lambda: AsTransformation(CHAINS[name]()))
+
+
+def gpu(tree):
+    return optree.tree_map(lambda x: x.cuda() if torch.is_tensor(x) else x, tree)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", [n for n in CHAINS if "generator" not in n and n != "schedules"])
+def test_a_cuda_graph_equals_eager(name, steps):
+    params, batch = gpu(setup())
+    tx = CHAINS[name]()
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, steps=steps)
+    assert fast.backend == "cuda"
+    eager = mine = (params, state)
+    for k in range(3):
+        data = batch[0] + k, batch[1]
+        for _ in range(steps):
+            *eager, _ = step(*eager, data)
+        *mine, _ = fast(*mine, data)
+        assert_close(mine, eager)
+
+
+@pytest.mark.gpu
+def test_replays_draw_fresh_noise_and_resume_exactly():
+    params, batch = gpu(setup())
+    tx = bc.sghmc(0.05, temperature=0.05)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, clone=True)
+    one = fast(params, state, batch)
+    two = fast(*one[:2], batch)
+    assert not torch.equal(one[1][1].memory[1], two[1][1].memory[1])
+    again = fast(*copy.deepcopy(one[:2]), batch)
+    assert torch.equal(again[0]["w"], two[0]["w"])
+
+
+@pytest.mark.gpu
+def test_schedules_and_temperature_change_between_replays_of_a_cuda_graph():
+    params, batch = gpu(setup())
+    temperature = torch.tensor(0.05, device="cuda")
+    tx = bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=temperature)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch)
+    eager = mine = (params, state)
+    for t in (0.05, 0.0, 1.0):
+        temperature.fill_(t)
+        *eager, _ = step(*eager, batch)
+        *mine, _ = fast(*mine, batch)
+        assert_close(mine, eager)
+
+
+@pytest.mark.gpu
+def test_chains_under_vmap_inside_a_cuda_graph():
+    tx = bc.sghmc(0.05, temperature=0.05)
+    chains = bc.parallel(bc.make_step(lambda p, b: loss(p, b)[0], tx), 5)
+    params, batch = gpu(setup())
+    params = bc.stack([params] * 5)
+    state = chains.init(tx, params)
+    fast = bc.capture(chains, params, state, batch)
+    eager = mine = (params, state)
+    for _ in range(3):
+        *eager, _ = chains(*eager, batch)
+        *mine, _ = fast(*mine, batch)
+    assert_close(mine, eager)
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_over_ten_thousand_replays():
+    params, batch = gpu(setup())
+    tx = bc.sghmc(0.05, temperature=0.05)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch)
+    for _ in range(10):
+        params, state, _ = fast(params, state, batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(10_000):
+        params, state, _ = fast(params, state, batch)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not capture_module.compiler_found(), reason="needs a C++ compiler")
+def test_compiled_philox_is_eager_philox_for_every_key():
+    """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
+    so that one wrong bit moves a normal by far more than 1e-6."""
+    from bayesopt_chain._random import new_key, philox_normal
+
+    for n in (3, 300):
+        compiled = torch.compile(
+            lambda k, s, n=n: philox_normal(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
+        )
+        for i in range(20):
+            key, count = new_key(None, torch.device("cpu")), torch.tensor(i + (i << 33))
+            want = philox_normal(key, count, n, 1, torch.float32)
+            torch.testing.assert_close(compiled(key, count), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_philox_on_the_device_is_philox_on_the_host():
+    from bayesopt_chain._random import philox_normal
+
+    key, count = torch.tensor(7692698082559361259), torch.tensor(3)
+    for n in (5, 300, 100_000):
+        host = philox_normal(key, count, n, 1, torch.float32)
+        device = philox_normal(key.cuda(), count.cuda(), n, 1, torch.float32)
+        torch.testing.assert_close(device.cpu(), host, rtol=0, atol=1e-6)
