@@ -31,7 +31,10 @@ def main() -> None:
         from benchmarks.gpu import rows
     else:
         from benchmarks.cpu import rows
+    path = args.out / f"{kind}.json"
     result: dict = {"environment": environment(), "rows": []}
+    if args.only and path.exists():  # measured again one by one: each row keeps its own environment
+        result = json.loads(path.read_text())
     for row in rows(args.quick):
         if args.only and args.only not in row.work:
             continue
@@ -45,7 +48,10 @@ def main() -> None:
                 f"{line['high']:.3f}, of shortest {line['of_shortest']:.3f}), target {line['target']:.3f}: {met}"
             )
         medians = {name: statistics.median(times) for name, times in row.times.items()}
-        result["rows"].append({"work": row.work, "seconds": medians, "ratios": row.report()})
+        result["rows"] = [old for old in result["rows"] if old["work"] != row.work]
+        result["rows"].append(
+            {"work": row.work, "seconds": medians, "ratios": row.report(), "environment": environment()}
+        )
         _write(args.out / f"{kind}.json", result)
     if not (args.quick or args.gpu or args.only):
         from benchmarks.scaling import curves, draw
