@@ -10,9 +10,10 @@ tell and what the draws disagree about:
     total H(p)  =  aleatoric E_w H(p_w)  +  epistemic H(p) - E_w H(p_w).
 
 What to expect (seeds 20 to 23, which were not looked at before the settings were fixed): parallel SGHMC tells unseen digits
-apart best in every seed, by either uncertainty, and both many-chain methods beat SGD at it. On the seen digits the accuracies
-lie within two points, and the posterior at ``T = 1 / N`` is underconfident, as it usually is on clean labels: its NLL and ECE are worse than
-SGD's. A single chain of this length is worse than SGD at telling unseen digits apart too: one mode is not enough.
+apart best in every seed, by either uncertainty, and both many-chain methods beat SGD at it. On the seen digits the
+accuracies lie within two points, and the posterior at ``T = 1 / N`` is underconfident, as it usually is on clean labels: its
+NLL and ECE are worse than SGD's. A single chain of this length is worse than SGD at telling unseen digits apart too: one
+mode is not enough.
 """
 
 from __future__ import annotations
