@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -89,6 +89,25 @@ class Chain(GradientTransformation):
         return "\n".join(["chain(", *lines, ")"])
 
 
+class _Turn(NamedTuple):
+    """A rule's turn in an update."""
+
+    i: int
+    rule: Rule
+    idx: list[int] | None  # the leaves it acts on, None for all
+    noise: Literal["", "before", "inside"]  # where noise acts
+    follower: int | None  # the rule whose factors it may apply, nothing coming between the two
+
+
+class _Layout(NamedTuple):
+    """What a chain works out once for a number of leaves and what its masks select."""
+
+    where: list[list[int] | None]
+    plan: _placement.Plan | None
+    turns: tuple[_Turn, ...]
+    merges: bool  # whether any turn has a follower
+
+
 class _Program:
     """The two functions of a chain. Holds no state but a cache of where the noise goes."""
 
@@ -96,14 +115,14 @@ class _Program:
         self.rules = rules
         self.accepts = frozenset().union(*(rule.accepts for rule in rules)) if rules else frozenset()
         self.has_noise = any(isinstance(rule.response, Noise) for rule in rules)
-        self.adaptive = [isinstance(rule.response, Adaptive) for rule in rules]
-        self.cache: dict[Any, _placement.Plan] = {}
+        self.needy = next((rule for rule in rules if rule.needs_params), None)
+        self.is_masked = any(rule.masks for rule in rules)
+        self.cache: dict[Any, _Layout] = {}
 
     def init(self, params: Any, *, like: Any = None) -> tuple:
         """State for ``params``; ``like`` is the state of an optimizer to take over what both remember."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        where = self.positions(params)
-        plan = self.plan(where, len(leaves))
+        where, plan, *_ = self.layout(params, len(leaves))
         if plan is not None:
             paths = optree.tree_paths(params, none_is_leaf=True)
             placed = plan.leaves()
@@ -122,7 +141,7 @@ class _Program:
 
     def update(self, updates: Any, state: tuple, *, params: Any = None, inplace: bool = True, **extra: Any):
         """Transformed updates and the next state. See ``torchopt.base.GradientTransformation``."""
-        if (unknown := extra.keys() - self.accepts) and ANY not in self.accepts:
+        if extra and (unknown := extra.keys() - self.accepts) and ANY not in self.accepts:
             raise TypeError(
                 f"update() got {', '.join(sorted(unknown))}=, which no link of this chain takes; "
                 f"its links take: {', '.join(sorted(self.accepts)) or 'no further keywords'}"
@@ -131,71 +150,65 @@ class _Program:
             raise ValueError(
                 f"state: expected one entry for each of {len(self.rules)} links, got {len(state)}; call init first"
             )
-        if params is None and (needy := [rule for rule in self.rules if rule.needs_params]):
-            raise ValueError(f"{needy[0]} needs the parameters: call update(updates, state, params=params)")
+        if params is None and self.needy is not None:
+            raise ValueError(f"{self.needy} needs the parameters: call update(updates, state, params=params)")
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
-        p = optree.tree_leaves(params, none_is_leaf=True) if params is not None else None
-        where = self.positions(params if params is not None else updates)
-        plan = self.plan(where, len(g))
-        new_state, given = list(state), g
+        p, params_spec = (None, None) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        layout = self.layout(updates if params is None else params, len(g))
+        state, given = list(state), g
         injections: list[Injection] = []
-        scales: list | None = None
-        if plan is not None:
-            _checks.updates(g, p, spec, None if p is None else optree.tree_structure(params, none_is_leaf=True))
-            for i in plan.noise:
-                self.rules[i].check(plan.placements[i], state[i], g)
-            rates, gains = self.rates(state, where, plan, len(g)), self.gains(state, where, plan)
-            for i in plan.noise:
-                injection, new_state[i] = self.rules[i].draw(plan.placements[i], state[i], g, rates, gains, inplace)
-                injections.append(injection)
-                if injection.velocity_scale:
-                    scales = scales or [None] * len(g)
-                    for j, scale in injection.velocity_scale.items():
-                        scales[j] = scale
+        scales = None
+        if layout.plan is not None:
+            _checks.updates(g, p, spec, params_spec)
+            injections, scales = self.draw(layout, state, g, inplace)
+        merging = layout.merges and inplace and _nobody_differentiates(g)
+        common = Context(inplace, {})
         factors = None
-        acting = {at for injection in injections for at in injection.at.values()}
-        for i, rule in enumerate(self.rules):
-            adaptive = self.adaptive[i]
+        for i, rule, idx, noise, follower in layout.turns:
             done = factors is not None
-            factors = self.next_factors(i, where, state, acting, g) if inplace and rule.takes_factors else None
-            if i in acting and not adaptive:
+            factors = self.rules[follower].factors(state[follower], len(g)) if merging and follower else None
+            if noise == "before":
                 g = _inject(injections, i, g, inplace)
-            idx = where[i]
-            ctx = Context(
-                inplace,
-                {k: v for k, v in extra.items() if k in rule.accepts or ANY in rule.accepts} if extra else extra,
-                AdaptiveNoise(injections, i, idx) if adaptive and injections else None,
-                None if scales is None else _pick(scales, idx),
-                partial(_tree, spec, idx=idx) if rule.on_trees else None,
-                partial(_leaves, spec, idx=idx) if rule.on_trees else None,
-                factors,
-                done,
-            )
-            mine, new_state[i] = rule.update(_pick(g, idx), new_state[i], None if p is None else _pick(p, idx), ctx)
+            ctx = common
+            if done or noise or factors is not None or scales is not None or extra or rule.on_trees:
+                ctx = Context(
+                    inplace,
+                    {k: v for k, v in extra.items() if k in rule.accepts or ANY in rule.accepts} if extra else extra,
+                    AdaptiveNoise(injections, i, idx) if noise == "inside" else None,
+                    None if scales is None else _pick(scales, idx),
+                    partial(_tree, spec, idx=idx) if rule.on_trees else None,
+                    partial(_leaves, spec, idx=idx) if rule.on_trees else None,
+                    factors,
+                    done,
+                    _echoes(injections, idx, len(g)) if noise and rule.keeps_echo else None,
+                )
             if idx is None:
-                g = mine
-            else:
-                g = list(g)
-                for j, leaf in zip(idx, mine):
-                    g[j] = leaf
-        if len(self.rules) in acting:
+                g, state[i] = rule.update(g, state[i], p, ctx)
+                continue
+            mine, state[i] = rule.update(_pick(g, idx), state[i], None if p is None else _pick(p, idx), ctx)
+            g = list(g)
+            for j, leaf in zip(idx, mine):
+                g[j] = leaf
+        if injections:
             g = _inject(injections, len(self.rules), g, inplace)
-        if plan is not None:  # coefficients of another precision promote 0-d leaves
+            # coefficients of another precision promote 0-d leaves
             g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
-        return optree.tree_unflatten(spec, g), tuple(new_state)
+        return optree.tree_unflatten(spec, g), tuple(state)
 
-    def next_factors(self, i: int, where, state, acting: set[int], g: Leaves) -> list | None:
-        """The factors of the rule behind rule ``i``, where nothing comes between the two and nobody differentiates."""
-        if (
-            i + 1 == len(self.rules)
-            or i + 1 in acting
-            or where[i] is not None
-            or where[i + 1] is not None
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or any(x is not None and x.requires_grad for x in g)
-        ):
-            return None
-        return self.rules[i + 1].factors(state[i + 1], len(g))
+    def draw(self, layout: _Layout, state: list, g: Leaves, inplace: bool) -> tuple[list[Injection], list | None]:
+        """This step's noise, and by leaf what it wants the velocity scaled by. The noise's entries of ``state`` move on."""
+        where, plan = layout.where, layout.plan
+        for i in plan.noise:
+            self.rules[i].check(plan.placements[i], state[i], g)
+        rates = self.rates(state, where, plan, len(g)) if plan.rates else {}
+        gains = self.gains(state, where, plan) if plan.gains else {}
+        injections, scales = [], {}
+        for i in plan.noise:
+            injection, state[i] = self.rules[i].draw(plan.placements[i], state[i], g, rates, gains, inplace)
+            injections.append(injection)
+            if injection.velocity_scale:
+                scales.update(injection.velocity_scale)
+        return injections, [scales.get(j) for j in range(len(g))] if scales else None
 
     def positions(self, tree) -> list[list[int] | None]:
         """For each rule the leaves it acts on; ``None`` for all."""
@@ -209,14 +222,25 @@ class _Program:
             out.append(sorted(set.intersection(*chosen)) if chosen else None)
         return out
 
-    def plan(self, where: list[list[int] | None], n: int) -> _placement.Plan | None:
-        """Where the noise goes for each of ``n`` leaves; ``None`` without noise."""
-        if not self.has_noise:
-            return None
-        key = (n, tuple(None if w is None else tuple(w) for w in where))
+    def layout(self, tree: Any, n: int) -> _Layout:
+        """The layout for the ``n`` leaves of ``tree``."""
+        where = self.positions(tree) if self.is_masked else None
+        key = n if where is None else (n, tuple(None if w is None else tuple(w) for w in where))
         if key not in self.cache:
-            self.cache[key] = _placement.plan(self.rules, where, n)
+            self.cache[key] = self.lay_out(where or [None] * len(self.rules), n)
         return self.cache[key]
+
+    def lay_out(self, where: list[list[int] | None], n: int) -> _Layout:
+        plan = _placement.plan(self.rules, where, n) if self.has_noise else None
+        acting = {p.at for by_leaf in plan.placements.values() for p in by_leaf.values()} if plan is not None else set()
+        order = [i for i, rule in enumerate(self.rules) if i in acting or not isinstance(rule.response, Noise)]
+        turns = []
+        for i, following in zip(order, [*order[1:], None]):
+            rule = self.rules[i]
+            noise = "" if i not in acting else "inside" if isinstance(rule.response, Adaptive) else "before"
+            alone = following is None or following in acting or where[i] is not None or where[following] is not None
+            turns.append(_Turn(i, rule, where[i], noise, None if alone or not rule.takes_factors else following))
+        return _Layout(where, plan, tuple(turns), any(turn.follower for turn in turns))
 
     def rates(self, state, where, plan, n: int) -> dict[int, dict[int, Tensor]]:
         """By rule and leaf, the magnitude of every gain that changes with time."""
@@ -230,6 +254,12 @@ class _Program:
         return {i: _by_leaf(where[i], self.rules[i].preconditioner(state[i])) for i in plan.gains}
 
 
+def _nobody_differentiates(g: Leaves) -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is None and not any(
+        x is not None and x.requires_grad for x in g
+    )
+
+
 def _by_leaf(idx: list[int] | None, values) -> dict[int, Tensor]:
     return dict(enumerate(values) if idx is None else zip(idx, values))
 
@@ -241,10 +271,18 @@ def _pick(leaves: Leaves, idx: list[int] | None) -> Leaves:
 def _inject(injections: list[Injection], at: int, g: Leaves, inplace: bool) -> Leaves:
     """``g`` with every noise that acts before rule ``at``."""
     for injection in injections:
-        g = [
-            injection.add(j, x, inplace) if x is not None and injection.at.get(j) == at else x for j, x in enumerate(g)
-        ]
+        if injection.at:
+            g = list(g)
+        for j, place in injection.at.items():
+            if place == at:
+                g[j] = injection.add(j, g[j], inplace)
     return g
+
+
+def _echoes(injections: list[Injection], idx: list[int] | None, n: int) -> list | None:
+    """By leaf of a rule, the noise that its velocity keeps and how much of it."""
+    kept = {j: (x.noise[j], factor) for x in injections for j, factor in (x.echo or {}).items()}
+    return [kept.get(j) for j in (range(n) if idx is None else idx)] if kept else None
 
 
 def chain(*links: GradientTransformation) -> Chain:

@@ -7,28 +7,43 @@ SGD with everything torch's fused kernel knows, and matched noise in front of it
 :func:`recognise` reads a chain's rules and says whether it is of this form. It is not, and takes the links one by one
 as ``update`` does, if it holds any other link (adaptive, clipping, masked, declared), a dampening, a second momentum or
 scale, a learning rate or temperature that is a tensor or a schedule, or noise together with ``maximize``.
-:meth:`FusedSGD.fits` declines tensors the kernel cannot take. The arithmetic is that of the links, with a
+:meth:`FusedSGD.fits` declines tensors the kernels cannot take. The arithmetic is that of the links, with a
 multiplication and the addition behind it rounded once: equal to one unit in the last place for each operation.
+
+Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
+momentum, the remembered draw (:mod:`bayesopt_chain._placement`):
+
+    v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + echo c xi,
+
+``(keep, momentum, echo) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``echo = 0``.
+Three ways to run it, all the same stream:
+
+* a CPU generator's draw, made block after block next to torch's fused kernel, while all of it is in cache;
+* on a CUDA device :mod:`bayesopt_chain.kernels.langevin`, which draws in the kernel: 20 bytes a float32 parameter;
+* any other noise drawn by its link, then torch's fused kernel.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
+from functools import cache
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import _random
 from bayesopt_chain._chain import Chain, _inject
-from bayesopt_chain._noise_process import Conditions, Filtered
+from bayesopt_chain._noise_process import Filtered
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
 
 _DTYPES = (torch.float32, torch.float64)  # in bfloat16 torch 2.13's CPU kernel moves by the gradient, not the velocity
-BLOCK = 2**18  # elements drawn at a time: the draw dwarfs what a smaller block would save
+BLOCK = 2**18  # elements drawn at a time: in cache, and few enough calls
 _VECTOR = 16  # a CPU generator's normals come in groups of 16: pieces of such sizes draw what one piece would
 
 
@@ -49,7 +64,7 @@ class FusedSGD:
     )  # the last call's buffers, nothing the noise needs
 
     def fits(self, params: list, g: list, state: tuple) -> bool:
-        """Whether the kernel can take these tensors: dense and contiguous, of one device and dtype, not traced."""
+        """Whether the kernels can take these tensors: dense and contiguous, of one device and dtype, not traced."""
         first = next((x for x in g if x is not None), None)
         return first is not None and _random.is_plain(first) and self._buffers(params, g, state).usable
 
@@ -62,27 +77,30 @@ class FusedSGD:
             self._sweep(buffers.theta, live, buffers.velocity)
             return state
         noise = state[self.noise]
-        if buffers.level is None:
+        if buffers.own is None:
             injection, after = buffers.rule.draw(buffers.placements, noise, g, {}, {}, True)
             live = [x for x in _inject([injection], injection.at[buffers.live[0]], g, True) if x is not None]
             self._sweep(buffers.theta, live, buffers.velocity)
+            if injection.echo:
+                torch._foreach_add_(buffers.velocity, [injection.noise[j] for j in buffers.live], alpha=buffers.echo)
             return (*state[: self.noise], after, *state[self.noise + 1 :])
-        generator = _random.seeded_generator(int(noise.key), int(noise.count))
-        if buffers.splits:
-            velocities = buffers.velocity or buffers.theta
-            for part in zip(buffers.theta, live, buffers.kept, velocities):
-                self._noisy_sweep(*part, buffers.level, generator)
+        if buffers.by_kernel:
+            self._kernels(buffers, live, noise)
         else:
-            buffers.flat.normal_(0.0, buffers.level, generator=generator)
-            torch._foreach_add_(live, buffers.kept)
-            torch._foreach_add_(live, buffers.fresh)
-            torch._foreach_copy_(buffers.kept, buffers.fresh)
-            self._sweep(buffers.theta, live, buffers.velocity)
+            generator = _random.seeded_generator(int(noise.key), int(noise.count))
+            if buffers.splits:
+                for x, sizes, blocks in zip(live, buffers.sizes, buffers.blocks):
+                    for grad, (theta, carried, fresh) in zip(x.view(-1).split(sizes), blocks):
+                        fresh.normal_(0.0, buffers.own.level, generator=generator)
+                        self._with_noise([theta], [grad], [carried], [fresh], buffers.own.echo)
+            else:
+                buffers.flat.normal_(0.0, buffers.own.level, generator=generator)
+                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, buffers.own.echo)
         noise.count.add_(1)
         return state
 
     def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
-        """The tensors as the kernel takes them: those of the last call where they are the same objects."""
+        """The tensors as the kernels take them: those of the last call where they are the same objects."""
         trace = state[self.velocity].trace if self.velocity is not None else ()
         memory = state[self.noise].memory if self.noise is not None else ()
         key = (*params, *trace, *memory)
@@ -97,16 +115,39 @@ class FusedSGD:
             self.last[:] = [last]
         return last
 
-    def _noisy_sweep(self, p: Tensor, g: Tensor, kept: Tensor, v: Tensor, level: float, generator) -> None:
-        """``e = kept + fresh; kept <- fresh``, then the sweep, block after block while they are in cache."""
-        p, g, kept, v = p.view(-1), g.view(-1), kept.view(-1), v.view(-1)
-        blocks = max(p.numel() - _VECTOR, 0) // BLOCK  # the last block takes the rest, so that none is shorter than 16
-        sizes = [BLOCK] * blocks + [p.numel() - blocks * BLOCK]
-        for part in zip(p.split(sizes), g.split(sizes), kept.split(sizes), v.split(sizes)):
-            theta, grad, noise, velocity = part
-            grad.add_(noise)
-            grad.add_(noise.normal_(0.0, level, generator=generator))
-            self._sweep([theta], [grad], [velocity])
+    def _with_noise(self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], echo: float) -> None:
+        """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + echo fresh`` (see the module's note)."""
+        if self.momentum:
+            torch._foreach_add_(g, fresh)
+            self._sweep(p, g, s)
+            if echo:
+                torch._foreach_add_(s, fresh, alpha=echo)
+        else:
+            torch._foreach_add_(g, s)
+            torch._foreach_add_(g, fresh)
+            torch._foreach_copy_(s, fresh)
+            self._sweep(p, g, [])
+
+    def _kernels(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
+        """The same on the device, one launch a leaf."""
+        from bayesopt_chain.kernels.langevin import langevin_step_
+
+        keep, momentum = (self.momentum, 1.0) if self.momentum else (1.0, 0.0)
+        for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
+            langevin_step_(
+                p,
+                x,
+                s,
+                noise.key,
+                noise.count,
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                keep=keep,
+                momentum=momentum,
+                level=buffers.own.level,
+                echo=buffers.own.echo,
+                draw=draw,
+            )
 
     def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
         torch._fused_sgd_(
@@ -121,6 +162,13 @@ class FusedSGD:
             maximize=self.maximize,
             is_first_step=False,
         )
+
+
+class _Own(NamedTuple):
+    """Matched noise that the sweeps draw themselves: its level ``c`` and its echo."""
+
+    level: float
+    echo: float
 
 
 class _Buffers:
@@ -139,7 +187,7 @@ class _Buffers:
                 _like(t, first) and t.is_contiguous() and not t.requires_grad for t in (*trace, *memory) if t.numel()
             )
         )
-        self.level = None
+        self.own = None
         if not self.usable:
             return
         self.theta = [params[j].detach() for j in self.live]
@@ -147,19 +195,37 @@ class _Buffers:
         if form.noise is None:
             return
         self.rule = form.chain.rules[form.noise]
-        plan = form.chain._program.plan([None] * len(form.chain.rules), len(g))
-        self.placements = plan.placements[form.noise]
-        self.level = _mean_of_two([self.placements[j] for j in self.live], self.rule, first)
-        if self.level is None:
+        self.placements = form.chain._program.layout(None, len(g)).plan.placements[form.noise]
+        self.echo = self.placements[self.live[0]].echo
+        self.own = _own([self.placements[j] for j in self.live], self.rule, first, bool(form.momentum))
+        if self.own is None:
             return
-        self.kept = [memory[j][0] for j in self.live]
-        sizes = [m.numel() for m in memory]
+        self.carried = self.velocity or [memory[j][0] for j in self.live]
+        self.by_kernel = has_kernel(first)
+        if self.by_kernel:
+            numbers = _random.draw_numbers(memory, [p.draws for p in self.placements.values()])
+            self.draws = [numbers[j] for j in self.live]
+            return
+        sizes = [params[j].numel() if params[j] is not None else 0 for j in range(len(g))]
         whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
         self.splits = whole and max(sizes) >= BLOCK  # leaves draw one after the other what one draw would give
-        if not self.splits:
+        if self.splits:
+            scratch = torch.empty(BLOCK + _VECTOR, dtype=first.dtype)
+            self.sizes = [_block_sizes(n) for n in sizes]
+            self.blocks = [
+                list(zip(p.view(-1).split(n), s.view(-1).split(n), [scratch[:k] for k in n]))
+                for p, s, n in zip(self.theta, self.carried, self.sizes)
+            ]
+        else:
             self.flat = torch.empty(sum(sizes), dtype=first.dtype)
             views = self.flat.split(sizes)
             self.fresh = [views[j].view(g[j].shape) for j in self.live]
+
+
+def _block_sizes(n: int) -> list[int]:
+    """Blocks of ``BLOCK`` elements; the last takes the rest, so that none is shorter than 16."""
+    blocks = max(n - _VECTOR, 0) // BLOCK
+    return [BLOCK] * blocks + [n - blocks * BLOCK]
 
 
 def _like(x: Tensor | None, first: Tensor) -> bool:
@@ -201,18 +267,25 @@ def recognise(tx) -> FusedSGD | None:
     return FusedSGD(tx, **found)
 
 
-def _mean_of_two(placements: list, rule: LangevinNoise, g: Tensor) -> float | None:
-    """The level ``c`` of noise ``c (xi_t + xi_{t-1})`` drawn by a CPU generator, the form that has its own sweep."""
-    if (
-        len(set(placements)) != 1
-        or len(placements[0].sources) != 1
-        or g.device.type != "cpu"
-        or rule.stream == "philox"
-        or rule.noise != "gaussian"
-    ):
+def _own(placements: list, rule: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
+    """The noise as the sweeps draw it, from a CPU generator or counter-based on a device; ``None`` for any other."""
+    generator = g.device.type == "cpu" and rule.stream != "philox"
+    if len(set(placements)) != 1 or len(placements[0].sources) != 1 or rule.noise != "gaussian":
         return None
-    process = placements[0].sources[0].process
-    if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != (1.0,):
+    process, echo = placements[0].sources[0].process, placements[0].echo
+    if not (generator or has_kernel(g)) or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    (level, _), _ = process.coefficients(Conditions(float(rule.temperature)), None)
-    return level
+    ((level, *more),) = placements[0].constants
+    if has_velocity:
+        return None if more else _Own(level, echo)
+    return _Own(level, 1.0) if more == [level] else None
+
+
+def has_kernel(g: Tensor) -> bool:
+    """Whether :mod:`bayesopt_chain.kernels.langevin` takes tensors like ``g``."""
+    return g.device.type == "cuda" and g.dtype == torch.float32 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -44,6 +44,10 @@ class MaskedRule(Rule):
         return self.rule.needs_params
 
     @property
+    def keeps_echo(self):
+        return self.rule.keeps_echo
+
+    @property
     def needs(self):
         return self.rule.needs
 

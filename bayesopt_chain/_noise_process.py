@@ -51,9 +51,10 @@ class Filtered:
         return [root * v for v in self.c], None
 
     def step(self, xi: list[Tensor], memory: list[Tensor], c) -> tuple[Tensor, list[Tensor]]:
+        """The noise and the new memory; ``xi`` may be overwritten."""
         (xi,) = xi
         if not memory:
-            return xi * c[0], []
+            return xi.mul_(c[0]) if isinstance(c[0], float) else xi * c[0], []
         constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
         first = xi.mul_(c[0]) if constant else xi * c[0]
         y = first + memory[0]

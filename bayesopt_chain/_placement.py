@@ -9,14 +9,22 @@ For each leaf the links that act on it are split into what comes before the line
 By linearity any such place is as good as the head of the linear part. With ``F = G f`` (``G`` the gains that change
 with time, ``f`` the constant filter) and ``P`` the product of frozen diagonals, noise of spectrum ``Psi P^-1`` at the head
 becomes, behind the gains ``G_b`` and diagonals ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``.
+
+Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no memory of its own: half of it may wait in the
+velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1} + b (g_t + e_t)``, ``b = 1 - dampening``,
+
+    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + echo c xi_t,    echo = b / mu:
+
+white noise of level ``c``, of which the velocity keeps an echo. ``mu q`` is the Ornstein-Uhlenbeck velocity of BAOAB.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from bayesopt_chain import _matched_noise as law
-from bayesopt_chain._noise_process import Filtered, Process, Scheduled
+from bayesopt_chain._noise_process import Conditions, Filtered, Process, Scheduled
 from bayesopt_chain._response import Adaptive, Decay, Elementwise, Linear, Noise, Nonlinear, Rate, Refused
 
 ONE = (1.0,)
@@ -41,12 +49,19 @@ class Placement:
     rates_after: tuple[int, ...] = ()
     matched_to: str = ""
     gain_after: float = 1.0  # what a unit of this noise moves the parameter by in one step, G_a apart
+    echo: float = 0.0  # what the velocity of the rule ``at`` keeps of each noise for the next step
+    temperature: float | None = None  # where neither it nor a gain changes with time
 
-    @property
+    @cached_property
+    def constants(self) -> list:
+        """The coefficients of every source at that temperature."""
+        return [s.process.coefficients(Conditions(self.temperature), None)[0] for s in self.sources]
+
+    @cached_property
     def draws(self) -> int:
         return sum(s.process.draws for s in self.sources)
 
-    @property
+    @cached_property
     def memory(self) -> int:
         return sum(s.process.memory for s in self.sources)
 
@@ -194,9 +209,11 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
             if not _finite(response.weight_decay):
                 raise ValueError(f"chain: {rules[i]} has a weight decay that is not finite")
             decays.append((response.weight_decay, b, a, tuple(elementwise), bool(rates)))
+    scheduled = bool(rates) or not noise.is_static
+    temperature = None if scheduled else float(noise.temperature)
     total = sum(b)
     if total == 0.0:
-        return Placement(at, (), matched_to="F = 0")  # lr = 0: nothing moves
+        return Placement(at, (), matched_to="F = 0", temperature=temperature)  # lr = 0: nothing moves
     if not links:
         raise ValueError(
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
@@ -213,7 +230,6 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
     head = abs(head)
     whole = tuple(elementwise)
     before = tuple(i for i in elementwise if i < at)
-    scheduled = bool(rates) or not noise.is_static
 
     def source(process, prefix) -> Source:
         return Source(process, before, tuple(i for i in prefix if i not in before))
@@ -255,6 +271,9 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
             sources.append(source(_filtered(r, b, head, noise.order), prefix))
     except law.NoMatchedNoise as err:
         raise ValueError(f"chain: no noise can be matched to {note}: {err}{_two_momenta(rules, links)}") from None
+    echo = _echo(rules[at], sources) if at in links else 0.0
+    if echo:
+        sources = [replace(s, process=Filtered(s.process.c[:1], s.process.d)) for s in sources]
     return Placement(
         at,
         tuple(sources),
@@ -262,7 +281,19 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
         tuple(i for i in rates if i >= at),
         note + (" x lr(t)" if rates else ""),
         b[0] / a[0] / head,
+        echo,
+        temperature,
     )
+
+
+def _echo(rule, sources: list[Source]) -> float:
+    """``b / mu`` if the noise is the mean of two draws right in front of heavy-ball momentum, else 0."""
+    if not rule.keeps_echo or len(sources) != 1:
+        return 0.0
+    process = sources[0].process
+    if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != ONE:
+        return 0.0
+    return rule.response.b[0] / -rule.response.a[1]
 
 
 @dataclass(frozen=True)
@@ -303,7 +334,9 @@ def _filtered(r, b, head: float, order: int) -> Filtered:
 def _stated(noise, at: int) -> Placement:
     """A noise link that was told its lr and momentum acts where it is written."""
     c, d = law.matched_noise(ONE, (1.0, -noise.momentum) if noise.momentum else ONE, noise.lr, order=noise.order)
-    return Placement(at, (Source(Filtered(c, d)),), matched_to=f"lr={noise.lr}, momentum={noise.momentum} as given")
+    told = f"lr={noise.lr}, momentum={noise.momentum} as given"
+    temperature = float(noise.temperature) if noise.is_static else None
+    return Placement(at, (Source(Filtered(c, d)),), matched_to=told, temperature=temperature)
 
 
 def describe(rules, i: int) -> str:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -59,12 +60,9 @@ def normals(
     ``stream=None`` is the generator on a CPU and Philox elsewhere.
     """
     out: list[list[Tensor]] = [[] for _ in templates]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (t, n) in enumerate(zip(templates, draws)):
-        if n:
-            groups.setdefault((t.device, t.dtype), []).append(i)
-    for salt, ((device, dtype), members) in enumerate(groups.items()):
-        sizes = [templates[i].shape[1:].numel() for i in members for _ in range(draws[i])]
+    for salt, ((device, dtype), members) in enumerate(_groups(templates, draws).items()):
+        shapes = [templates[i].shape[1:] for i in members]
+        sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
             on = key.to(device)
             one = partial(philox_normal, on) if kind == "gaussian" else partial(philox_other, kind, on)
@@ -72,24 +70,43 @@ def normals(
         else:
             flat = _from_generator(key, step, salt, sum(sizes), dtype, kind)
             pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
-        for i in members:
-            out[i] = [next(pieces).view(templates[i].shape[1:]) for _ in range(draws[i])]
+        for i, shape in zip(members, shapes):
+            mine = [next(pieces) for _ in range(draws[i])]
+            out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
     return out
 
 
+def draw_numbers(templates: Sequence[Tensor], draws: Sequence[int]) -> list[int]:
+    """For each leaf the number of its first draw in the counter-based stream."""
+    out = [0] * len(templates)
+    for salt, members in enumerate(_groups(templates, draws).values()):
+        for i, first in zip(members, accumulate((draws[i] for i in members), initial=0)):
+            out[i] = salt << 24 | first
+    return out
+
+
+def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The leaves that draw, by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, (t, n) in enumerate(zip(templates, draws)):
+        if n:
+            groups.setdefault((t.device, t.dtype), []).append(i)
+    return groups
+
+
 def _from_generator(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
-    if is_plain(key) and is_plain(step):
+    if is_plain(key, step):
         return _seeded(int(key), int(step), salt, size, dtype, kind)
     return _stacked_draw(key, step, salt, size, dtype, kind)
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` holds numbers now: nothing is being transformed, traced or compiled."""
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether tensors hold numbers now: nothing is being transformed, traced or compiled."""
     return (
         torch._C._functorch.peek_interpreter_stack() is None
         and not torch.compiler.is_compiling()
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
-        and not isinstance(x, torch._subclasses.FakeTensor)
+        and not any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
     )
 
 

@@ -30,6 +30,7 @@ class Context(NamedTuple):
     from_tree: Callable[[Any], Leaves] | None = None
     factors: list | None = None  # for a rule that takes them: what the next rule would multiply each leaf by
     done: bool = False  # the rule before has multiplied by this rule's factors already
+    echo: list | None = None  # for each leaf, what the velocity keeps of this step's noise: (noise, factor) or None
 
     def scaled(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A velocity as this step begins with it (see ``_matched_noise.scheduled_momentum_noise``)."""
@@ -37,6 +38,13 @@ class Context(NamedTuple):
             return velocity
         multiply = Tensor.mul_ if self.inplace else Tensor.mul
         return tuple(v if s is None else multiply(v, s.to(v.dtype)) for v, s in zip(velocity, self.velocity_scale))
+
+    def echoed(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A velocity as this step leaves it: with what it keeps of the noise (see ``_placement``)."""
+        if self.echo is None:
+            return velocity
+        add = Tensor.add_ if self.inplace else Tensor.add
+        return tuple(v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo))
 
 
 class Rule:
@@ -52,6 +60,9 @@ class Rule:
     needs_params = False
     needs: frozenset[str] = frozenset()  # those of accepts without which update refuses
     masks: tuple[Any, ...] = ()
+    keeps_echo = (
+        False  # whether update keeps part of the noise in its velocity (``ctx.echoed``), b / (1 - mu/z) as it is
+    )
     takes_factors = False  # whether update multiplies by ``ctx.factors`` while its leaves are in cache
 
     def factors(self, state: Any, n: int) -> list | None:
@@ -75,13 +86,14 @@ class Injection:
     """This step's noise: what is added to each leaf, and before which rule.
 
     ``hot`` is a boolean 0-d tensor where the temperature can change: where it is false the gradient stays as it is,
-    to the last bit.
+    to the last bit. ``echo`` has the leaves of whose noise the velocity keeps that factor.
     """
 
     noise: dict[int, Tensor]
     at: dict[int, int]
     hot: Tensor | None = None
     velocity_scale: dict[int, Tensor] | None = None
+    echo: dict[int, float] | None = None
 
     def add(self, j: int, g: Tensor, inplace: bool, gain: Tensor | None = None) -> Tensor:
         e = self.noise[j] if gain is None else self.noise[j] * gain

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import bayesopt_chain as bc
+from bayesopt_chain import _random
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
 
 DIM = 3
@@ -386,3 +387,26 @@ def test_the_probe_refuses_what_is_not_linear_and_what_is_unstable():
         stationary_covariance(bc.sgd(2.5, temperature=1.0), eye)
     with pytest.raises(ValueError, match="2 parameters"):
         stationary_covariance(bc.sgd(0.1, temperature=1.0), eye, torch.zeros(3))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("mask", [None, True])
+def test_the_velocity_carries_half_of_the_noise(dampening, mask):
+    """Path by path the chain is ``v = mu v + b (g + c (xi_t + xi_{t-1}))``, without a buffer for ``xi_{t-1}``."""
+    mu, lr, temperature = 0.7, 0.1, 0.4
+    links = bc.add_momentum(mu, dampening), bc.inject_langevin_noise(temperature)
+    if mask:
+        links = tuple(bc.masked(link, mask) for link in links)
+    tx = bc.chain(*links, bc.scale_by_neg_lr(lr))
+    theta = torch.linspace(-1, 1, 20, dtype=torch.float64)
+    state = tx.init(theta)
+    assert state[1].memory[0].numel() == 0
+    key, (b, c) = state[1].key, (1 - dampening, math.sqrt(temperature * (1 - mu) / (2 * lr * (1 - dampening))))
+    want, v, before = theta, torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+    for t in range(6):
+        [[xi]] = _random.normals(key, torch.tensor(t), [theta.unsqueeze(0)], [1])
+        v = mu * v + (1.0 if t == 0 else b) * (torch.sin(want) + c * (xi + before))
+        want, before = want - lr * v, xi
+        updates, state = tx.update(torch.sin(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        torch.testing.assert_close(theta, want, rtol=1e-12, atol=1e-12)

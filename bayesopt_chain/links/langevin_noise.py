@@ -77,7 +77,7 @@ class LangevinNoise(Rule):
             shape = (placement.memory, *p.shape) if p is not None else ()
             memory.append(torch.empty(0, 0) if p is None else torch.zeros(shape, dtype=p.dtype, device=p.device))
         conditions = ()
-        if any(self._changes(placement) for placement in placements.values()):
+        if any(placement.temperature is None for placement in placements.values()):
             conditions = tuple(torch.zeros(3, dtype=torch.float64, device=device) for _ in placements)
         state = LangevinNoiseState(
             _random.new_key(self.generator, device),
@@ -115,17 +115,20 @@ class LangevinNoise(Rule):
         for n in live:
             j = leaves[n]
             placement = placements[j]
-            before = conditions[n] if conditions else None
-            changing = placement.rates_before + placement.rates_after
-            key = (
-                placement,
-                None if before is None else _counters.value_key(before),
-                *(_counters.value_key(rates[i][j]) for i in changing),
-            )
-            if key not in cache:
-                cache[key] = self._coefficients(placement, temperature, before, rates, j)
-            coefficients, scale, after = cache[key]
-            e, new = _run(placement, coefficients, draws[n], list(memory[n]), gains, j)
+            if placement.temperature is not None:
+                coefficients, scale, after = placement.constants, None, None
+            else:
+                changing = placement.rates_before + placement.rates_after
+                key = (
+                    placement,
+                    _counters.value_key(conditions[n]),
+                    *(_counters.value_key(rates[i][j]) for i in changing),
+                )
+                if key not in cache:
+                    cache[key] = self._coefficients(placement, temperature, conditions[n], rates, j)
+                coefficients, scale, after = cache[key]
+            kept = list(memory[n]) if placement.memory else []
+            e, new = _run(placement, coefficients, draws[n], kept, gains, j)
             noise[j] = e
             if scale is not None:
                 scales[j] = scale
@@ -134,11 +137,15 @@ class LangevinNoise(Rule):
                 memory[n] = memory[n].copy_(new) if inplace else new
             if after is not None:
                 conditions[n] = after.clone()  # leaves share nothing that in-place updates write to
-        if inplace:
+        if inplace and conditions:
             conditions = [o if o is c else o.copy_(c) for o, c in zip(state.conditions, conditions)]
         count = state.count.add_(1) if inplace else state.count + 1
         injection = Injection(
-            noise, {j: placements[j].at for j in noise}, None if self.is_static else temperature != 0, scales or None
+            noise,
+            {j: placements[j].at for j in noise},
+            None if self.is_static else temperature != 0,
+            scales or None,
+            {j: placements[j].echo for j in noise if placements[j].echo},
         )
         return injection, LangevinNoiseState(state.key, count, tuple(memory), tuple(conditions))
 
@@ -148,13 +155,8 @@ class LangevinNoise(Rule):
         value = self.temperature(count) if callable(self.temperature) else self.temperature
         return torch.as_tensor(value, dtype=torch.float64, device=count.device).detach()
 
-    def _changes(self, placement) -> bool:
-        return not self.is_static or bool(placement.rates_before or placement.rates_after)
-
     def _coefficients(self, placement, temperature, before, rates, j):
         """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""
-        if before is None:
-            return [s.process.coefficients(Conditions(temperature), None)[0] for s in placement.sources], None, None
         one = torch.ones((), dtype=torch.float64, device=before.device)
         gain_before = _product(one, (rates[i][j] for i in placement.rates_before))
         gain_after = _product(one, (rates[i][j] for i in placement.rates_after))
@@ -197,11 +199,15 @@ class LangevinNoise(Rule):
         low = [j for j in placements if leaves[j] is not None and leaves[j].dtype in (torch.bfloat16, torch.float16)]
         for j in low:
             placement = placements[j]
-            before = state.conditions[0] if state.conditions else None
-            coefficients, _, _ = self._coefficients(placement, self._now(state.count), before, rates, j)
+            if placement.temperature is not None:
+                coefficients = placement.constants
+            else:
+                coefficients, _, _ = self._coefficients(
+                    placement, self._now(state.count), state.conditions[0], rates, j
+                )
             one, none = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
             e = [
-                s.process.step([one] * s.process.draws, [none] * s.process.memory, c)[0]
+                s.process.step([one.clone() for _ in range(s.process.draws)], [none] * s.process.memory, c)[0]
                 for s, c in zip(placement.sources, coefficients)
             ]
             gain = math.prod((float(rates[i][j]) for i in placement.rates_after), start=placement.gain_after)
@@ -258,7 +264,8 @@ def inject_langevin_noise(
             (CPU only). Default: the generator on a CPU, Philox elsewhere.
 
     Returns:
-        A link. Its state holds one draw for each parameter (order 2).
+        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows:
+        there the velocity carries the half of the noise that acts in the next step.
 
     Raises:
         ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Scale(Rule):
     step_size: ScalarOrSchedule
     sign: int = 1
 
-    @property
+    @cached_property
     def is_schedule(self) -> bool:
         return callable(self.step_size) and not torch.is_tensor(self.step_size)
 

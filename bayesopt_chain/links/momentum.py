@@ -1,5 +1,9 @@
 r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
 
+Where matched noise acts right in front of it, the velocity also carries the half of that noise that acts in the next step
+(:mod:`bayesopt_chain._placement`): ``mu`` times it is then a Langevin sampler's velocity, of variance
+``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
+
 As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
 """
 
@@ -40,6 +44,10 @@ class Momentum(Rule):
         return not (self.dampening or self.nesterov or self.moment_requires_grad)
 
     @property
+    def keeps_echo(self) -> bool:
+        return not self.nesterov
+
+    @property
     def response(self) -> Response:
         mu = float(self.momentum)
         b = (1.0 + mu, -mu) if self.nesterov else (1.0 - self.dampening,)
@@ -64,12 +72,14 @@ class Momentum(Rule):
             for t, x, factor in zip(before, g, ctx.factors):
                 if x is not None:
                     _accumulate_and_scale(t, x, mu, factor)
-            return g, TraceState(before, state.count)
+            return g, TraceState(ctx.echoed(before), state.count)
         trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
-        state = TraceState(trace, _counters.increment(state.count, g, ctx.inplace))
+        count = _counters.increment(state.count, g, ctx.inplace)
         if self.nesterov:
-            return each(lambda x, t: (x.add_ if ctx.inplace else x.add)(t, alpha=mu), g, trace), state
-        return each(lambda x, t: x.copy_(t) if ctx.inplace else t.clone(), g, trace), state
+            out = each(lambda x, t: (x.add_ if ctx.inplace else x.add)(t, alpha=mu), g, trace)
+        else:
+            out = each(lambda x, t: x.copy_(t) if ctx.inplace else t.clone(), g, trace)
+        return out, TraceState(ctx.echoed(trace), count)
 
     def __str__(self) -> str:
         words = [repr(self.momentum)]
@@ -78,18 +88,28 @@ class Momentum(Rule):
         return f"add_momentum({', '.join(words)})"
 
 
-BLOCK = 2**16  # elements; two float32 blocks fit the second-level cache of one core
+BLOCK = 2**20  # elements; two float32 blocks fit a third-level cache, and smaller ones cost calls
+_ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 
 def _accumulate_and_scale(t: Tensor, x: Tensor, mu: float, factor: Any) -> None:
-    """``t <- mu t + x; x <- factor t``: the same operations as one by one, block after block while they are in cache."""
+    """``t <- mu t + x; x <- factor t``, block after block while they are in cache: the bits of ``mul_``, ``add_``, ``mul_``.
+
+    ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself.
+    """
     if t.dtype != x.dtype:
         x.copy_(t.mul_(mu).add_(x)).mul_(factor)
-    elif t.numel() < 2 * BLOCK or not (t.is_contiguous() and x.is_contiguous()):
-        torch.mul(t.mul_(mu).add_(x), factor, out=x)
-    else:
-        for part, into in zip(t.view(-1).split(BLOCK), x.view(-1).split(BLOCK)):
-            torch.mul(part.mul_(mu).add_(into), factor, out=into)
+        return
+    one = _ONE.get(t.dtype) if t.device.type == "cpu" else None
+    parts = [(t, x)]
+    if t.numel() > BLOCK and t.is_contiguous() and x.is_contiguous():
+        parts = zip(t.view(-1).split(BLOCK), x.view(-1).split(BLOCK))
+    for part, into in parts:
+        if one is None:
+            part.mul_(mu).add_(into)
+        else:
+            torch.addcdiv(into, part, one, value=mu, out=part)
+        torch.mul(part, factor, out=into)
 
 
 def add_momentum(

@@ -10,25 +10,45 @@ import torch
 pytest.importorskip("triton")
 
 PROGRAM = """
-import sys, torch
+import copy, sys, torch
 import bayesopt_chain as bc
-from bayesopt_chain.kernels.langevin import langevin_step_
+from bayesopt_chain import _fused
 
 device = sys.argv[1]
+if device == "cpu":
+    _fused.has_kernel = lambda g: True  # the interpreter takes tensors on the CPU
+taken, launch = [], _fused.FusedSGD._kernels
+_fused.FusedSGD._kernels = lambda *args: (taken.append(args), launch(*args))
+
+def loss(params, batch):
+    return sum(torch.cos(p).sum() for p in params if p is not None)
+
+def compare(sizes, links, lr=0.1):
+    torch.manual_seed(sum(sizes))
+    tx = bc.counter_based(bc.chain(*links, bc.scale_by_neg_lr(lr)))
+    params = [torch.randn(n, device=device) if n else None for n in sizes]
+    state = tx.init(params)
+    mine, other = copy.deepcopy((params, state)), (params, state)
+    fused, plain = bc.make_step(loss, tx, inplace=True), bc.make_step(loss, tx)
+    for k in range(4):
+        *mine, _ = fused(*mine, None)
+        *other, _ = plain(*other, None)
+        for x, y in zip(mine[0], other[0]):
+            assert x is y is None or (x - y).abs().max() < 5e-6, (sizes, tx, k)
+        for x, y in zip(mine[1], other[1]):
+            if hasattr(x, "trace"):
+                assert all((v - w).abs().max() < 2e-5 for v, w in zip(x.trace, y.trace) if v.numel())
+
+noise = bc.inject_langevin_noise(0.3)
 for n in (1, 8, 64, 65, 700, 3000):
-    for momentum, temperature in ((0.9, 0.3), (0.0, 0.3), (0.9, 0.0)):
-        torch.manual_seed(n)
-        links = [bc.inject_langevin_noise(0.3, stream="philox")] if temperature else []
-        tx = bc.chain(bc.add_momentum(momentum), *links, bc.scale_by_neg_lr(0.1))
-        chain, theta, u = [torch.randn(n, device=device)], None, torch.zeros(n, device=device)
-        theta, state = chain[0].clone(), tx.init(chain)
-        key = next((s.key for s in state if hasattr(s, "key")), torch.tensor(0, device=device))
-        for k in range(4):
-            count = torch.tensor(k, device=device)
-            langevin_step_(theta, torch.sin(theta), u, key, count, lr=0.1, momentum=momentum, temperature=temperature)
-            updates, state = tx.update([torch.sin(chain[0])], state, params=chain, inplace=False)
-            chain = [chain[0] + updates[0]]
-            assert (theta - chain[0]).abs().max() < 5e-6, (n, momentum, temperature, k)
+    compare([n], [bc.add_momentum(0.9), noise])
+    compare([n], [noise])
+compare([70, 300, 5], [bc.add_decayed_weights(0.1), bc.add_momentum(0.5), noise])
+compare([70, 300, 5], [bc.add_decayed_weights(0.1), noise])
+compare([300, 0, 70], [bc.add_momentum(0.9), noise])  # an absent leaf
+compare([0, 300, 70], [noise])
+compare([300, 70], [bc.add_momentum(0.9), bc.inject_langevin_noise(0.3, order=1)])
+assert len(taken) == 4 * 17, len(taken)
 print("alike")
 """
 
@@ -55,8 +75,9 @@ def test_what_the_kernel_cannot_take_is_refused():
     program = (
         "import torch\nfrom bayesopt_chain.kernels.langevin import langevin_step_ as f\n"
         "x, k = torch.zeros(4), torch.tensor(0)\n"
+        "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, echo=1.1)\n"
         "for bad, kw in ((x.double(), {}), (torch.zeros(2, 4).t(), {}), (x, {'blocks': 100})):\n"
-        "    try:\n        f(bad, x, x, k, k, lr=0.1, temperature=0.1, **kw)\n"
+        "    try:\n        f(bad, x, x, k, k, **numbers, **kw)\n"
         "    except ValueError:\n        continue\n    raise SystemExit(f'{bad} was taken')\n"
     )
     out = subprocess.run(

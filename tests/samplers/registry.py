@@ -122,11 +122,6 @@ def frozen_window(state):
     )
 
 
-def remembering(mu: float):
-    """Velocity and remembered noise act together in SGHMC of order 2, as ``mu v + m``."""
-    return lambda v, m: (v + m / mu,)
-
-
 def window_then_momentum():
     return torchopt.chain(bc.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
 
@@ -154,7 +149,7 @@ SAMPLERS = (
         "sghmc",
         lambda t: bc.sghmc(0.1, 0.8, temperature=t),
         lambda: torchopt.sgd(0.1, momentum=0.8),
-        Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0), reduce=remembering(0.5)), (0.0025, 0.005, 0.01)),
+        Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0)), (0.0025, 0.005, 0.01)),
     ),
     Sampler(
         "sghmc_stale_gradient",
@@ -176,7 +171,7 @@ SAMPLERS = (
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
         Order(
             2,
-            lambda h: Probe(bc.baoab(h, 1.0, temperature=1.0), reduce=remembering(math.exp(-h))),
+            lambda h: Probe(bc.baoab(h, 1.0, temperature=1.0)),
             (0.05, 0.1, 0.2),
             in_time=True,
         ),
@@ -351,7 +346,7 @@ SAMPLERS = (
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(
             2,
-            lambda lr: Probe(cheap(lr, 0.5, 1.0, "three_point"), reduce=remembering(0.5)),
+            lambda lr: Probe(cheap(lr, 0.5, 1.0, "three_point")),
             (0.0025, 0.005, 0.01),
             noise=((-math.sqrt(3.0), 0.0, math.sqrt(3.0)), (1 / 6, 2 / 3, 1 / 6)),
         ),
@@ -362,7 +357,7 @@ SAMPLERS = (
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(
             1,
-            lambda lr: Probe(cheap(lr, 0.5, 1.0, "rademacher"), reduce=remembering(0.5)),
+            lambda lr: Probe(cheap(lr, 0.5, 1.0, "rademacher")),
             (0.0025, 0.005, 0.01),
             noise=((-1.0, 1.0), (0.5, 0.5)),
         ),
