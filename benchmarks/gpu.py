@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import bayesopt_chain as bc
+from benchmarks import contestants as c
 from benchmarks.cpu import D, N, Row, logistic, posteriors_step, regression_data
 from benchmarks.measure import take_turns
 
@@ -20,19 +21,13 @@ def _timed(run: Callable) -> Callable:
 
 
 def bandwidth(n: int = 2**28) -> Row:
-    """The Triton kernel against a copy of as many bytes: 20 a parameter, a copy of ``x`` bytes moving ``2 x``."""
-    from bayesopt_chain.kernels.langevin import langevin_step_
-
-    theta, g, u = (torch.randn(n, device="cuda") for _ in range(3))
-    key, count = torch.tensor(7, device="cuda"), torch.tensor(3, device="cuda")
-    source = torch.empty(10 * n, dtype=torch.uint8, device="cuda")
+    """The fused step against a copy of as many bytes: 20 a parameter, a copy of ``x`` bytes moving ``2 x``."""
+    params, grads = c.tensors(1, n, "cuda"), c.tensors(1, n, "cuda")
+    source = torch.randint(0, 256, (10 * n,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-
-    def kernel():
-        langevin_step_(theta, g, u, key, count, lr=1e-6, momentum=0.9, temperature=1e-6)
-
-    times = take_turns({"kernel": _timed(kernel), "copy of 20 bytes a parameter": _timed(lambda: target.copy_(source))})
-    return Row(f"SGHMC step, {n} parameters", times, {("kernel", "copy of 20 bytes a parameter"): 1.2})
+    step = c.fused(bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE), params, grads)
+    times = take_turns({"fused": _timed(step), "copy of 20 bytes a parameter": _timed(lambda: target.copy_(source))})
+    return Row(f"SGHMC step, {n} parameters", times, {("fused", "copy of 20 bytes a parameter"): 1.2})
 
 
 def small_model() -> Row:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,54 +189,8 @@ class RootSumOfSquares(Rule):
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
-    """Adam's scaling: a first moment over the root of a second, both corrected for their start at zero."""
-
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    eps_root: float = 0.0
-    moment_requires_grad: bool = False
-    freeze_after: int | None = None
-
-    @property
-    def response(self) -> Response:
-        return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
-
-    def init(self, params):
-        return ScaleByAdamState(
-            zeros_like(params, requires_grad=self.moment_requires_grad),
-            zeros_like(params, requires_grad=self.moment_requires_grad),
-            _counters.zeros(params),
-        )
-
-    def update(self, g, state, params, ctx):
-        nu = _freeze(
-            state.nu,
-            lambda inplace: moment(g, state.nu, self.b2, 2, inplace),
-            state.count,
-            self.freeze_after,
-            ctx.inplace,
-        )
-        count = _counters.increment(state.count, g, ctx.inplace)
-        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count, g)
-        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self._frozen(c)), count, g)
-        denominators = each(lambda x, n, c: n.div(c).add_(self.eps_root).sqrt_().add(self.eps), g, nu, correct_nu)
-        g = _noisy(g, denominators, ctx)
-        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
-        out = each(lambda x, m, c, d: m.div(c).div(d), g, mu, correct_mu, denominators)
-        return out, ScaleByAdamState(mu, nu, count)
-
-    def _frozen(self, count: Tensor) -> Tensor:
-        return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
-
-    def __str__(self) -> str:
-        return f"scale_by_adam(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
-
-
-@dataclass(frozen=True)
-class AdaMax(Rule):
-    """AdaMax: Adam with a running maximum in place of the second moment."""
+class _TwoMoments(Rule):
+    """What Adam and its kin share: a first moment that the noise enters, over a second made of the clean gradient."""
 
     b1: float = 0.9
     b2: float = 0.999
@@ -244,71 +198,106 @@ class AdaMax(Rule):
     moment_requires_grad: bool = False
     freeze_after: int | None = None
 
+    name: ClassVar[str]
+    state: ClassVar[type]
+
     @property
     def response(self) -> Response:
         return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
 
     def init(self, params):
-        return ScaleByAdamaxState(*Adam.init(self, params))
+        zeros = [zeros_like(params, requires_grad=self.moment_requires_grad) for _ in range(2)]
+        return self.state(*zeros, _counters.zeros(params))
+
+    def second(self, g, state, ctx) -> tuple:
+        """The next second moments."""
+        return _freeze(
+            state.nu,
+            lambda inplace: moment(g, state.nu, self.b2, 2, inplace),
+            state.count,
+            self.freeze_after,
+            ctx.inplace,
+        )
+
+    def first(self, g, state, ctx, denominators: list) -> tuple:
+        """The next first moments, noise included."""
+        return moment(_noisy(g, denominators, ctx), ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
+
+    def steady(self, count: Tensor) -> Tensor:
+        """The count as the second moment sees it."""
+        return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
+
+    def __str__(self) -> str:
+        return f"{self.name}(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
+
+
+@dataclass(frozen=True)
+class Adam(_TwoMoments):
+    """Adam's scaling: a first moment over the root of a second, both corrected for their start at zero."""
+
+    eps: float = 1e-8
+    eps_root: float = 0.0
+
+    name = "scale_by_adam"
+    state = ScaleByAdamState
 
     def update(self, g, state, params, ctx):
+        nu = self.second(g, state, ctx)
+        count = _counters.increment(state.count, g, ctx.inplace)
+        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count, g)
+        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self.steady(c)), count, g)
+        denominators = each(lambda x, n, c: n.div(c).add_(self.eps_root).sqrt_().add(self.eps), g, nu, correct_nu)
+        mu = self.first(g, state, ctx, denominators)
+        return each(lambda x, m, c, d: m.div(c).div(d), g, mu, correct_mu, denominators), self.state(mu, nu, count)
+
+
+@dataclass(frozen=True)
+class AdaMax(_TwoMoments):
+    """AdaMax: Adam with a running maximum in place of the second moment."""
+
+    name = "scale_by_adamax"
+    state = ScaleByAdamaxState
+
+    def second(self, g, state, ctx):
         def peak(inplace):
             new = keep(lambda n, x: torch.max(n.mul(self.b2), x.abs().add_(self.eps)), g, state.nu)
             return tuple(n.copy_(m) if m is not n else n for n, m in zip(state.nu, new)) if inplace else new
 
-        nu = _freeze(state.nu, peak, state.count, self.freeze_after, ctx.inplace)
+        return _freeze(state.nu, peak, state.count, self.freeze_after, ctx.inplace)
+
+    def update(self, g, state, params, ctx):
+        nu = self.second(g, state, ctx)
         count = _counters.increment(state.count, g, ctx.inplace)
         correct = _counters.each(lambda c: 1 - _power(self.b1, c), count, g)
-        g = _noisy(g, nu, ctx)
-        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
-        return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), ScaleByAdamaxState(mu, nu, count)
-
-    def __str__(self) -> str:
-        return f"scale_by_adamax(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
+        mu = self.first(g, state, ctx, nu)
+        return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), self.state(mu, nu, count)
 
 
 @dataclass(frozen=True)
-class RAdam(Rule):
+class RAdam(_TwoMoments):
     """RAdam: Adam whose second moment counts only once its variance is finite."""
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-6
-    moment_requires_grad: bool = False
-    freeze_after: int | None = None
-
-    @property
-    def response(self) -> Response:
-        return Adaptive((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,))
-
-    def init(self, params):
-        return ScaleByRAdamState(*Adam.init(self, params))
+    name = "scale_by_radam"
+    state = ScaleByRAdamState
 
     def update(self, g, state, params, ctx):
-        nu = _freeze(
-            state.nu,
-            lambda inplace: moment(g, state.nu, self.b2, 2, inplace),
-            state.count,
-            self.freeze_after,
-            ctx.inplace,
-        )
+        nu = self.second(g, state, ctx)
         count = _counters.increment(state.count, g, ctx.inplace)
         factors = _counters.each(self._factors, count, g)
         denominators = each(
             lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
         )
-        g = _noisy(g, denominators, ctx)
-        mu = moment(g, ctx.scaled(state.mu), self.b1, 1, ctx.inplace)
+        mu = self.first(g, state, ctx, denominators)
 
         def ratio(x: Tensor, m: Tensor, n: Tensor, f: _Factors) -> Tensor:
             return self._choose(f, m.mul(f.gain).div(n.sqrt().add(self.eps)), m.div(f.correct)).to(m.dtype)
 
-        return each(ratio, g, mu, nu, factors), ScaleByRAdamState(mu, nu, count)
+        return each(ratio, g, mu, nu, factors), self.state(mu, nu, count)
 
     def _factors(self, count: Tensor) -> _Factors:
         b1, b2 = self.b1, self.b2
         limit = 2 / (1 - b2) - 1
-        steady = count if self.freeze_after is None else count.clamp(max=self.freeze_after)
+        steady = self.steady(count)
         t, power = _number(steady), _power(b2, steady)
         rho = limit - 2 * t * power / (1 - power)
         squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
@@ -324,9 +313,6 @@ class RAdam(Rule):
     @staticmethod
     def _choose(f: _Factors, yes: Tensor, no: Tensor) -> Tensor:
         return torch.where(f.rectified, yes, no) if torch.is_tensor(f.rectified) else (yes if f.rectified else no)
-
-    def __str__(self) -> str:
-        return f"scale_by_radam(b1={self.b1}, b2={self.b2}, eps={self.eps}{_frozen_note(self)})"
 
 
 class _Factors(NamedTuple):
@@ -465,7 +451,7 @@ def scale_by_adam(
     _decay("b1", b1)
     _decay("b2", b2)
     _settings(eps, freeze_after)
-    return Chain((Adam(b1, b2, eps, eps_root, moment_requires_grad, freeze_after),))
+    return Chain((Adam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
 def scale_by_adamax(
