@@ -133,21 +133,16 @@ class FusedSGD:
         from bayesopt_chain.kernels.langevin import langevin_step_
 
         keep, momentum = (self.momentum, 1.0) if self.momentum else (1.0, 0.0)
-        for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
-            langevin_step_(
-                p,
-                x,
-                s,
-                noise.key,
-                noise.count,
-                lr=self.lr,
-                weight_decay=self.weight_decay,
-                keep=keep,
-                momentum=momentum,
-                level=buffers.own.level,
-                echo=buffers.own.echo,
-                draw=draw,
-            )
+        numbers = {
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "keep": keep,
+            "momentum": momentum,
+            **buffers.own._asdict(),
+        }
+        with torch.cuda.device_of(noise.key):
+            for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
+                langevin_step_(p, x, s, noise.key, noise.count, draw=draw, **numbers)
 
     def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
         torch._fused_sgd_(
