@@ -49,6 +49,13 @@ def readable(t: Tensor) -> bool:
     return t.device.type == "cpu" and is_plain(t)
 
 
+def scalar(value: Any, device: torch.device) -> Tensor:
+    """What a schedule returned, 0-d, float64; a number is filled in on the device, which a graph can record."""
+    if torch.is_tensor(value):
+        return value.to(device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
 def value_key(t: Tensor) -> Hashable:
     """A key that equal tensors share where their value can be read for nothing; else one for each tensor object."""
     return (str(t.device), str(t.tolist())) if readable(t) else id(t)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _random
+from bayesopt_chain import _checks, _counters, _random
 from bayesopt_chain._response import Refused
 
 ITS_OWN_NOISE = Refused("it brings noise of its own; leave inject_langevin_noise out of this chain")
@@ -40,7 +40,7 @@ def now(value: Any, count: Tensor) -> float | Tensor:
     if isinstance(value, (int, float)):
         return float(value)
     value = value(count) if callable(value) and not torch.is_tensor(value) else value
-    return torch.as_tensor(value, dtype=torch.float64, device=count.device).detach()
+    return _counters.scalar(value, count.device).detach()
 
 
 def root(value: float | Tensor) -> float | Tensor:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import _counters
+
 Schedule = Callable[[Any], Tensor]
 
 __all__ = ["constant", "cosine", "cosine_restarts", "join", "piecewise", "polynomial", "robbins_monro"]
@@ -264,8 +266,8 @@ class join:
 
     def __call__(self, count: Any) -> Tensor:
         t = torch.as_tensor(count)
-        out = torch.as_tensor(self.schedules[0](t), dtype=torch.float64)
+        out = _counters.scalar(self.schedules[0](t), t.device)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
-            later = torch.as_tensor(schedule((t - boundary).clamp(min=0)), dtype=torch.float64)
+            later = _counters.scalar(schedule((t - boundary).clamp(min=0)), t.device)
             out = torch.where(t >= boundary, later, out)
         return out

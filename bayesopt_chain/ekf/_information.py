@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_plain
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, Precision, Root, Woodbury, unflatten
 from bayesopt_chain.precision._trees import Tree, paths
 
@@ -78,7 +79,7 @@ def observe(
             j.reshape(f.numel(), *leaf.shape) / deviation.reshape(-1, *[1] * leaf.ndim)
             for j, leaf in zip(jacobian, leaves)
         ]
-        count = torch.tensor(float(f.shape[0]), dtype=torch.float64, device=f.device)
+        count = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device)
         innovation = (batch[1] - f).detach().reshape(-1) / deviation
         return Observation(optree.tree_unflatten(structure, [row.detach() for row in rows]), innovation, count)
 
@@ -126,7 +127,7 @@ def information(increment: Any, leaves: list[Tensor], who: str) -> Information:
 
 def _root(matrix: Tensor, who: str) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    if not torch._C._functorch.is_functorch_wrapped_tensor(values):
+    if is_plain(values) and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
         tolerance = 1e3 * torch.finfo(values.dtype).eps * values.abs().max()
         if bool((values < -tolerance).any()):
             raise ValueError(

@@ -153,7 +153,7 @@ class LangevinNoise(Rule):
         if self.is_static:
             return float(self.temperature)
         value = self.temperature(count) if callable(self.temperature) else self.temperature
-        return torch.as_tensor(value, dtype=torch.float64, device=count.device).detach()
+        return _counters.scalar(value, count.device).detach()
 
     def _coefficients(self, placement, temperature, before, rates, j):
         """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""

@@ -52,7 +52,7 @@ class Scale(Rule):
     def rate(self, state, n: int) -> list[Tensor]:
         """Magnitude of the gain now, for each of ``n`` leaves."""
         if self.is_schedule:
-            return _counters.each(lambda c: torch.as_tensor(self.step_size(c), dtype=torch.float64), state.count)
+            return _counters.each(lambda c: _counters.scalar(self.step_size(c), c.device), state.count)
         return [self.step_size] * n
 
     def factors(self, state, n: int) -> list:

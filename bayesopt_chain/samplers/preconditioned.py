@@ -104,7 +104,7 @@ class RunningScaleWithDivergence(RunningScale):
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""
-        temperature = torch.as_tensor(_own_noise.now(self.temperature, count), dtype=torch.float64, device=count.device)
+        temperature = _counters.scalar(_own_noise.now(self.temperature, count), count.device)
         if self.freeze_after is None:
             return temperature
         return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))

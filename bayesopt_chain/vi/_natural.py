@@ -275,7 +275,7 @@ class VOGN(VON):
                 f"{[tuple(x.shape) for x in leaves]}"
             )
         squares = [x.square() if wanted == 1 else x.square().mean(0) for x in leaves]
-        count = torch.tensor(float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
+        count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
         values = spread_over([x.sum(0) for x in squares], params)
         return Diagonal(ctx.to_tree(values), count)
 
