@@ -1,6 +1,7 @@
 """The Triton kernel draws and moves as the chain does. On a CPU it runs in Triton's interpreter, in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -64,6 +65,30 @@ def run(device, **env):
 @pytest.mark.slow
 def test_the_kernel_is_the_chain_in_the_interpreter():
     run("cpu", TRITON_INTERPRET="1")
+
+
+def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
+    """Compiled for Hopper, without a device: a thread's 16 parameters take 12 loads and 8 stores of four floats each, and
+    neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bayesopt_chain.kernels.langevin import _kernel
+
+    floats = ("lr", "weight_decay", "keep", "momentum", "level", "echo")
+    types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
+    types |= {**dict.fromkeys(("size", "draw"), "i32"), **dict.fromkeys(floats, "fp32")}
+    source = ASTSource(
+        _kernel,
+        types | {"BLOCKS": "constexpr", "RUN": "constexpr"},
+        constexprs={(13,): 512, (14,): 64},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(6)},  # as torch's allocator aligns, and 16 divides the size
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == 12 and len(re.findall(r"st\.global\S*\.v4", ptx)) == 8
+    assert len(re.findall(r"(?:ld|st)\.global", ptx)) == 12 + 8 + 2  # and the key and the count
+    assert not re.findall(r"sin\.approx|cos\.approx|lg2\.approx|ld\.local|st\.local", ptx)
 
 
 @pytest.mark.gpu
