@@ -10,7 +10,8 @@ Two streams:
   seeded from its own key, so stacked chains draw what each would draw alone, bit for bit.
 * ``"philox"``, the default elsewhere and available everywhere: Philox-4x32-10 (Salmon et al., 2011) on the counter
   (block, draw, step low, step high), and Box-Muller. Nothing synchronises, nothing has a state, and every back end
-  (eager, compiled, captured, under ``vmap``, the Triton kernel) computes the same integers.
+  (eager, compiled, captured, under ``vmap``, the Triton kernel) computes the same integers. A CPU has a C++ kernel
+  for its normals (:mod:`bayesopt_chain.kernels.philox`), which is one operation for all leaves.
 
 One Philox block is four words, hence four normals. Element ``256 q + 64 l + r`` of a draw (``0 <= l < 4``, ``0 <= r < 64``)
 is normal ``l`` of block ``64 q + r``: runs of 64 neighbours come from 64 neighbouring blocks, which is what vector units
@@ -24,12 +25,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from bayesopt_chain.kernels.philox import normals_kernel
 
 Stream = Literal["generator", "philox"]
 STREAMS = ("generator", "philox")
@@ -64,9 +66,11 @@ def normals(
         shapes = [templates[i].shape[1:] for i in members]
         sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
-            on = key.to(device)
-            one = partial(philox_normal, on) if kind == "gaussian" else partial(philox_other, kind, on)
-            pieces = iter([one(step.to(device), n, salt << 24 | i, dtype) for i, n in enumerate(sizes)])
+            on, at, first = key.to(device), step.to(device), salt << 24
+            if kind == "gaussian":
+                pieces = iter(_philox_normals(on, at, sizes, first, dtype))
+            else:
+                pieces = iter([philox_other(kind, on, at, n, first | i, dtype) for i, n in enumerate(sizes)])
         else:
             flat = _from_generator(key, step, salt, sum(sizes), dtype, kind)
             pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
@@ -104,9 +108,14 @@ def is_plain(*tensors: Tensor) -> bool:
     """Whether tensors hold numbers now: nothing is being transformed, traced or compiled."""
     return (
         torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.compiler.is_compiling()
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+        and not _is_traced()
         and not any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
+    )
+
+
+def _is_traced() -> bool:
+    return (
+        torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
 
 
@@ -187,14 +196,75 @@ def _words(key: Tensor, step: Tensor, size: int, draw: int) -> list[Tensor]:
 
 def philox_normal(key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
     """``size`` standard normals of the stream (key, step, draw), computed in float32 or float64."""
+    return _philox_normals(key, step, [size], draw, dtype)[0]
+
+
+def _philox_normals(
+    key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Normals of the draws ``first``, ``first + 1``, ... of these sizes.
+
+    On a CPU one call of the C++ kernel; a traced draw of a few elements goes into the kernels that use it.
+    """
     real = torch.float64 if dtype == torch.float64 else torch.float32
+    if key.device.type != "cpu" or (_is_traced() and sum(sizes) <= RUN):
+        return [_in_tensors(key, step, n, first + i, real).to(dtype) for i, n in enumerate(sizes)]
+    flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, real).to(dtype)
+    pieces = flat.split(list(sizes)) if len(sizes) > 1 else (flat,)
+    return [x.clone() for x in pieces] if _is_traced() else pieces  # in a graph a write to one would rewrite them all
+
+
+def _in_tensors(key: Tensor, step: Tensor, size: int, draw: int, real: torch.dtype) -> Tensor:
+    """Normals by tensor operations, for any device; one row for each key and step."""
+    key, step = key[..., None, None], step[..., None, None]
     rows, run = (1, size) if size <= RUN else (-(-size // (4 * RUN)), RUN)
     lanes = 1 if size <= RUN else 4
     block = torch.arange(rows * run, dtype=torch.int64, device=key.device).view(rows, run)
     counter = (block & _MASK, draw + 0 * block, (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block)
     words = philox(counter, (key & _MASK, key >> 32 & _MASK))
     z = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
-    return (torch.stack(z, dim=1).flatten()[:size] if lanes > 1 else z[0].flatten()).to(dtype)
+    return torch.stack(z, dim=-2).flatten(-3)[..., :size] if lanes > 1 else z[0].flatten(-2)
+
+
+_OPS = torch.library.Library("bayesopt_chain", "FRAGMENT")
+_OPS.define("philox_normals(Tensor key, Tensor step, int[] sizes, int first, ScalarType dtype) -> Tensor")
+_OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] sizes, int first) -> ()")
+
+
+def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype) -> Tensor:
+    """The draws one behind the other; keys or steps with further axes, one for each chain, give the result these axes."""
+    chains = torch.broadcast_shapes(key.shape, step.shape)
+    return torch.empty(*chains, sum(sizes), dtype=dtype, device=key.device)
+
+
+def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype) -> Tensor:
+    out = _fresh_normals(key, step, sizes, first, dtype)
+    _fill_with_normals(out, key, step, sizes, first)
+    return out
+
+
+def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], first: int) -> None:
+    if key.ndim or step.ndim:
+        key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
+    fill = normals_kernel()
+    if fill is not None:
+        fill(out, key, step, tuple(sizes), first)
+    else:
+        pieces = [_in_tensors(key, step, n, first + i, out.dtype) for i, n in enumerate(sizes)]
+        out.copy_(torch.cat(pieces, dim=-1).view(out.shape))
+
+
+_OPS.impl("philox_normals", _drawn_normals, "CPU")
+_OPS.impl("philox_normals_", _fill_with_normals, "CPU")
+torch.library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, lib=_OPS)
+torch.library.register_fake("bayesopt_chain::philox_normals_", lambda *args: None, lib=_OPS)
+
+
+@torch.library.register_vmap("bayesopt_chain::philox_normals", lib=_OPS)
+def _(info, in_dims, key, step, sizes, first, dtype):
+    key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
+    out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, dtype)
+    return out, out.ndim - 2
 
 
 def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor, Tensor]:

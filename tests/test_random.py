@@ -5,7 +5,9 @@ import torch
 from scipy import stats
 
 import bayesopt_chain as bc
+from bayesopt_chain import _random
 from bayesopt_chain._random import box_muller, new_key, normals, philox, philox_normal, splitmix64
+from bayesopt_chain.kernels.philox import normals_kernel
 
 
 def words(values):
@@ -68,6 +70,55 @@ def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
     torch.testing.assert_close(single.double(), long, rtol=0, atol=1e-6)
 
 
+@pytest.mark.skipif(normals_kernel() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, threads, monkeypatch):
+    """Every length around the kernel's runs, negative and large words, and one draw of all lengths together."""
+    sizes = [0, 1, 5, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 40_000]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
+            streams = torch.tensor(key), torch.tensor(step)
+            mine = _random._philox_normals(*streams, sizes, 1 << 24, dtype)
+            with monkeypatch.context() as without:
+                without.setattr(_random, "normals_kernel", lambda: None)
+                wants = _random._philox_normals(*streams, sizes, 1 << 24, dtype)
+            for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
+                assert x.shape == (n,) and x.dtype == dtype
+                torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
+                assert torch.equal(x, philox_normal(*streams, n, 1 << 24 | i, dtype))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("n", [6, 300])
+def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, compiler, monkeypatch):
+    if not compiler:
+        monkeypatch.setattr(_random, "normals_kernel", lambda: None)
+    keys, steps = torch.tensor([5, -7, 9]), torch.tensor([2, 3])
+
+    def one(key, step):
+        return philox_normal(key, step, n, 4, torch.float64)
+
+    square = torch.vmap(lambda k: torch.vmap(lambda s: one(k, s))(steps))(keys)
+    turned = torch.vmap(lambda s: torch.vmap(lambda k: one(k, s))(keys), out_dims=1)(steps)
+    pairs = torch.vmap(one)(keys[:2], steps)
+    for i, key in enumerate(keys):
+        for j, step in enumerate(steps):
+            assert torch.equal(square[i, j], one(key, step)) and torch.equal(turned[i, j], one(key, step))
+    assert torch.equal(pairs, torch.stack([square[0, 0], square[1, 1]]))
+
+
+def test_counter_based_noise_can_be_probed():
+    tx = bc.counter_based(bc.sghmc(0.1, 0.9, temperature=0.5))
+    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    covariance = bc.testing.stationary_covariance(tx, curvature)
+    torch.testing.assert_close(covariance, 0.5 * torch.linalg.inv(curvature), rtol=1e-10, atol=0)
+
+
 def test_chains_under_vmap_draw_what_each_draws_alone():
     keys, steps = torch.arange(4), torch.tensor([3, 3, 5, 5])
     template = [torch.empty(1, 6)]
@@ -126,7 +177,8 @@ def test_runs_of_64_come_from_neighbouring_blocks():
     first, _ = box_muller(w[0], w[1], torch.float64)
     _, fourth = box_muller(w[2], w[3], torch.float64)
     pieces = long.view(4, 4, 64)
-    assert torch.equal(pieces[:, 0].flatten(), first) and torch.equal(pieces[:, 3].flatten(), fourth)
+    torch.testing.assert_close(pieces[:, 0].flatten(), first, rtol=0, atol=1e-12)
+    torch.testing.assert_close(pieces[:, 3].flatten(), fourth, rtol=0, atol=1e-12)
 
 
 def test_box_muller_covers_the_plane_evenly_and_finitely():

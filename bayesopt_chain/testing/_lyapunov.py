@@ -40,7 +40,7 @@ class NormalProbe(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ("normal_", "normal", "randn", "randn_like", "normal_functional"):
+        if name in ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals"):
             n = out.numel()
             fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
             self.drawn += n

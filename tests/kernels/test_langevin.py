@@ -83,7 +83,7 @@ def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
         _kernel,
         types | {"BLOCKS": "constexpr", "RUN": "constexpr"},
         constexprs={(13,): 512, (14,): 64},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(6)},  # as torch's allocator aligns, and 16 divides the size
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(6)},  # aligned as torch allocates, size a multiple of 16
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == 12 and len(re.findall(r"st\.global\S*\.v4", ptx)) == 8
