@@ -18,7 +18,7 @@ momentum, the remembered draw (:mod:`bayesopt_chain._placement`):
 ``(keep, momentum, echo) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``echo = 0``.
 Three ways to run it, all the same stream:
 
-* a CPU generator's draw, made block after block next to torch's fused kernel, while all of it is in cache;
+* on a CPU a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
 * on a CUDA device :mod:`bayesopt_chain.kernels.langevin`, which draws in the kernel: 20 bytes a float32 parameter;
 * any other noise drawn by its link, then torch's fused kernel.
 """
@@ -26,6 +26,7 @@ Three ways to run it, all the same stream:
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
@@ -87,15 +88,15 @@ class FusedSGD:
         if buffers.by_kernel:
             self._kernels(buffers, live, noise)
         else:
-            generator = _random.seeded_generator(int(noise.key), int(noise.count))
+            fill, echo = buffers.filler(noise), buffers.own.echo
             if buffers.splits:
-                for x, sizes, blocks in zip(live, buffers.sizes, buffers.blocks):
+                for x, number, sizes, blocks in zip(live, buffers.draws, buffers.sizes, buffers.blocks):
                     for grad, (theta, carried, fresh) in zip(x.view(-1).split(sizes), blocks):
-                        fresh.normal_(0.0, buffers.own.level, generator=generator)
-                        self._with_noise([theta], [grad], [carried], [fresh], buffers.own.echo)
+                        fill(fresh, sizes, number)
+                        self._with_noise([theta], [grad], [carried], [fresh], echo)
             else:
-                buffers.flat.normal_(0.0, buffers.own.level, generator=generator)
-                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, buffers.own.echo)
+                fill(buffers.flat, buffers.sizes, 0)
+                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, echo)
         noise.count.add_(1)
         return state
 
@@ -197,24 +198,42 @@ class _Buffers:
             return
         self.carried = self.velocity or [memory[j][0] for j in self.live]
         self.by_kernel = has_kernel(first)
+        numbers = _random.draw_numbers(memory, [p.draws for p in self.placements.values()])
+        self.draws = [numbers[j] for j in self.live]
         if self.by_kernel:
-            numbers = _random.draw_numbers(memory, [p.draws for p in self.placements.values()])
-            self.draws = [numbers[j] for j in self.live]
             return
-        sizes = [params[j].numel() if params[j] is not None else 0 for j in range(len(g))]
-        whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
-        self.splits = whole and max(sizes) >= BLOCK  # leaves draw one after the other what one draw would give
+        sizes = [0 if p is None else p.numel() for p in params]
+        self.philox = self.rule.stream == "philox"
+        if self.philox:  # each leaf has its own draw
+            self.splits = max(sizes) >= BLOCK
+        else:  # leaves draw one after the other what one draw would give
+            whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
+            self.splits = whole and max(sizes) >= BLOCK
         if self.splits:
-            scratch = torch.empty(BLOCK + _VECTOR, dtype=first.dtype)
-            self.sizes = [_block_sizes(n) for n in sizes]
+            self.sizes = [[sizes[j]] if self.philox else _block_sizes(sizes[j]) for j in self.live]
+            scratch = torch.empty(max(map(max, self.sizes)), dtype=first.dtype)
             self.blocks = [
                 list(zip(p.view(-1).split(n), s.view(-1).split(n), [scratch[:k] for k in n]))
                 for p, s, n in zip(self.theta, self.carried, self.sizes)
             ]
+        elif self.philox and numbers != list(range(len(sizes))):
+            self.own = None
         else:
+            self.sizes = sizes
             self.flat = torch.empty(sum(sizes), dtype=first.dtype)
             views = self.flat.split(sizes)
             self.fresh = [views[j].view(g[j].shape) for j in self.live]
+
+    def filler(self, noise) -> Callable:
+        """``fill(out, sizes, number)``: this step's noise for draws of these sizes, ``number`` being that of the first."""
+        if self.philox:
+            draw = torch.ops.bayesopt_chain.philox_normals_
+            return lambda out, sizes, number: (
+                draw(out, noise.key, noise.count, sizes, number),
+                out.mul_(self.own.level),
+            )
+        generator = _random.seeded_generator(int(noise.key), int(noise.count))
+        return lambda out, sizes, number: out.normal_(0.0, self.own.level, generator=generator)
 
 
 def _block_sizes(n: int) -> list[int]:
@@ -263,12 +282,11 @@ def recognise(tx) -> FusedSGD | None:
 
 
 def _own(placements: list, rule: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
-    """The noise as the sweeps draw it, from a CPU generator or counter-based on a device; ``None`` for any other."""
-    generator = g.device.type == "cpu" and rule.stream != "philox"
+    """The noise as the sweeps and the kernel draw it; ``None`` for any other."""
     if len(set(placements)) != 1 or len(placements[0].sources) != 1 or rule.noise != "gaussian":
         return None
     process, echo = placements[0].sources[0].process, placements[0].echo
-    if not (generator or has_kernel(g)) or not isinstance(process, Filtered) or process.d != (1.0,):
+    if not (g.device.type == "cpu" or has_kernel(g)) or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     ((level, *more),) = placements[0].constants
     if has_velocity:

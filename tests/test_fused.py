@@ -66,12 +66,14 @@ def test_random_chains_move_as_their_links_do(
     assert_alike(*both_ways(tx, params), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("stream", [None, "philox"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_leaves_larger_than_a_block_draw_the_same_stream(momentum):
+def test_leaves_larger_than_a_block_draw_the_same_stream(momentum, stream):
     g = torch.Generator().manual_seed(0)
     for sizes in ([2 * _fused.BLOCK + 48, 64, 3 * _fused.BLOCK + 7], [_fused.BLOCK + 5, 40]):
         params = [torch.randn(n, generator=g) for n in sizes]
         tx = bc.sgd(0.05, momentum, temperature=0.1)
+        tx = bc.counter_based(tx) if stream else tx
         assert_alike(*both_ways(tx, params, 3), TOLERANCE[torch.float32])
 
 
