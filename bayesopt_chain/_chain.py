@@ -271,17 +271,16 @@ def _pick(leaves: Leaves, idx: list[int] | None) -> Leaves:
 def _inject(injections: list[Injection], at: int, g: Leaves, inplace: bool) -> Leaves:
     """``g`` with every noise that acts before rule ``at``."""
     for injection in injections:
-        if injection.at:
-            g = list(g)
-        for j, place in injection.at.items():
-            if place == at:
+        g = list(g)
+        for j in injection.noise:
+            if injection.at[j] == at:
                 g[j] = injection.add(j, g[j], inplace)
     return g
 
 
 def _echoes(injections: list[Injection], idx: list[int] | None, n: int) -> list | None:
     """By leaf of a rule, the noise that its velocity keeps and how much of it."""
-    kept = {j: (x.noise[j], factor) for x in injections for j, factor in (x.echo or {}).items()}
+    kept = {j: (e, x.echo[j]) for x in injections if x.echo for j, e in x.noise.items() if j in x.echo}
     return [kept.get(j) for j in (range(n) if idx is None else idx)] if kept else None
 
 

@@ -66,15 +66,15 @@ def updates(g: list, p: list | None, spec, params_spec) -> None:
         if x is not None and not torch.is_tensor(x):
             raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
         if x is not None and y is not None:
-            alike(f"updates: leaf {i}", x, "params have", y.shape, y.dtype, y.device)
+            alike("updates", i, x, "params have", y.shape, y.dtype, y.device)
 
 
-def alike(what: str, x, whose: str, shape, dtype, device) -> None:
-    """Same shape, dtype and device."""
+def alike(what: str, i: int, x, whose: str, shape, dtype, device) -> None:
+    """Leaf ``i`` of the same shape, dtype and device."""
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)}, {x.dtype} on {x.device}, but {whose} {tuple(shape)}, {dtype} on {device}; "
-            "call init with these parameters, or convert one of them"
+            f"{what}: leaf {i} has shape {tuple(x.shape)}, {x.dtype} on {x.device}, but {whose} {tuple(shape)}, {dtype} on "
+            f"{device}; call init with these parameters, or convert one of them"
         )
 
 

@@ -53,6 +53,16 @@ class Placement:
     temperature: float | None = None  # where neither it nor a gain changes with time
 
     @cached_property
+    def is_plain(self) -> bool:
+        """One source at a constant temperature, the same for all elements."""
+        return self.temperature is not None and len(self.sources) == 1 and not self.gains
+
+    @property
+    def gains(self) -> tuple[int, ...]:
+        """The rules whose diagonals the noise must know."""
+        return tuple(i for s in self.sources for i in s.before + s.after)
+
+    @cached_property
     def constants(self) -> list:
         """The coefficients of every source at that temperature."""
         return [s.process.coefficients(Conditions(self.temperature), None)[0] for s in self.sources]
@@ -66,15 +76,31 @@ class Placement:
         return sum(s.process.memory for s in self.sources)
 
 
+class Placements(dict[int, Placement]):
+    """The placement of each leaf that one noise rule acts on."""
+
+    @cached_property
+    def draws(self) -> list[int]:
+        return [p.draws for p in self.values()]
+
+    @cached_property
+    def at(self) -> dict[int, int]:
+        return {j: p.at for j, p in self.items()}
+
+    @cached_property
+    def echo(self) -> dict[int, float]:
+        return {j: p.echo for j, p in self.items() if p.echo}
+
+
 @dataclass(frozen=True)
 class Plan:
-    """For each noise rule, the placement at each leaf it acts on; which rules have gains that the noise must know."""
+    """For each noise rule its placements; which rules have gains that the noise must know."""
 
-    placements: dict[int, dict[int, Placement]]
+    placements: dict[int, Placements]
     rates: tuple[int, ...]
     gains: tuple[int, ...]
 
-    @property
+    @cached_property
     def noise(self) -> tuple[int, ...]:
         return tuple(self.placements)
 
@@ -89,9 +115,7 @@ def plan(rules, where, n: int) -> Plan:
     for i, idx in enumerate(where):
         for j in range(n) if idx is None else idx:
             acting[j].append(i)
-    placements: dict[int, dict[int, Placement]] = {
-        i: {} for i, rule in enumerate(rules) if isinstance(rule.response, Noise)
-    }
+    placements = {i: Placements() for i, rule in enumerate(rules) if isinstance(rule.response, Noise)}
     seen: dict[tuple[int, ...], tuple[int, Placement] | None] = {}
     for j, indices in enumerate(map(tuple, acting)):
         if indices not in seen:
@@ -103,7 +127,7 @@ def plan(rules, where, n: int) -> Plan:
     return Plan(
         placements,
         tuple(sorted({i for p in used for i in p.rates_before + p.rates_after})),
-        tuple(sorted({i for p in used for s in p.sources for i in s.before + s.after})),
+        tuple(sorted({i for p in used for i in p.gains})),
     )
 
 

@@ -86,7 +86,8 @@ class Injection:
     """This step's noise: what is added to each leaf, and before which rule.
 
     ``hot`` is a boolean 0-d tensor where the temperature can change: where it is false the gradient stays as it is,
-    to the last bit. ``echo`` has the leaves of whose noise the velocity keeps that factor.
+    to the last bit. ``echo`` has the leaves of whose noise the velocity keeps that factor. ``at`` and ``echo`` may name more
+    leaves than have noise this time.
     """
 
     noise: dict[int, Tensor]
@@ -113,6 +114,6 @@ class AdaptiveNoise:
         """``g`` plus ``gain`` times the noise of leaf ``i``."""
         j = i if self.idx is None else self.idx[i]
         for injection in self.injections:
-            if injection.at.get(j) == self.at:
+            if j in injection.noise and injection.at[j] == self.at:
                 g = injection.add(j, g, inplace, gain)
         return g

@@ -22,6 +22,7 @@ from bayesopt_chain import _checks, _counters, _random
 from bayesopt_chain._chain import Chain, chain
 from bayesopt_chain._masked import MaskedRule
 from bayesopt_chain._noise_process import Conditions
+from bayesopt_chain._placement import Placements
 from bayesopt_chain._response import Linear, Noise, Response
 from bayesopt_chain._rule import Injection, Rule
 
@@ -67,7 +68,7 @@ class LangevinNoise(Rule):
     def update(self, g, state, params, ctx):
         return g, state
 
-    def start(self, placements: dict[int, Any], leaves: list, rates, gains) -> LangevinNoiseState:
+    def start(self, placements: Placements, leaves: list, rates, gains) -> LangevinNoiseState:
         """First state, for the leaves that ``placements`` names."""
         mine = [leaves[j] for j in placements if leaves[j] is not None]
         device = mine[0].device if mine else torch.device("cpu")
@@ -89,7 +90,7 @@ class LangevinNoise(Rule):
         self._warn_of_rounding(placements, leaves, state, rates, gains)
         return state
 
-    def check(self, placements: dict[int, Any], state: LangevinNoiseState, g: list) -> None:
+    def check(self, placements: Placements, state: LangevinNoiseState, g: list) -> None:
         """Refuse gradients or a state that do not fit, before anything is drawn or changed."""
         if len(state.memory) != len(placements):
             raise ValueError(
@@ -98,23 +99,19 @@ class LangevinNoise(Rule):
             )
         for (j, placement), kept in zip(placements.items(), state.memory):
             if g[j] is not None and placement.sources:
-                _checks.alike(f"updates: leaf {j}", g[j], "the state has", kept.shape[1:], kept.dtype, kept.device)
+                _checks.alike("updates", j, g[j], "the state has", kept.shape[1:], kept.dtype, kept.device)
 
-    def draw(self, placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
+    def draw(self, placements: Placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
-        leaves = list(placements)
-        live = [n for n, j in enumerate(leaves) if g[j] is not None and placements[j].sources]
-        draws = _random.normals(
-            state.key, state.count, state.memory, [placements[j].draws for j in leaves], self.noise, self.stream
-        )
+        draws = _random.normals(state.key, state.count, state.memory, placements.draws, self.noise, self.stream)
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}
         memory, conditions = list(state.memory), list(state.conditions)
         cache: dict[Any, Any] = {}
-        for n in live:
-            j = leaves[n]
-            placement = placements[j]
+        for n, (j, placement) in enumerate(placements.items()):
+            if g[j] is None or not placement.sources:
+                continue
             if placement.temperature is not None:
                 coefficients, scale, after = placement.constants, None, None
             else:
@@ -128,8 +125,7 @@ class LangevinNoise(Rule):
                     cache[key] = self._coefficients(placement, temperature, conditions[n], rates, j)
                 coefficients, scale, after = cache[key]
             kept = list(memory[n]) if placement.memory else []
-            e, new = _run(placement, coefficients, draws[n], kept, gains, j)
-            noise[j] = e
+            noise[j], new = _run(placement, coefficients, draws[n], kept, gains, j)
             if scale is not None:
                 scales[j] = scale
             if new:
@@ -140,13 +136,8 @@ class LangevinNoise(Rule):
         if inplace and conditions:
             conditions = [o if o is c else o.copy_(c) for o, c in zip(state.conditions, conditions)]
         count = state.count.add_(1) if inplace else state.count + 1
-        injection = Injection(
-            noise,
-            {j: placements[j].at for j in noise},
-            None if self.is_static else temperature != 0,
-            scales or None,
-            {j: placements[j].echo for j in noise if placements[j].echo},
-        )
+        hot = None if self.is_static else temperature != 0
+        injection = Injection(noise, placements.at, hot, scales or None, placements.echo)
         return injection, LangevinNoiseState(state.key, count, tuple(memory), tuple(conditions))
 
     def _now(self, count: Tensor):
@@ -211,7 +202,7 @@ class LangevinNoise(Rule):
                 for s, c in zip(placement.sources, coefficients)
             ]
             gain = math.prod((float(rates[i][j]) for i in placement.rates_after), start=placement.gain_after)
-            for i in {i for s in placement.sources for i in s.before + s.after}:
+            for i in set(placement.gains):
                 gain *= float(gains[i][j].float().mean().sqrt())
             step = float(sum(e)) * gain
             size = float(leaves[j].detach().abs().float().mean())
@@ -333,6 +324,8 @@ def _product(start: Tensor, factors) -> Tensor:
 
 def _run(placement, coefficients, xi: list[Tensor], memory: list[Tensor], gains, j: int):
     """The noise of one leaf, summed over its sources, and its new memory."""
+    if placement.is_plain:
+        return placement.sources[0].process.step(xi, memory, coefficients[0])
     total, new, dtype = None, [], xi[0].dtype
     for source, c in zip(placement.sources, coefficients):
         process = source.process
