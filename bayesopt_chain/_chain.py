@@ -22,6 +22,7 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from bayesopt_chain import _checks, _placement
 from bayesopt_chain._foreign import ANY, Foreign, adopt, keywords_of, recognises
+from bayesopt_chain._leafwise import owned, repeats
 from bayesopt_chain._response import Adaptive, Decay, Linear, Noise, Nonlinear, Response
 from bayesopt_chain._rule import AdaptiveNoise, Context, Injection, Leaves, Rule
 from bayesopt_chain._warm_start import warm_start
@@ -154,6 +155,8 @@ class _Program:
             raise ValueError(f"{self.needy} needs the parameters: call update(updates, state, params=params)")
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
         p, params_spec = (None, None) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        if inplace and len(g) > 1 and repeats(g):
+            g = owned(g)
         layout = self.layout(updates if params is None else params, len(g))
         state, given = list(state), g
         injections: list[Injection] = []

@@ -18,6 +18,32 @@ def keep(fn: Callable, g: list, state: tuple, *others) -> tuple:
     return tuple(s if x is None else fn(s, x, *rest) for x, s, *rest in zip(g, state, *others))
 
 
+def owned(g: list) -> list:
+    """Gradients that may be overwritten one by one: what shares memory with an earlier one, or within itself, is copied.
+
+    Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
+    """
+    seen: set[int] = set()
+
+    def own(x: Tensor) -> Tensor:
+        if x.layout is not torch.strided:
+            return x
+        where = x.untyped_storage().data_ptr()
+        if where in seen or (0 in x.stride() and x.numel() > 1):
+            return x.clone(memory_format=torch.contiguous_format)
+        if where:
+            seen.add(where)
+        return x
+
+    return each(own, g)
+
+
+def repeats(g: list) -> bool:
+    """Whether one tensor stands at two leaves."""
+    ids = [id(x) for x in g if x is not None]
+    return len(set(ids)) < len(ids)
+
+
 def zeros_like(params: list, value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
     """A tensor filled with ``value`` for each leaf; an empty one for an absent leaf, since states hold no ``None``."""
     return tuple(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.loop.step import Info, Loss, apply, gradient
+from bayesopt_chain.loop.step import Info, Loss, apply, gradient, writable
 
 
 def make_loss_step(loss: Loss, tx: GradientTransformation, *, inplace: bool = False) -> Callable:
@@ -71,5 +71,7 @@ def _advance(tx, grads, info: Info, params, state, inplace: bool):
     takes_loss = any("loss" in rule.accepts for rule in getattr(tx, "rules", ()))
     with torch.no_grad():
         extra = {"loss": info.loss} if takes_loss else {}
-        updates, state = tx.update(grads, state, params=params, inplace=inplace, **extra)
+        updates, state = tx.update(
+            writable(grads) if inplace else grads, state, params=params, inplace=inplace, **extra
+        )
         return apply(params, updates, inplace), state, info

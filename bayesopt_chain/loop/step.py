@@ -22,6 +22,8 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import _draw, _fused
 from bayesopt_chain._foreign import ANY, keywords_of
+from bayesopt_chain._leafwise import owned
+from bayesopt_chain._random import is_plain
 
 Loss = Callable[[Any, Any], Any]
 
@@ -48,6 +50,8 @@ class Step:
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         grads, info, extra = self.evaluate(params, state, batch)
         with torch.no_grad():
+            if self.inplace:
+                grads = writable(grads)
             if self.fused is not None:
                 p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
                 if self.fused.fits(p, g, state):
@@ -156,6 +160,14 @@ def _mean_precision(precisions: list) -> Any:
 def _stacked(trees: list) -> Any:
     """Trees with their tensors stacked on axis 0; what is no tensor is taken from the first."""
     return optree.tree_map(lambda *xs: torch.stack(xs) if torch.is_tensor(xs[0]) else xs[0], *trees)
+
+
+def writable(grads: Any) -> Any:
+    """The gradients, copied where overwriting one would change another (under ``vmap`` they are as they are)."""
+    leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
+    if not is_plain(*(x for x in leaves if x is not None)):
+        return grads
+    return optree.tree_unflatten(spec, owned(leaves))
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:

@@ -65,6 +65,40 @@ def test_in_place_writes_into_the_tensors_it_was_given():
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)  # the fused pass rounds a product and sum once
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        bc.sgd(0.1, 0.9, weight_decay=0.1),
+        bc.sghmc(0.1, temperature=0.1),
+        bc.rmsprop(0.1, temperature=0.1),
+        bc.chain(bc.scale(2.0), bc.sgd(0.1)),
+        torchopt.sgd(0.1, 0.9),
+    ],
+    ids=["sgd", "sghmc", "rmsprop", "scale", "torchopt"],
+)
+@pytest.mark.parametrize(
+    "function", [lambda p, b: (p[0] + p[1]).square().sum(), lambda p, b: p[0].sum() + (p[1] + p[0]).sum()]
+)
+def test_in_place_gradients_that_share_memory_move_as_if_they_did_not(tx, function):
+    """Autograd hands out one tensor for both terms of a sum, and an expanded scalar for a plain sum."""
+    params = [torch.arange(1.0, 5.0), torch.arange(4.0) * 2]
+    other = params, tx.init(params)
+    mine = copy.deepcopy(other)
+    for _ in range(3):
+        *mine, _ = bc.make_step(function, tx, inplace=True)(*mine, None)
+        *other, _ = bc.make_step(function, tx)(*other, None)
+    for x, y in zip(mine[0], other[0]):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_stands_at_two_leaves_is_updated_once_for_each():
+    tx, params = bc.sgd(0.1, temperature=0.1), [torch.zeros(3), torch.zeros(3)]
+    state, g = tx.init(params), torch.ones(3)
+    want, _ = tx.update([g, g], copy.deepcopy(state), params=params, inplace=False)
+    got, _ = tx.update([g, g], state, params=params, inplace=True)
+    assert all(torch.equal(x, y) for x, y in zip(got, want)) and not torch.equal(*got)
+
+
 def test_aux_is_passed_on_detached():
     params, batch = setup()
     tx = bc.sgd(0.1)
