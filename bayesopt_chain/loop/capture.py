@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bayesopt_chain import _fused
 from bayesopt_chain.loop.step import Info, Step
 
 Backend = Literal["cuda", "inductor", "eager"]
@@ -124,7 +125,8 @@ def capture(
     graph, closed_over = _trace(body)
     chosen = backend or _best(body)
     if chosen == "cuda":
-        replay = _CudaGraph(body, closed_over)
+        _check_devices(graph, body)
+        replay = _CudaGraph(body, closed_over, _in_place(step))
     elif chosen == "inductor":
         replay = _Compiled(body, graph, closed_over)
     else:
@@ -134,6 +136,11 @@ def capture(
 
 def _pure(step: Callable) -> Callable:
     return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
+
+
+def _in_place(step: Callable) -> Callable:
+    """The step that moves the static buffers themselves, by the fused kernels where it has them."""
+    return replace(step, inplace=True, fused=_fused.recognise(step.tx)) if isinstance(step, Step) else step
 
 
 class _Slots:
@@ -277,10 +284,12 @@ class _Body:
     def static(self) -> list[Tensor]:
         return [*self.params.buffers, *self.state.buffers]
 
-    def advance(self, static: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def advance(
+        self, static: Sequence[Tensor], batch: Sequence[Tensor], step: Callable | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """One step: new values of the static buffers, and its report: the tensors of loss and aux, and of a draw."""
         n = len(self.params.buffers)
-        params, state, info = self.step(
+        params, state, info = (step or self.step)(
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
         )
         report = info
@@ -366,6 +375,23 @@ class _Mutations(TorchDispatchMode):
         with torch.no_grad():
             for x, old in self.before.values():
                 x.copy_(old)
+
+
+def _check_devices(graph: torch.fx.GraphModule, body: _Body) -> None:
+    """Refuse tensors on the CPU that a CUDA graph would read once and never again. Literals of the code may be there."""
+    device = body.static[0].device
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    first = len(body.static) + len(body.batch.tensors)
+    for n, node in enumerate(placeholders):
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if node.meta["val"].device != device and not (n >= first and literal):
+            what = (
+                "batch" if len(body.static) <= n < first else "params or state" if n < first else "a closed-over tensor"
+            )
+            raise CaptureError(
+                f"capture: {what}: {_describe(node.meta['val'])} is not on {device}, so that replays would not see it change; "
+                f"move it there first (.to({str(device)!r}))"
+            )
 
 
 def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
@@ -474,18 +500,18 @@ class _Compiled:
 
 
 class _Eager:
-    """The same program without a compiler, all steps in one."""
+    """The same program without a compiler, all steps in one; ``step`` may move the buffers in place."""
 
-    def __init__(self, body: _Body) -> None:
-        self.body = body
+    def __init__(self, body: _Body, step: Callable | None = None) -> None:
+        self.body, self.step = body, step
 
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
         body, static = self.body, self.body.static
         new, reports = static, []
         with torch.no_grad():
             for k in range(body.steps):
-                new, report = body.advance(new, body.batch.of_step(batch, k))
-                reports.append([x.clone() for x in report] if body.steps == 1 else report)
+                new, report = body.advance(new, body.batch.of_step(batch, k), self.step)
+                reports.append([x.clone() for x in report] if body.steps == 1 or self.step else report)
             info = body.together(reports)
             for buffer, value in zip(static, new):
                 if value is not buffer:
@@ -496,9 +522,9 @@ class _Eager:
 class _CudaGraph:
     """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded."""
 
-    def __init__(self, body: _Body, closed_over: list[Tensor], warmups: int = 3) -> None:
+    def __init__(self, body: _Body, closed_over: list[Tensor], step: Callable, warmups: int = 3) -> None:
         self.batch = [x.clone() for x in body.batch.tensors]
-        eager = _Eager(body)
+        eager = _Eager(body, step)
         touched = [*body.static, *closed_over]
         before = [t.clone() for t in touched]
         device = body.static[0].device
