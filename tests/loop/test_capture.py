@@ -79,6 +79,31 @@ def test_captured_equals_eager(name, backend):
         assert_close(mine, eager)
         assert_close(info, want)
     assert_close((params, state), before, 0.0)  # the arguments of capture stay as they were
+    if backend == "inductor":  # nothing of torch's stands between the call and the generated function
+        assert fast._replay.program == fast._replay.generated[0].current_callable
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
+    """More than a run of normals a leaf, two groups of leaves, and a temperature that changes between the calls."""
+    temperature, g = torch.tensor(0.05), torch.Generator().manual_seed(1)
+    tx = bc.counter_based(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=lambda c: temperature * (1 + c)))
+    sizes = {"a": (3, 100), "b": (7,), "c": (257,), "d": ()}
+    params = {k: torch.randn(s, generator=g, dtype=torch.float64 if k > "b" else None) for k, s in sizes.items()}
+
+    def quadratic(params, batch):
+        return sum((x.double() ** 2).sum() for x in params.values()) * batch
+
+    step, state, batch = bc.make_step(quadratic, tx), tx.init(params), torch.tensor(0.5)
+    fast = bc.capture(step, params, state, batch, steps=2, draws=True, backend=backend)
+    eager = mine = (params, state)
+    for t in (0.05, 0.0, 2.0):
+        temperature.fill_(t)
+        *mine, info = fast(*mine, batch)
+        for k in range(2):
+            *eager, _ = step(*eager, batch)
+            assert_close({name: x[k] for name, x in info.draws.items()}, eager[0])
+        assert_close(mine, eager)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,6 +123,11 @@ def test_several_steps_a_call_with_every_draw(backend):
     assert_close(info.draws, bc.stack(draws))
     assert_close(info.loss, torch.stack(losses))
     assert info.aux["name"] == "regression" and info.aux["norm"].shape == (3,)
+    one = bc.capture(step, params, state, batch, draws=True, backend=backend)
+    mine, _, info = one(params, state, batch)
+    assert_close(info.draws, bc.stack([mine]))
+    assert info.loss.shape == () and info.aux["name"] == "regression"
+    assert_close(one(params, state, batch)[2], info, 0.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -199,6 +229,77 @@ def test_outputs_alias_static_buffers_unless_cloned(backend):
     value = first["w"].clone()
     cloned(first, state, batch)
     assert torch.equal(first["w"], value)
+
+
+def test_what_the_user_changes_between_calls_is_seen():
+    """In the containers that were handed back, in the tensors, and in a batch that is given again."""
+    params, batch = setup()
+    tx = bc.sgd(0.05, 0.9)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, list(batch), backend=EAGER)
+    mine, data, eager = fast(params, state, list(batch))[:2], list(batch), step(params, state, batch)[:2]
+
+    def both():
+        nonlocal mine, eager
+        eager = step(*eager, tuple(data))[:2]
+        mine = fast(*mine, data)[:2]
+        assert_close(mine, eager)
+
+    both()
+    mine[0]["w"], eager[0]["w"] = torch.ones(20), torch.ones(20)
+    both()
+    data[0] = data[0] + 1
+    both()
+    data[0].mul_(2)
+    mine[0]["w"].add_(1)
+    eager[0]["w"] = eager[0]["w"] + 1
+    mine[1][0].trace[0].zero_()
+    eager[1][0].trace[0].zero_()
+    both()
+    mine[0].pop("b")
+    with pytest.raises(ValueError, match="structure"):
+        fast(*mine, data)
+
+
+def test_trees_of_tuples_are_handed_back_as_they_are():
+    batch = torch.randn(5, 3), [torch.randn(5)]
+    tx, params = bc.sgd(0.05, 0.9), (torch.zeros(3), (torch.zeros(()),))
+
+    def linear(params, batch):
+        return ((batch[0] @ params[0] + params[1][0] - batch[1][0]) ** 2).mean()
+
+    step, state = bc.make_step(linear, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, backend=EAGER)
+    first, kept, _ = fast(params, state, batch)
+    batch[1][0] = batch[1][0] + 1  # a list inside a tuple
+    second, again, _ = fast(first, kept, batch)
+    assert first is second and kept is again
+    eager = step(*step(params, state, (batch[0], [batch[1][0] - 1]))[:2], batch)
+    assert_close(second, eager[0])
+    assert_close(fast(params, state, batch)[0], step(params, state, batch)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_that_share_memory(backend):
+    """One tensor twice in the batch, once; and buffers, written by the step, that are views of one tensor."""
+    both, x, y = torch.zeros(2, 3), torch.randn(3), torch.randn(3)
+    tx, params = bc.sgd(0.05), torch.zeros(3)
+
+    def loss(params, batch):
+        both[0].add_(batch[0].detach())
+        both[1].add_(both[0])
+        return ((params - batch[0] * batch[1]) ** 2).sum()
+
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, (x, x), backend=backend)
+    assert torch.equal(both, torch.zeros(2, 3))
+    for batch in ((x, x), (x, y), (y, y), (x, y)):
+        before = both.clone()
+        want = step(params, state, batch)[0]
+        wrote = both.clone()
+        both.copy_(before)
+        assert_close(fast(params, state, batch)[0], want)
+        assert_close(both, wrote)
 
 
 def test_an_update_with_gradients_as_its_batch_is_captured_too():
@@ -391,11 +492,11 @@ def test_memory_does_not_grow_over_ten_thousand_replays():
 def test_compiled_philox_is_eager_philox_for_every_key():
     """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
     so that one wrong bit moves a normal by far more than 1e-6."""
-    from bayesopt_chain._random import new_key, philox_normal
+    from bayesopt_chain._random import _in_tensors, new_key, philox_normal
 
-    for n in (3, 300):
+    for n, draw in ((3, philox_normal), (300, philox_normal), (300, _in_tensors)):
         compiled = torch.compile(
-            lambda k, s, n=n: philox_normal(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
+            lambda k, s, n=n, draw=draw: draw(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
         )
         for i in range(20):
             key, count = new_key(None, torch.device("cpu")), torch.tensor(i + (i << 33))
