@@ -87,6 +87,7 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
+            "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -95,6 +96,7 @@ def sixty_leaves() -> Row:
     targets = {
         ("fused", "normal_ + torch.optim fused"): 1.3,
         ("fused", "posteriors"): 0.35,
+        ("captured, Philox", "fused"): 1.0,
     }
     return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
 

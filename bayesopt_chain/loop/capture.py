@@ -473,8 +473,9 @@ class _Compiled:
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         self.program = lambda args: self.whole(*args)
-        function = getattr(self.generated[0], "current_callable", None)
-        if len(self.generated) != 1 or function is None:
+        made = self.generated[0] if len(self.generated) == 1 else None
+        function = getattr(made, "current_callable", None)
+        if function is None:
             return self.program(args)
         handed: list = []
         returned: list = []
@@ -484,11 +485,11 @@ class _Compiled:
             returned.extend(function(inner_args))
             return tuple(returned)
 
-        self.generated[0].current_callable = watch
+        made.current_callable = watch
         try:
             out = self.whole(*args)
         finally:
-            self.generated[0].current_callable = function
+            made.current_callable = function
         place = {id(x): i for i, x in enumerate(args)}
         order = [place.get(id(x), -1) for x in handed]
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
