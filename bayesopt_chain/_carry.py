@@ -12,6 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_hidden
+
 State = TypeVar("State")
 Dial = float | Tensor | Callable[[Tensor], Any]
 
@@ -87,9 +89,5 @@ def device_of(leaves: Sequence[Tensor]) -> torch.device:
 
 
 def is_concrete(tensor: Tensor) -> bool:
-    """Whether Python may look at a value: eager, on a CPU, outside ``vmap``."""
-    return (
-        tensor.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch.compiler.is_compiling()
-    )
+    """Whether looking at a value is possible and costs nothing: on a CPU, not transformed, traced or compiled."""
+    return tensor.device.type == "cpu" and not is_hidden(tensor)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bayesopt_chain._random import is_hidden
+
 
 def temperature(value: Any) -> None:
     """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
@@ -18,7 +20,7 @@ def temperature(value: Any) -> None:
             raise ValueError(
                 f"temperature: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}"
             )
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if is_hidden(value):
             return
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -69,10 +69,6 @@ def emit(g: list, moves: list, inplace: bool) -> list:
 def positive_temperature(who: str, temperature: Any, why: str) -> None:
     """Refuse temperature 0 for a sampler that is no optimizer there."""
     _checks.temperature(temperature)
-    value = temperature.item() if torch.is_tensor(temperature) and not _wrapped(temperature) else temperature
+    value = temperature.item() if torch.is_tensor(temperature) and not _random.is_hidden(temperature) else temperature
     if is_zero(value):
         raise ValueError(f"{who}: temperature must be positive, got {value}: {why}")
-
-
-def _wrapped(x: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -113,6 +113,16 @@ def is_plain(*tensors: Tensor) -> bool:
     )
 
 
+def is_hidden(x: Tensor) -> bool:
+    """Whether nobody may look at a tensor's value: it is transformed, traced, compiled, or recorded by a CUDA graph."""
+    return (
+        torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or _is_traced()
+        or isinstance(x, torch._subclasses.FakeTensor)
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
 def _is_traced() -> bool:
     return (
         torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

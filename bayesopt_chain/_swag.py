@@ -24,10 +24,11 @@ from torch import Tensor
 from bayesopt_chain._carry import device_of, find, is_concrete, present, require_these, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Linear
 from bayesopt_chain._rule import Rule
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
-from bayesopt_chain.precision._trees import is_transformed, paths, size
+from bayesopt_chain.precision._trees import paths, size
 
 
 class SwagState(NamedTuple):
@@ -116,7 +117,7 @@ class Swag(Chain):
             ValueError: fewer than two iterates collected, or a parameter that never moved (named).
         """
         rule, mine = self.rules[0], find(state, SwagState, str(self.rules[0]))
-        if not is_transformed(mine.collected) and int(mine.collected) < 2:
+        if not is_hidden(mine.collected) and int(mine.collected) < 2:
             raise ValueError(
                 f"swag: {int(mine.collected)} iterates collected, at least 2 make a covariance: run on past "
                 f"start={rule.start} with every={rule.every}, or use mean(state, params)"
@@ -124,7 +125,7 @@ class Swag(Chain):
         structure = optree.tree_structure(params)
         variances = [s / mine.collected.to(s.dtype) for s in mine.squares]
         for name, v in zip(paths(params), variances):
-            if not is_transformed(v) and not bool((v > 0).all()):
+            if not is_hidden(v) and not bool((v > 0).all()):
                 raise ValueError(f"swag: {name} has entries that never moved: leave them out of it by bc.masked")
         data = torch.zeros((), dtype=torch.float64, device=mine.count.device)
         mean = self.mean(state, params)

@@ -22,9 +22,10 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
 from bayesopt_chain.curvature._taps import Taps, Use
-from bayesopt_chain.precision._trees import Tree, is_transformed, paths
+from bayesopt_chain.precision._trees import Tree, paths
 
 Forward = Callable[[Tree, Any], Tensor]
 Factors = Callable[[Tensor, Any], Tensor]
@@ -251,7 +252,7 @@ def _require_separate(outputs: Tensor, plan: Plan) -> None:
             f"forward returned {tuple(outputs.shape)} for a batch but {tuple(plan.probe.shape)} for one datum: "
             "return outputs [B, *event]"
         )
-    if is_transformed(outputs):
+    if is_hidden(outputs):
         return
     scale = outputs.abs().max()
     if bool((outputs[-1] - plan.probe[0]).abs().max() > _tolerance(outputs) * scale):
@@ -268,7 +269,7 @@ def _misplaced(taps: Taps, outputs: list[Tensor], plan: Plan) -> dict[int, str]:
         wanted = wanted.reshape(-1)
         if got.numel() != wanted.numel():
             wrong.add(tap)
-        elif not is_transformed(got) and wanted.numel():
+        elif not is_hidden(got) and wanted.numel():
             difference, scale = (got - wanted).abs().max(), wanted.abs().max()
             if bool(difference > _tolerance(got) * scale):
                 wrong.add(tap)

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_plain
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, Precision, Root, Woodbury, unflatten
 from bayesopt_chain.precision._trees import Tree, paths
 
@@ -127,7 +127,7 @@ def information(increment: Any, leaves: list[Tensor], who: str) -> Information:
 
 def _root(matrix: Tensor, who: str) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    if is_plain(values) and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_hidden(values):
         tolerance = 1e3 * torch.finfo(values.dtype).eps * values.abs().max()
         if bool((values < -tolerance).any()):
             raise ValueError(

@@ -37,13 +37,14 @@ from bayesopt_chain import _checks
 from bayesopt_chain._carry import find, present, require_these, spread_over, times, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Refused
 from bayesopt_chain._rule import Rule
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.ekf._information import Information, information
 from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, flatten, shape_only, unflatten
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.precision._trees import common_dtype, gram, is_transformed, paths, project, size, spread
+from bayesopt_chain.precision._trees import common_dtype, gram, paths, project, size, spread
 from bayesopt_chain.precision._triangular import signed
 
 
@@ -136,7 +137,7 @@ class Filter(Rule):
     def _tree(self, name: str, value: Any, params: Any) -> list[Tensor]:
         out = [v.expand(p.shape) for v, p in zip(spread(value, params, name), optree.tree_leaves(params))]
         for path, v in zip(paths(params), out):
-            if not is_transformed(v) and not bool((v.isfinite() & (v > 0)).all()):
+            if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
                 what = "is singular or negative" if name == "transition_noise" else "is not positive"
                 cure = "; a number 0 switches it off" if name == "transition_noise" else ""
                 raise ValueError(
@@ -228,7 +229,7 @@ class DiagonalFilter(Filter):
             white = [row / v.sqrt() for row, v in zip(rows, before)]
             gain = gram(white) + torch.eye(rows[0].shape[0], dtype=common_dtype(white), device=rows[0].device)
             innovation = self._weigh([known.innovation])[0].to(gain.dtype)
-            along = torch.linalg.solve(gain, innovation)
+            along = torch.linalg.solve_ex(gain, innovation).result  # never singular, and nothing to wait for
             moves = [torch.tensordot(along.to(row.dtype), row, dims=1) / v for row, v in zip(rows, before)]
         return moves, DiagonalFilterState(tuple(after), state.count + known.count)
 
@@ -276,7 +277,7 @@ class LowRankFilter(Filter):
         damped = [row * (q / (1 + q * y)) for row, q, y in zip(rows, noise, diagonal)]
         inner_matrix = project(rows, damped)
         inner_matrix = inner_matrix + torch.eye(self.rank, dtype=inner_matrix.dtype, device=inner_matrix.device)
-        lower = torch.linalg.cholesky(inner_matrix)
+        lower = torch.linalg.cholesky_ex(inner_matrix).L
         shrunk = [row / (1 + q * y) for row, q, y in zip(rows, noise, diagonal)]
         flat = [
             torch.linalg.solve_triangular(lower.to(row.dtype), row.reshape(self.rank, -1), upper=False).reshape(

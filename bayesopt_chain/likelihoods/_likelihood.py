@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision._trees import is_transformed
 
 Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]
@@ -97,7 +98,7 @@ def custom(
             )
         values, vectors = torch.linalg.eigh(hessian)
         tolerance = 1e3 * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
-        if not is_transformed(values) and bool((values < -tolerance).any()):
+        if not is_hidden(values) and bool((values < -tolerance).any()):
             raise ValueError(
                 "the output Hessian of the custom likelihood is not positive semidefinite "
                 f"(eigenvalue {values.min().item():.3g}): pass output_hessian= with its positive part or "

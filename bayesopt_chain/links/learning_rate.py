@@ -17,6 +17,7 @@ from bayesopt_chain import _checks, _counters
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Linear, Rate, Response
 from bayesopt_chain._rule import Rule
 
@@ -102,8 +103,8 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """
     if not (callable(lr) or isinstance(lr, Real) or torch.is_tensor(lr)):
         raise TypeError(f"Invalid learning rate: {lr!r}; it must be a number, a 0-d tensor or a schedule")
-    transformed = torch.is_tensor(lr) and torch._C._functorch.is_functorch_wrapped_tensor(lr)
-    if not (callable(lr) or transformed or lr >= 0.0):
+    hidden = torch.is_tensor(lr) and is_hidden(lr)
+    if not (callable(lr) or hidden or lr >= 0.0):
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number >= 0, a 0-d tensor or a schedule")
     return Chain((Scale(lr, -1),))
 

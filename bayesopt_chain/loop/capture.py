@@ -172,10 +172,19 @@ class _Slots:
             if not (len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)) and spec == self.spec):
                 self.load(leaves, spec, what)
 
-    def collect(self, tree: Any) -> list[Tensor]:
+    def collect(self, tree: Any, what: str) -> list[Tensor]:
         """One tensor for each buffer from a tree that the step made."""
         out: list[Tensor | None] = [None] * len(self.buffers)
-        for i, leaf in zip(self.index, optree.tree_leaves(tree)):
+        leaves, spec = optree.tree_flatten(tree)
+        if spec != self.spec or any(
+            not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype
+            for x, mine in zip(leaves, self.leaves)
+        ):
+            raise CaptureError(
+                f"capture: the step returns {what} of another structure, shape or dtype than it was given: run a step or two "
+                "before capturing, and use no state that grows (curvature with structure='root')"
+            )
+        for i, leaf in zip(self.index, leaves):
             if out[i] is not None and out[i] is not leaf:
                 raise CaptureError(
                     "capture: leaves of the state that were one tensor became two; give the step a state with "
@@ -206,11 +215,12 @@ class _Slots:
 
 
 class _Batch:
-    """What batches look like, and their tensors with the strides they were captured with."""
+    """What batches look like, and their tensors with the strides they were captured with, none of them in a static buffer."""
 
-    def __init__(self, batch: Any, steps: int, dim: int | None) -> None:
+    def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
         self.leaves, self.spec = optree.tree_flatten(batch)
         self.dim = dim
+        self.written = {x.untyped_storage().data_ptr() for x in static}  # memory that the step overwrites
         if dim is not None:
             for n, x in enumerate(self.leaves):
                 if torch.is_tensor(x) and x.shape[dim] != steps:
@@ -231,14 +241,19 @@ class _Batch:
             if not (len(leaves) == len(before) and all(map(is_, leaves, before)) and spec == self.spec):
                 self.check(leaves, spec)
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
-            tensors = [x for x, _ in mine] if all(x.stride() == stride for x, stride in mine) else None
+            tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
             self.last = batch, leaves, tensors
         return tensors if tensors is not None else self.laid_out(leaves)
 
+    def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
+        return x.stride() == stride and x.untyped_storage().data_ptr() not in self.written
+
     def laid_out(self, leaves: list) -> list[Tensor]:
-        """Copies with the first batch's strides of the tensors that have others."""
+        """Copies with the first batch's strides of the tensors that have others, or that lie in a static buffer."""
         return [
-            x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+            x
+            if self.fits(x, stride)
+            else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x.detach())
             for x, stride in zip(leaves, self.strides)
             if stride is not None
         ]
@@ -278,7 +293,8 @@ class _Body:
 
     def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
         self.step, self.steps, self.draws = step, steps, draws
-        self.params, self.state, self.batch = _Slots(params), _Slots(state), _Batch(batch, steps, batch_dim)
+        self.params, self.state = _Slots(params), _Slots(state)
+        self.batch = _Batch(batch, steps, batch_dim, self.static)
 
     @property
     def static(self) -> list[Tensor]:
@@ -300,8 +316,17 @@ class _Body:
         leaves, self._info_spec = optree.tree_flatten(report)
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
         self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
-        new = [*self.params.collect(params), *self.state.collect(state)]
+        new = [*self.params.collect(params, "params"), *self.state.collect(state, "a state")]
         return new, [x for x in leaves if torch.is_tensor(x)]
+
+    def write(self, static: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Write new values into the static buffers. What shares memory with one (an old value kept, two that change places)
+        is copied before any is written."""
+        mine = {buffer.untyped_storage()._cdata for buffer in static}
+        values = [x if x is b or x.untyped_storage()._cdata not in mine else _kept(x) for b, x in zip(static, new)]
+        for buffer, value in zip(static, values):
+            if value is not buffer:
+                buffer.copy_(value)
 
     def together(self, reports: list[Sequence[Tensor]]) -> list[Tensor]:
         """The reports of all steps, stacked on axis 0; of a single step only the draws are."""
@@ -315,6 +340,17 @@ class _Body:
             for i, constant in self._constants.items():
                 tensors.insert(i, constant)
         return optree.tree_unflatten(self._info_spec, tensors)
+
+
+@torch.library.custom_op("bayesopt_chain::kept", mutates_args=())
+def _kept(x: Tensor) -> Tensor:
+    """A copy that no compiler takes away: inductor drops a clone of an input even where that is overwritten before."""
+    return x.clone()
+
+
+@_kept.register_fake
+def _(x):
+    return torch.empty_like(x)
 
 
 def _trace(body: _Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -331,9 +367,7 @@ def _trace(body: _Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
         with mutations:
             new, report = body.advance(flat[:n], flat[n:])
             report = [x.clone() for x in report]
-        for buffer, value in zip(flat, new):
-            if value is not buffer:
-                buffer.copy_(value)
+        body.write(flat[:n], new)
         return report
 
     try:
@@ -514,9 +548,7 @@ class _Eager:
                 new, report = body.advance(new, body.batch.of_step(batch, k), self.step)
                 reports.append([x.clone() for x in report] if body.steps == 1 or self.step else report)
             info = body.together(reports)
-            for buffer, value in zip(static, new):
-                if value is not buffer:
-                    buffer.copy_(value)
+            body.write(static, new)
         return info
 
 

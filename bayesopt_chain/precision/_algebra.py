@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._trees import Tree, is_transformed
+from bayesopt_chain._random import is_hidden
+from bayesopt_chain.precision._trees import Tree
 
 
 class Precision:
@@ -88,7 +89,7 @@ def require_same_structure(left: Precision, right: Any, *accepted: type) -> None
 
 def require_positive(values: Tensor, name: str) -> None:
     """Raise `ValueError` where values that must be positive are not; inside a transform nothing can be checked."""
-    if not is_transformed(values) and not bool((values > 0).all()):
+    if not is_hidden(values) and not bool((values > 0).all()):
         raise ValueError(
             f"the precision is singular or indefinite at {name} (smallest value {values.min().item():.3g}): "
             "pass a larger prior_precision, or more data"

@@ -12,8 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
-from bayesopt_chain.precision._trees import Tree, flatten, is_transformed, paths, require_like, size, spread, unflatten
+from bayesopt_chain.precision._trees import Tree, flatten, paths, require_like, size, spread, unflatten
 
 
 class _Dense(NamedTuple):
@@ -59,7 +60,7 @@ class Dense(_Dense, Precision):
 
     def factorised(self) -> Cholesky:
         factor, info = torch.linalg.cholesky_ex(self.matrix)
-        if not is_transformed(info) and int(info) != 0:
+        if not is_hidden(info) and int(info) != 0:
             raise ValueError(
                 f"the precision is singular or indefinite at {_leaf_at(int(info) - 1, self.like)}: "
                 "pass a larger prior_precision, or use curvature.ggn, which is never indefinite"

@@ -19,8 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
-from bayesopt_chain.precision._trees import Tree, is_transformed, paths, require_like, scaled, spread
+from bayesopt_chain.precision._trees import Tree, paths, require_like, scaled, spread
 
 
 class _Kronecker(NamedTuple):
@@ -133,7 +134,7 @@ class Eigenbasis(_Eigenbasis, Precision):
         require_same_structure(self, other)
         require_like(other.like, self.like, "the increment")
         for mine, its in zip(optree.tree_leaves(self[:2]), optree.tree_leaves(other[:2])):
-            if mine is not its and not is_transformed(mine) and not torch.equal(mine, its):
+            if mine is not its and not is_hidden(mine) and not torch.equal(mine, its):
                 raise ValueError(
                     "the two precisions live in different eigenbases: build all EKFAC increments with one basis=, "
                     "and for Kronecker factors carry the accumulating state on instead of adding posteriors"

@@ -99,7 +99,9 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     leaves, structure = optree.tree_flatten(like)
     is_number = isinstance(value, (int, float))
     if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-        return [torch.as_tensor(value, dtype=leaf.dtype, device=leaf.device).reshape(()) for leaf in leaves]
+        if is_number:  # filled in on the device: a copy from the host could not be captured
+            return [torch.full((), value, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+        return [value.to(dtype=leaf.dtype, device=leaf.device).reshape(()) for leaf in leaves]
     values, given = optree.tree_flatten(value)
     if given != structure:
         raise ValueError(f"{name} has the tree {given}, not {structure}: pass a number, or a tree like the params")

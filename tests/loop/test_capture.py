@@ -303,6 +303,43 @@ def test_inputs_that_share_memory(backend):
         assert_close(both, wrote)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_old_values_that_the_state_keeps(backend, steps):
+    """The parameters before the step, a view of them, and two tensors that change places: none is read once overwritten."""
+
+    def step(params, state, batch):
+        now = {"before": params, "reversed": params.view(1, 2), "a": state["b"], "b": state["a"]}
+        return params * batch + state["reversed"][0], now, bc.Info(params.sum(), params)
+
+    params, batch = torch.tensor([1.0, 2.0]), torch.tensor(1.5)
+    state = {"before": params - 1, "reversed": params.view(1, 2), "a": torch.zeros(3), "b": torch.ones(3)}
+    fast = bc.capture(step, params, state, batch, steps=steps, backend=backend)
+    eager = mine = (params, state)
+    for _ in range(3):
+        for _ in range(steps):
+            *eager, _ = step(*eager, batch)
+        *mine, _ = fast(*mine, batch)
+        assert_close(mine, eager, 0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_batch_that_is_the_returned_parameters(backend):
+    """A static buffer may be read as a batch (an anchor, a teacher): it has its value from before the step."""
+
+    def pulled(params, batch):
+        return ((params["w"] - 2 * batch.roll(1)) ** 2).sum() + (batch.cumsum(0) * params["w"].flip(0)).sum()
+
+    tx, params = bc.sgd(0.1, 0.9), {"w": torch.randn(40)}
+    step, state = bc.make_step(pulled, tx), tx.init(params)
+    fast = bc.capture(step, params, state, params["w"] + 1, backend=backend)
+    eager = mine = (params, state)
+    for _ in range(3):
+        eager = step(*eager, eager[0]["w"])[:2]
+        mine = fast(*mine, mine[0]["w"])[:2]
+        assert_close(mine, eager)
+
+
 def test_an_update_with_gradients_as_its_batch_is_captured_too():
     tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
 

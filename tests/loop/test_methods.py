@@ -136,6 +136,30 @@ def test_in_place_the_loop_is_the_same(name):
         torch.testing.assert_close(params, inplace, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_captured(name):
+    """Where a value is traced nobody looks at it. Only states that grow are refused, by name."""
+    curvature = bc.curvature.ggn(forward, likelihood, "dense") if name in ("laplace", "von") else root
+    tx, _ = build(name)
+    step, params = bc.make_step(loss, tx, curvature=curvature), start()
+    params, state, _ = step(params, tx.init(params), data())  # the first increment decides the structure
+    eager = mine = params, state
+    fast = bc.capture(step, params, state, data(), backend="eager")
+    for _ in range(2):
+        *eager, want = step(*eager, data())
+        *mine, info = fast(*mine, data())
+    for a, b in zip(optree.tree_leaves((mine, info)), optree.tree_leaves((eager, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_state_that_grows_is_not_captured():
+    tx, _ = build("laplace")
+    step = bc.make_step(loss, tx, curvature=root)
+    params, state, _ = step(start(), tx.init(start()), data())
+    with pytest.raises(bc.CaptureError, match=r"a state of another structure, shape.*root"):
+        bc.capture(step, params, state, data(), backend="eager")
+
+
 @pytest.mark.parametrize("name", ["mean field", "dense", "low rank", "ivon", "swag", "sghmc"])
 def test_many_chains_are_each_alone(name):
     tx, _ = build(name)
