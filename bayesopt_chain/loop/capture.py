@@ -12,10 +12,12 @@ replay. New parameters and states are copied into the static buffers at the end 
 
 from __future__ import annotations
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from operator import is_
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bayesopt_chain import _fused
+from bayesopt_chain._chain import Chain
+from bayesopt_chain._foreign import Foreign
+from bayesopt_chain._masked import MaskedRule
+from bayesopt_chain._rule import Rule
 from bayesopt_chain.loop.step import Info, Step
 
 Backend = Literal["cuda", "inductor", "eager"]
@@ -57,16 +63,15 @@ class Captured:
         self._clone = clone
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
-        """Replay: ``(params, state, Info)``. Parameters and state alias the static buffers unless ``clone`` was asked for."""
+        """Replay: ``(params, state, Info)``. Parameters and state alias the static buffers unless ``clone`` was asked for;
+        the info is the call's own."""
         body = self._body
         body.params.take(params, "params")
         body.state.take(state, "state")
         info = body.info(self._replay(body.batch.take(batch)))
         params, state = body.params.give(), body.state.give()
         if self._clone:
-            params, state, info = optree.tree_map(
-                lambda x: x.clone() if torch.is_tensor(x) else x, (params, state, info)
-            )
+            params, state = optree.tree_map(torch.clone, (params, state))
         return params, state, info
 
 
@@ -126,7 +131,7 @@ def capture(
     chosen = backend or _best(body)
     if chosen == "cuda":
         _check_devices(graph, body)
-        replay = _CudaGraph(body, closed_over, _in_place(step))
+        replay = _CudaGraph(body, closed_over, _overwritten(graph, closed_over), _in_place(step))
     elif chosen == "inductor":
         replay = _Compiled(body, graph, closed_over)
     else:
@@ -139,8 +144,20 @@ def _pure(step: Callable) -> Callable:
 
 
 def _in_place(step: Callable) -> Callable:
-    """The step that moves the static buffers themselves, by the fused kernels where it has them."""
-    return replace(step, inplace=True, fused=_fused.recognise(step.tx)) if isinstance(step, Step) else step
+    """The step that moves the static buffers themselves, by the fused kernels where it has them.
+
+    Only where every link is the library's own: another's may keep the parameters it was shown, which then would change.
+    """
+    mine = isinstance(step, Step) and isinstance(step.tx, Chain)
+    if not mine or any(isinstance(_unmasked(rule), Foreign) for rule in step.tx.rules):
+        return _pure(step)
+    return replace(step, inplace=True, fused=_fused.recognise(step.tx))
+
+
+def _unmasked(rule: Rule) -> Rule:
+    while isinstance(rule, MaskedRule):
+        rule = rule.rule
+    return rule
 
 
 class _Slots:
@@ -418,6 +435,8 @@ def _check_devices(graph: torch.fx.GraphModule, body: _Body) -> None:
     first = len(body.static) + len(body.batch.tensors)
     for n, node in enumerate(placeholders):
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if not node.users:  # what the state keeps for absent parameters stays as it is
+            continue
         if node.meta["val"].device != device and not (n >= first and literal):
             what = (
                 "batch" if len(body.static) <= n < first else "params or state" if n < first else "a closed-over tensor"
@@ -553,36 +572,85 @@ class _Eager:
 
 
 class _CudaGraph:
-    """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded."""
+    """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded.
 
-    def __init__(self, body: _Body, closed_over: list[Tensor], step: Callable, warmups: int = 3) -> None:
-        self.batch = [x.clone() for x in body.batch.tensors]
-        eager = _Eager(body, step)
-        touched = [*body.static, *closed_over]
+    A graph knows addresses, not tensors. So this holds whatever the step may read: its own batch, the program with the
+    buffers that it keeps, and the memory of the closed-over tensors, also where their owners let go of them.
+    """
+
+    def __init__(
+        self, body: _Body, closed_over: list[Tensor], overwritten: list[Tensor], step: Callable, warmups: int = 3
+    ) -> None:
+        self.batch = [x.detach().clone() for x in body.batch.tensors]
+        self.program = _Eager(body, step)
+        self.read = [x.detach() for x in closed_over]
+        touched = [*body.static, *overwritten]
         before = [t.clone() for t in touched]
         device = body.static[0].device
         rng = torch.cuda.get_rng_state(device)
         with torch.cuda.device(device):
-            side = torch.cuda.Stream()
+            side = _side_stream(device)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(warmups):
-                    eager(self.batch)
+                    self.program(self.batch)
             torch.cuda.current_stream().wait_stream(side)
             with torch.no_grad():
                 for t, old in zip(touched, before):
                     t.copy_(old)
             torch.cuda.set_rng_state(rng, device)
             torch.cuda.synchronize()
+            gc.collect()  # so that nothing of the device is freed while the graph is being recorded
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.info = eager(self.batch)
+            self.info = self.recorded(side)
+
+    def recorded(self, stream: Any) -> list[Tensor]:
+        """Record the program on a stream of the tensors' device. Other threads, such as loaders, may go on meanwhile."""
+        cause: list[Exception] = []
+        try:
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    return self.program(self.batch)
+                except Exception as err:
+                    cause.append(err)  # the end of the recording fails too, with less to say
+                    raise
+        except Exception as err:
+            first = cause[0] if cause else err
+            raise CaptureError(
+                f"capture: {_users_line(first) or 'the step'} cannot be recorded in a CUDA graph ({_first_line(first)}). It "
+                "must not wait for the device (a decomposition that checks its result, .item()) or copy from the host "
+                "(torch.tensor(number, device=...); torch.full fills in on the device): rewrite it, or leave this step "
+                "uncaptured"
+            ) from first
 
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
         for mine, x in zip(self.batch, batch):
-            mine.copy_(x)
+            mine.copy_(x.detach())
         self.graph.replay()
-        return self.info
+        return [x.clone() for x in self.info]  # the next replay overwrites them, and losses are there to be collected
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """One stream a device for all warm-ups and recordings: every further one would keep a cuBLAS workspace of its own."""
+    return torch.cuda.Stream(device)
+
+
+def _overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:
+    """The closed-over tensors into whose memory the step writes."""
+    written = set()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for n, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
+                for x in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(x, torch.fx.Node):
+                        written.add(x.meta["val"].untyped_storage()._cdata)
+    placeholders = graph.graph.find_nodes(op="placeholder")[-len(closed_over) :] if closed_over else []
+    return [x for x, node in zip(closed_over, placeholders) if node.meta["val"].untyped_storage()._cdata in written]
 
 
 def _best(body: _Body) -> Backend:

@@ -8,6 +8,7 @@ import warnings
 import optree
 import pytest
 import torch
+import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
@@ -461,7 +462,7 @@ def rehearsed(monkeypatch):
                 mine.copy_(x)
 
     @contextlib.contextmanager
-    def record(graph):
+    def record(graph, stream, capture_error_mode):
         program, batch = last
         before = [t.clone() for t in program.body.static]
         info: list = []
@@ -475,6 +476,9 @@ def rehearsed(monkeypatch):
         monkeypatch.setattr(capture_module._Eager, "__call__", remembered)
 
     class Stream:
+        def __init__(self, device=None):
+            pass
+
         def wait_stream(self, other):
             pass
 
@@ -515,6 +519,81 @@ def test_what_a_cuda_graph_records_is_the_step(rehearsed, name, steps):
         assert_close(info.draws, optree.tree_map(lambda *xs: torch.stack(xs), *draws), 1e-10)
 
 
+def test_what_a_replay_reports_is_its_own(rehearsed):
+    """Losses and draws are collected in lists, so that the next replay must not overwrite them."""
+    params, batch = setup()
+    tx = bc.sgd(0.05, 0.9)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, batch, draws=True, backend="cuda")
+    eager, infos, wanted = (params, state), [], []
+    for _ in range(3):
+        params, state, info = fast(params, state, batch)
+        *eager, want = step(*eager, batch)
+        infos.append((info.loss, info.aux["norm"], info.draws["w"][0]))
+        wanted.append((want.loss, want.aux["norm"], eager[0]["w"]))
+    assert_close(infos, wanted)
+
+
+def test_warming_up_puts_back_what_the_step_overwrites_and_nothing_else(rehearsed):
+    """Statistics of the model come back; what is only read need not be writable, and outlives its owner."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    weights = [torch.full((1, 1), 0.5).expand(8, 1)]
+    params, x = {k: p.detach() for k, p in model.named_parameters()}, torch.randn(8, 3)
+
+    def module_loss(params, batch):
+        return (weights[0] * torch.func.functional_call(model, params, (batch,))).square().mean()
+
+    tx = bc.sgd(0.05)
+    step, state = bc.make_step(module_loss, tx), tx.init(params)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    fast = bc.capture(step, params, state, x.requires_grad_(), backend="cuda")
+    # the rehearsal's recording counts as a step of the model, a real one does not run
+    assert model[1].num_batches_tracked == before["1.num_batches_tracked"] + 1
+    place = weights[0].data_ptr()
+    weights[0] = torch.ones(8, 1)
+    assert place in [t.data_ptr() for t in fast._replay.read]
+    assert not any(t.requires_grad for t in fast._replay.batch)
+    fast(params, state, x)
+    assert not any(t.requires_grad for t in fast._replay.batch)
+
+
+def test_another_librarys_link_may_keep_the_parameters(rehearsed):
+    """A graph would move them in place under it, so that such a chain is recorded as it is written."""
+
+    def update(updates, state, *, params=None, inplace=True):
+        pull = optree.tree_map(lambda g, p, old: g + 0.1 * (p - old), updates, params, state)
+        return pull, params
+
+    anchored = torchopt.base.GradientTransformation(lambda params: optree.tree_map(torch.clone, params), update)
+    params, batch = setup(torch.float64)
+    for tx in (bc.chain(anchored, bc.sgd(0.05)), bc.chain(bc.masked(anchored, {"w": True, "b": False}), bc.sgd(0.05))):
+        step, state = bc.make_step(loss, tx), tx.init(params)
+        fast = bc.capture(step, params, state, batch, steps=2, backend="cuda")
+        eager = mine = (params, state)
+        for _ in range(3):
+            for _ in range(2):
+                *eager, _ = step(*eager, batch)
+            *mine, _ = fast(*mine, batch)
+            assert_close(mine, eager, 1e-12)
+
+
+def test_what_cannot_be_recorded_is_named_with_its_line(rehearsed):
+    runs = []
+
+    def waiting(params, batch):
+        runs.append(1)
+        if len(runs) > 4:  # after the trace and three rounds of warming up
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return (params["w"] ** 2).sum()
+
+    params, _ = setup()
+    tx = bc.sgd(0.05)
+    with pytest.raises(
+        bc.CaptureError, match=r"test_capture.py:\d+: `raise RuntimeError.*cannot be recorded.*not permitted"
+    ):
+        bc.capture(bc.make_step(waiting, tx), params, tx.init(params), (), backend="cuda")
+
+
 def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
     params, batch = setup()
     rate = torch.tensor(0.05, device="meta")  # stands for a tensor on another device than the parameters
@@ -532,6 +611,24 @@ def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
     step, state = bc.make_step(loss, tx), tx.init(params)
     with pytest.raises(bc.CaptureError, match=r"a closed-over tensor: \(\), torch.float32 on meta is not on cpu"):
         bc.capture(step, params, state, batch, backend="cuda")
+
+
+def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch):
+    """Their states are tensors that no step touches."""
+    graph_of = capture_module._trace
+
+    def traced(body):
+        graph, closed_over = graph_of(body)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            if not node.users:
+                node.meta["val"] = torch.empty(0, device="meta")  # stands for another device than the parameters'
+        return graph, closed_over
+
+    monkeypatch.setattr(capture_module, "_trace", traced)
+    tx, params = bc.sghmc(lambda c: 0.05 / (1 + c), temperature=0.1), {"w": torch.ones(3), "none": None}
+    step, state = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), tx), tx.init(params)
+    fast = bc.capture(step, params, state, (), backend="cuda")
+    assert_close(fast(params, state, ())[0]["w"], step(params, state, ())[0]["w"])
 
 
 def gpu(tree):
