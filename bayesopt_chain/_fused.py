@@ -25,10 +25,8 @@ Three ways to run it, all the same stream:
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from operator import is_
 from typing import NamedTuple
 
@@ -296,9 +294,4 @@ def _own(placements: list, rule: LangevinNoise, g: Tensor, has_velocity: bool) -
 
 def has_kernel(g: Tensor) -> bool:
     """Whether :mod:`bayesopt_chain.kernels.langevin` takes tensors like ``g``."""
-    return g.device.type == "cuda" and g.dtype == torch.float32 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return g.device.type == "cuda" and g.dtype == torch.float32 and _random.has_triton()

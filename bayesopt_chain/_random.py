@@ -11,7 +11,8 @@ Two streams:
 * ``"philox"``, the default elsewhere and available everywhere: Philox-4x32-10 (Salmon et al., 2011) on the counter
   (block, draw, step low, step high), and Box-Muller. Nothing synchronises, nothing has a state, and every back end
   (eager, compiled, captured, under ``vmap``, the Triton kernel) computes the same integers. A CPU has a C++ kernel
-  for its normals (:mod:`bayesopt_chain.kernels.philox`), which is one operation for all leaves.
+  for its normals (:mod:`bayesopt_chain.kernels.philox`), which is one operation for all leaves, a CUDA device a Triton
+  kernel (:mod:`bayesopt_chain.kernels.normals`); float64 there is tensor operations.
 
 One Philox block is four words, hence four normals. Element ``256 q + 64 l + r`` of a draw (``0 <= l < 4``, ``0 <= r < 64``)
 is normal ``l`` of block ``64 q + r``: runs of 64 neighbours come from 64 neighbouring blocks, which is what vector units
@@ -23,8 +24,10 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Literal
 
@@ -214,14 +217,26 @@ def _philox_normals(
 ) -> Sequence[Tensor]:
     """Normals of the draws ``first``, ``first + 1``, ... of these sizes.
 
-    On a CPU one call of the C++ kernel; a traced draw of a few elements goes into the kernels that use it.
+    On a CPU one call of the C++ kernel, on a CUDA device one launch a draw; a traced draw of a few elements on a CPU goes into
+    the kernels that use it.
     """
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    if key.device.type != "cpu" or (_is_traced() and sum(sizes) <= RUN):
+    if not _has_kernel(key, real) or (key.device.type == "cpu" and _is_traced() and sum(sizes) <= RUN):
         return [_in_tensors(key, step, n, first + i, real).to(dtype) for i, n in enumerate(sizes)]
     flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, real).to(dtype)
     pieces = flat.split(list(sizes)) if len(sizes) > 1 else (flat,)
     return [x.clone() for x in pieces] if _is_traced() else pieces  # in a graph a write to one would rewrite them all
+
+
+def _has_kernel(key: Tensor, real: torch.dtype) -> bool:
+    """Whether the normals are one operation where the key is."""
+    return key.device.type == "cpu" or (key.device.type == "cuda" and real == torch.float32 and has_triton())
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton's kernels can be compiled."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _in_tensors(key: Tensor, step: Tensor, size: int, draw: int, real: torch.dtype) -> Tensor:
@@ -256,7 +271,10 @@ def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, 
 def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], first: int) -> None:
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
-    fill = normals_kernel()
+    if out.is_cuda:
+        from bayesopt_chain.kernels.normals import fill
+    else:
+        fill = normals_kernel()
     if fill is not None:
         fill(out, key, step, tuple(sizes), first)
     else:
@@ -264,8 +282,9 @@ def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[i
         out.copy_(torch.cat(pieces, dim=-1).view(out.shape))
 
 
-_OPS.impl("philox_normals", _drawn_normals, "CPU")
-_OPS.impl("philox_normals_", _fill_with_normals, "CPU")
+for _device in ("CPU", "CUDA"):
+    _OPS.impl("philox_normals", _drawn_normals, _device)
+    _OPS.impl("philox_normals_", _fill_with_normals, _device)
 torch.library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, lib=_OPS)
 torch.library.register_fake("bayesopt_chain::philox_normals_", lambda *args: None, lib=_OPS)
 

@@ -22,23 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bayesopt_chain._random import RUN
-
-
-@triton.jit
-def _box_muller(first, second):
-    u = ((first >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    angle = (((second & 0x3FFFFFFF) >> 7).to(tl.float32) - 4194303.5) * 1.8725351414619534e-07
-    radius = tl.sqrt(-2.0 * tl.log(u))
-    square = angle * angle  # below (pi / 4)^2: Cephes' polynomials, exact to a unit in the last place, without a branch
-    sine = (-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1
-    cosine = (2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2
-    s = radius * (angle + angle * square * sine)
-    c = radius * (1.0 - 0.5 * square + square * square * cosine)
-    odd = ((second >> 30) & 1) == 1
-    half = ((second >> 31) & 1) == 1
-    x = tl.where(odd, -s, c)
-    y = tl.where(odd, c, s)
-    return tl.where(half, -x, x), tl.where(half, -y, y)
+from bayesopt_chain.kernels.normals import first_place, four_normals
 
 
 @triton.jit
@@ -69,24 +53,9 @@ def _kernel(
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    seed = tl.load(key).to(tl.uint64)
-    step = tl.load(count).to(tl.uint64)
-    word = block.to(tl.uint32)
-    zero = word & 0
-    a, b, c, d = tl.philox_impl(
-        word,
-        zero + draw.to(tl.uint32),
-        zero + (step & 0xFFFFFFFF).to(tl.uint32),
-        zero + (step >> 32).to(tl.uint32),
-        (seed & 0xFFFFFFFF).to(tl.uint32) + zero,
-        (seed >> 32).to(tl.uint32) + zero,
-        10,
-    )
-    z0, z1 = _box_muller(a, b)
-    z2, z3 = _box_muller(c, d)
-    small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
-    at = tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS  # a leaf may have more than 2^31 entries
+    z0, z1, z2, z3 = four_normals(first + tl.arange(0, BLOCKS), draw, key, count)
+    at = 4 * first + first_place(size, BLOCKS, RUN)
     _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, echo)

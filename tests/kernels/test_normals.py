@@ -1,0 +1,102 @@
+"""The Triton kernel draws the stream's normals. On a CPU it runs in Triton's interpreter, in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bayesopt_chain import _random
+
+pytest.importorskip("triton")
+
+PROGRAM = """
+import sys, torch
+from bayesopt_chain._random import _in_tensors
+from bayesopt_chain.kernels.normals import fill
+
+device = sys.argv[1]
+sizes = [0, 1, 7, 64, 65, 255, 300, 3000, 5]
+for chains in ((), (3,), (2, 2), (0,)):
+    keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
+    out = torch.full((*chains, sum(sizes)), 9.0, device=device)
+    flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
+    fill(out, *flat, sizes, 250)
+    want = torch.cat([_in_tensors(keys, steps, n, 250 + i, torch.float32) for i, n in enumerate(sizes)], -1)
+    torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
+print("alike")
+"""
+
+
+def run(device, **env):
+    out = subprocess.run(
+        [sys.executable, "-c", PROGRAM, device], env={**os.environ, **env}, capture_output=True, text=True, timeout=300
+    )
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert "alike" in out.stdout
+
+
+@pytest.mark.slow
+def test_the_kernel_draws_the_stream_in_the_interpreter():
+    run("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+def test_the_kernel_draws_the_stream_on_the_device():
+    run("cuda")
+
+
+@pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("size",)], ids=str)
+@pytest.mark.parametrize("blocks", [64, 512])
+def test_it_compiles_without_approximate_functions(ones, blocks):
+    """For Hopper, without a device; Triton takes arguments that are 1 as constants."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bayesopt_chain.kernels.normals import _normals
+
+    names = ("out", "keys", "counts", "key_stride", "count_stride", "total", "offset", "size", "draw", "programs")
+    types = {"out": "*fp32", "keys": "*i64", "counts": "*i64", **dict.fromkeys(names[3:], "i32")}
+    constants = {(10,): blocks, (11,): 64, **{(names.index(name),): 1 for name in ones}}
+    types |= dict.fromkeys(("BLOCKS", "RUN", *ones), "constexpr")
+    source = ASTSource(_normals, types, constexprs=constants, attrs={(0,): [["tt.divisibility", 16]]})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
+    assert not re.findall(r"sin\.approx|cos\.approx|lg2\.approx|ld\.local|st\.local", ptx)
+
+
+@pytest.mark.gpu
+def test_stacked_chains_draw_on_the_device_what_each_draws_on_the_host():
+    """Through ``vmap``, in float32 by the kernel and in float64 by tensor operations."""
+    keys, count = torch.randint(2**63 - 1, (5,)), torch.tensor(3)
+    for dtype in (torch.float32, torch.float64):
+
+        def draw(key, step, dtype=dtype):
+            return _random.philox_normal(key, step, 300, 1, dtype)
+
+        device = torch.vmap(draw, in_dims=(0, None))(keys.cuda(), count.cuda())
+        host = torch.stack([draw(key, count) for key in keys])
+        torch.testing.assert_close(device.cpu(), host, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_leaf_of_more_than_two_to_the_31_entries():
+    """What 32 bits cannot address still gets its own normals, and its own place."""
+    from bayesopt_chain.kernels.langevin import langevin_step_
+
+    n = 2**31 + 1024
+    if torch.cuda.mem_get_info()[0] < 3 * 4 * n + 2**30:
+        pytest.skip("needs 27 GB on the device")
+    theta, g, s = (torch.zeros(n, device="cuda") for _ in range(3))
+    key, count = torch.tensor(123456789, device="cuda"), torch.tensor(7, device="cuda")
+    langevin_step_(theta, g, s, key, count, lr=1.0, keep=1.0, momentum=0.0, level=1.0, echo=1.0)
+    element = torch.arange(2**31, n, device="cuda")
+    block = 64 * (element // 256) + element % 64
+    zero = 0 * block
+    words = _random.philox((block & 0xFFFFFFFF, zero, zero + 7, zero), (key, zero))
+    normals = [x for i in (0, 2) for x in _random.box_muller(words[i], words[i + 1], torch.float32)]
+    want = torch.stack(normals).gather(0, (element % 256 // 64)[None])[0]
+    torch.testing.assert_close(theta[2**31 :], -want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(s[2**31 :], want, rtol=0, atol=1e-6)
