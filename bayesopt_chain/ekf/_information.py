@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, Precision, Root, Woodbury, unflatten
-from bayesopt_chain.precision._trees import Tree, paths
+from bayesopt_chain.precision._trees import Tree, as_tensor, paths
 
 
 class Observation(NamedTuple):
@@ -74,7 +74,7 @@ def observe(
         jacobian, f = torch.func.jacrev(outputs, has_aux=True)(tuple(leaf.detach() for leaf in leaves))
         if batch[1].shape != f.shape:
             raise ValueError(f"ekf.observe: targets {tuple(batch[1].shape)}, outputs {tuple(f.shape)}: make them alike")
-        deviation = torch.as_tensor(variance, dtype=f.dtype, device=f.device).sqrt().expand_as(f).reshape(-1)
+        deviation = as_tensor(variance, f.dtype, f.device).sqrt().expand_as(f).reshape(-1)
         rows = [
             j.reshape(f.numel(), *leaf.shape) / deviation.reshape(-1, *[1] * leaf.ndim)
             for j, leaf in zip(jacobian, leaves)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from bayesopt_chain.likelihoods._likelihood import Likelihood
+from bayesopt_chain.precision._trees import as_tensor
 
 
 def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
@@ -46,15 +47,15 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
 
     def nll(outputs: Tensor, targets: Tensor) -> Tensor:
         _require_shape("gaussian", targets, outputs.shape)
-        v = torch.as_tensor(variance, dtype=outputs.dtype, device=outputs.device)
+        v = as_tensor(variance, outputs.dtype, outputs.device)
         return _per_datum((targets - outputs).square() / (2 * v) + (2 * math.pi * v).log() / 2)
 
     def factors(outputs: Tensor, targets: Tensor) -> Tensor:
-        v = torch.as_tensor(variance, dtype=outputs.dtype, device=outputs.device)
+        v = as_tensor(variance, outputs.dtype, outputs.device)
         return _one_entry_each(v.rsqrt().expand_as(outputs))
 
     def draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        v = torch.as_tensor(variance, dtype=outputs.dtype, device=outputs.device)
+        v = as_tensor(variance, outputs.dtype, outputs.device)
         return outputs + v.sqrt() * _normal_like(outputs, generator)
 
     return Likelihood("gaussian", nll, factors, draw)

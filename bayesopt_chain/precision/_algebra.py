@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._random import is_hidden
-from bayesopt_chain.precision._trees import Tree
+from bayesopt_chain.precision._trees import Tree, as_tensor
 
 
 class Precision:
@@ -100,4 +100,4 @@ def as_count(count: float | Tensor, device: torch.device | None = None) -> Tenso
     """Return a datum count as a 0-d float64 tensor, which holds any number of data exactly."""
     if isinstance(count, Tensor):
         return count
-    return torch.tensor(float(count), dtype=torch.float64, device=device)
+    return as_tensor(float(count), torch.float64, device)

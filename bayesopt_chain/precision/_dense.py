@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesopt_chain._random import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
-from bayesopt_chain.precision._trees import Tree, flatten, paths, require_like, size, spread, unflatten
+from bayesopt_chain.precision._trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten
 
 
 class _Dense(NamedTuple):
@@ -93,7 +93,7 @@ class Cholesky(_Cholesky, Precision):
         return Dense(self.to_dense(), self.like, self.count).add(other)
 
     def scale(self, factor: float | Tensor) -> Cholesky:
-        root = torch.as_tensor(factor, dtype=self.factor.dtype, device=self.factor.device).sqrt()
+        root = as_tensor(factor, self.factor.dtype, self.factor.device).sqrt()
         return Cholesky(self.factor * root, self.like, self.count * factor)
 
     def add_diagonal(self, value: Any) -> Dense:

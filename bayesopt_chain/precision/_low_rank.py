@@ -15,6 +15,7 @@ kept and the squares of the others added to d, so that trace and diagonal stay e
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import optree
@@ -65,8 +66,8 @@ class Root(_Root, Precision):
         return Root(rows, self.count + other.count)
 
     def scale(self, factor: float | Tensor) -> Root:
-        root = torch.as_tensor(factor, dtype=torch.float64).sqrt()
-        return Root(optree.tree_map(lambda row: row * root.to(row), self.rows), self.count * factor)
+        root = factor.to(torch.float64).sqrt() if isinstance(factor, Tensor) else math.sqrt(factor)
+        return Root(scaled(self.rows, root), self.count * factor)
 
     def add_diagonal(self, value: Any) -> LowRank:
         zeros = optree.tree_map(lambda row: torch.zeros_like(row[0]), self.rows)

@@ -77,6 +77,13 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
     return optree.tree_unflatten(structure, shaped)
 
 
+def as_tensor(value: Any, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """``torch.as_tensor`` that fills a number in on the device: a copy from the host could not be captured."""
+    if isinstance(value, (int, float)):
+        return torch.full((), value, dtype=dtype, device=device)
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
 def scaled(tree: Tree, factor: float | Tensor) -> Tree:
     """Multiply the leaves by a number, each in its own dtype (a 0-d leaf would take on that of a 0-d factor)."""
     return optree.tree_map(lambda leaf: leaf * (factor.to(leaf) if isinstance(factor, Tensor) else factor), tree)
@@ -99,15 +106,13 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     leaves, structure = optree.tree_flatten(like)
     is_number = isinstance(value, (int, float))
     if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-        if is_number:  # filled in on the device: a copy from the host could not be captured
-            return [torch.full((), value, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
-        return [value.to(dtype=leaf.dtype, device=leaf.device).reshape(()) for leaf in leaves]
+        return [as_tensor(value, leaf.dtype, leaf.device).reshape(()) for leaf in leaves]
     values, given = optree.tree_flatten(value)
     if given != structure:
         raise ValueError(f"{name} has the tree {given}, not {structure}: pass a number, or a tree like the params")
     spread_out = []
     for path, entry, leaf in zip(paths(like), values, leaves):
-        entry = torch.as_tensor(entry, dtype=leaf.dtype, device=leaf.device)
+        entry = as_tensor(entry, leaf.dtype, leaf.device)
         if entry.ndim > leaf.ndim or any(a not in (1, b) for a, b in zip(entry.shape[::-1], leaf.shape[::-1])):
             raise ValueError(
                 f"{name} at {path} has shape {tuple(entry.shape)}, which does not broadcast to {leaf.shape}"

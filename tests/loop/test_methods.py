@@ -152,6 +152,24 @@ def test_every_method_is_captured(name):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+class NothingFromTheHost(torch.overrides.TorchFunctionMode):
+    """Refuses numbers made into tensors by a copy, which a CUDA graph cannot record, and numbers read off tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.tensor, torch.as_tensor, torch.asarray) or torch.is_tensor(args[0]), (func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_step_makes_tensors_of_numbers_by_a_copy(name):
+    tx, _ = build(name)
+    step, params = bc.make_step(loss, tx, curvature=root), start()
+    params, state, _ = step(params, tx.init(params), data())
+    batch = data()
+    with NothingFromTheHost():
+        step(params, state, batch)
+
+
 def test_a_state_that_grows_is_not_captured():
     tx, _ = build("laplace")
     step = bc.make_step(loss, tx, curvature=root)
