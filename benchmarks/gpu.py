@@ -43,7 +43,7 @@ def small_model() -> Row:
 
         times = take_turns({"captured": _timed(captured), "posteriors": _timed(posteriors_step(batch))})
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
     return Row("captured step of a small model", times, {("captured", "posteriors"): 0.1})
 
 
@@ -79,6 +79,7 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32) 
         p.add_(v, alpha=-0.05)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

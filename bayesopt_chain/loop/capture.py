@@ -505,7 +505,7 @@ class _Compiled:
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in body.batch.of_step(body.batch.tensors, 0)
         ]
         self.inputs = [*body.static, *example, *closed_over, *_lift_draws(graph)]
-        self.batch_at = range(len(body.static), len(body.static) + len(example))
+        self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
         with torch.no_grad():
             self.whole = compile_fx(graph, self.inputs, inner_compile=remember)
         self.program = self._first
@@ -520,8 +520,9 @@ class _Compiled:
 
     def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
         args = self.inputs.copy()
-        for i, x in zip(self.batch_at, batch):
-            args[i] = x
+        for places, x in zip(self.batch_at, batch):
+            for i in places:
+                args[i] = x
         return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
@@ -546,10 +547,10 @@ class _Compiled:
         place = {id(x): i for i, x in enumerate(args)}
         order = [place.get(id(x), -1) for x in handed]
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
-        if untouched and len(place) == len(args) and sorted(order) == list(range(len(args))):
+        if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
             self.program = function
             self.inputs = [self.inputs[i] for i in order]
-            self.batch_at = [order.index(i) for i in self.batch_at]
+            self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
         return out
 
 
