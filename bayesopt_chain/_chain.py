@@ -196,7 +196,7 @@ class _Program:
             g = _inject(injections, len(self.rules), g, inplace)
             # coefficients of another precision promote 0-d leaves
             g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
-        return optree.tree_unflatten(spec, g), tuple(state)
+        return spec.unflatten(g), tuple(state)
 
     def draw(self, layout: _Layout, state: list, g: Leaves, inplace: bool) -> tuple[list[Injection], list | None]:
         """This step's noise, and by leaf what it wants the velocity scaled by. The noise's entries of ``state`` move on."""
@@ -258,9 +258,9 @@ class _Program:
 
 
 def _nobody_differentiates(g: Leaves) -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is None and not any(
-        x is not None and x.requires_grad for x in g
-    )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not any([x is not None and x.requires_grad for x in g])
 
 
 def _by_leaf(idx: list[int] | None, values) -> dict[int, Tensor]:

@@ -84,6 +84,16 @@ class Placements(dict[int, Placement]):
         return [p.draws for p in self.values()]
 
     @cached_property
+    def level(self) -> float | None:
+        """The standard deviation where all leaves have the same constant white noise."""
+        first = next(iter(self.values()), None)
+        if first is None or not first.is_plain or not isinstance(first.sources[0].process, Filtered):
+            return None
+        ((level, *more),) = first.constants
+        alike = not more and first.sources[0].process.d == ONE and all(p is first for p in self.values())
+        return level if alike else None
+
+    @cached_property
     def at(self) -> dict[int, int]:
         return {j: p.at for j, p in self.items()}
 

@@ -44,7 +44,7 @@ class Context(NamedTuple):
         if self.echo is None:
             return velocity
         add = Tensor.add_ if self.inplace else Tensor.add
-        return tuple(v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo))
+        return tuple([v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo)])
 
 
 class Rule:

@@ -60,6 +60,11 @@ class Momentum(Rule):
     def update(self, g, state, params, ctx):
         mu, alpha = self.momentum, 1.0 - self.dampening
         before = ctx.scaled(state.trace)
+        if ctx.factors is not None:
+            for t, x, factor in zip(before, g, ctx.factors):
+                if x is not None:
+                    _accumulate_and_scale(t, x, mu, factor)
+            return g, TraceState(ctx.echoed(before), state.count)
 
         def plain(t: Tensor, x: Tensor) -> Tensor:
             return (t.mul_(mu) if ctx.inplace else t.mul(mu)).add_(x)
@@ -68,11 +73,6 @@ class Momentum(Rule):
             out = torch.where(count == 0, t + x, t.mul(mu).add_(x, alpha=alpha))
             return t.copy_(out) if ctx.inplace else out
 
-        if ctx.factors is not None:
-            for t, x, factor in zip(before, g, ctx.factors):
-                if x is not None:
-                    _accumulate_and_scale(t, x, mu, factor)
-            return g, TraceState(ctx.echoed(before), state.count)
         trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
         count = _counters.increment(state.count, g, ctx.inplace)
         if self.nesterov:
