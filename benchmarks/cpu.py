@@ -55,6 +55,7 @@ def sampler() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
+            "fused, Philox": c.fused(bc.counter_based(tx), params, grads),
             "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
@@ -64,6 +65,8 @@ def sampler() -> Row:
     targets = {
         ("fused", "normal_ + torch.optim fused"): 1.10,
         ("fused", "posteriors"): 0.75,
+        ("fused, Philox", "posteriors"): 0.5,
+        ("fused, Philox", "normal_ + torch.optim fused"): 1.0,
         ("captured, Philox", "posteriors"): 0.5,
         ("captured, Philox", "normal_ + torch.optim fused"): 1.0,
     }
@@ -77,7 +80,7 @@ def sampler_on_all_threads() -> Row:
         row = sampler()
     finally:
         torch.set_num_threads(one)
-    targets = {("captured, Philox", "posteriors"): 0.5}
+    targets = {("fused, Philox", "posteriors"): 0.5, ("captured, Philox", "posteriors"): 0.5}
     return Row("SGHMC of order 2, 1e7 parameters in 10 leaves, update only, two threads", row.times, targets)
 
 
@@ -87,6 +90,7 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
+            "fused, Philox": c.fused(bc.counter_based(tx), params, grads),
             "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
