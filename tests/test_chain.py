@@ -241,3 +241,24 @@ def test_where_adamw_decays_by_a_function_of_the_parameters():
     tx = bc.adamw(0.1, weight_decay=0.5, mask=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))
     updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params=params, inplace=False)
     assert updates["w"][0, 0].item() == pytest.approx(-0.05) and updates["b"][0].item() == 0.0
+
+
+def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_place():
+    """Momentum and learning rate in one pass, which is for plain tensors of one shape."""
+    lr = torch.tensor(0.1, requires_grad=True)
+    tx = bc.sgd(lr, 0.9)
+    state = tx.init([torch.ones(3)])
+    updates, state = tx.update([torch.ones(3)], state, inplace=True)
+    (slope,) = torch.autograd.grad(updates[0].sum(), lr)
+    assert slope == -3.0
+    tx = bc.sgd(0.1, 0.9)
+    g = torch.ones(3, requires_grad=True)
+    _, state = tx.update([2 * g], tx.init([g]), inplace=False)
+    updates, _ = tx.update([torch.ones(3)], state, inplace=True)
+    torch.testing.assert_close(updates[0], torch.full((3,), -0.28))
+    for shapes in (((10,), (1,)), ((2, 3), (3,)), ((4,), ())):
+        like, g = map(torch.ones, shapes)
+        with pytest.raises(RuntimeError):
+            tx.update([g], tx.init([like]), inplace=True)
+    with pytest.raises(ValueError):
+        tx.update([torch.ones(3), torch.ones(3)], tx.init([torch.ones(3)]), inplace=True)
