@@ -288,6 +288,8 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
             if branches.single and len(remainders.get(whole, ())) == 1:
                 (r,) = remainders.pop(whole)
                 main = law.excess(b, law.main_numerator(b, a))[0]
+                if not rates and main + r < 0.0:
+                    raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
                 extra = r / main / branches.total
             sources.append(
                 source(
