@@ -130,6 +130,19 @@ def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
             assert p["s"].dtype == dtype == p["v"].dtype
 
 
+@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
+    tx = bc.adam(0.1, temperature=temperature)
+    params = [torch.tensor(0.7, dtype=torch.bfloat16) for _ in range(20)]
+    torch.manual_seed(0)
+    state = tx.init(params)
+    for _ in range(3):
+        mine, kept = copy.deepcopy((params, state))
+        want, state = tx.update(copy.deepcopy(params), state, params=params, inplace=False)
+        got, kept = tx.update(mine, kept, params=params, inplace=True)
+        assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
+
+
 def test_adam_and_adamax_do_not_take_each_others_states():
     params = [torch.ones(2)]
     with pytest.raises(ValueError, match="like="):
