@@ -98,10 +98,12 @@ class Injection:
 
     def add(self, j: int, g: Tensor, inplace: bool, gain: Tensor | None = None) -> Tensor:
         e = self.noise[j] if gain is None else self.noise[j] * gain
-        if self.hot is None:
-            return g.add_(e) if inplace else g + e
-        out = torch.where(self.hot, g + e, g)
-        return g.copy_(out) if inplace else out
+        if inplace and self.hot is None:
+            return g.add_(e)
+        out = g + e if self.hot is None else torch.where(self.hot, g + e, g)
+        if inplace:
+            return g.copy_(out)
+        return out if gain is None else out.to(g.dtype)  # a 0-d gain may be of another precision
 
 
 class AdaptiveNoise:

@@ -42,6 +42,13 @@ def _box_muller(first, second):
 
 
 @triton.jit
+def _first(block, size, RUN: tl.constexpr):
+    small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
+    block = block.to(tl.int64)  # elements are four times as many as blocks
+    return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
+
+
+@triton.jit
 def _move(theta, g, s, xi, at, live, lr, weight_decay, keep, momentum, level, echo):
     position = tl.load(theta + at, mask=live, other=0.0)
     noise = level * xi
@@ -85,8 +92,7 @@ def _kernel(
     )
     z0, z1 = _box_muller(a, b)
     z2, z3 = _box_muller(c, d)
-    small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
-    at = tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN).to(tl.int64)
+    at = _first(block, size, RUN)
     _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, echo)

@@ -267,8 +267,8 @@ def inject_langevin_noise(
             (CPU only). Default: the generator on a CPU, Philox elsewhere.
 
     Returns:
-        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows:
-        there the velocity carries the half of the noise that acts in the next step.
+        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows
+        (of 1/16 and more): there the velocity carries the half of the noise that acts in the next step.
 
     Raises:
         ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.
