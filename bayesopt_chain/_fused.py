@@ -60,9 +60,10 @@ class FusedSGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
-    last: list = field(
-        default_factory=list, repr=False, compare=False
-    )  # the last call's buffers, nothing the noise needs
+    last: list = field(default_factory=list, repr=False, compare=False)  # the last call's buffers, to be found again
+
+    def __reduce__(self):
+        return recognise, (self.chain,)
 
     def fits(self, params: list, g: list, state: tuple) -> bool:
         """Whether the kernels, which check nothing, can take these tensors: dense and contiguous, of one device and dtype,

@@ -92,9 +92,9 @@ class Injection:
 
     noise: dict[int, Tensor]
     at: dict[int, int]
-    hot: Tensor | None = None
-    velocity_scale: dict[int, Tensor] | None = None
-    echo: dict[int, float] | None = None
+    hot: Tensor | None
+    velocity_scale: dict[int, Tensor] | None
+    echo: dict[int, float]
 
     def add(self, j: int, g: Tensor, inplace: bool, gain: Tensor | None = None) -> Tensor:
         e = self.noise[j] if gain is None else self.noise[j] * gain

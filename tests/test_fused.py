@@ -1,6 +1,7 @@
 """The fused pass is the chain, to one rounding of each operation; what it does not know it leaves to the links."""
 
 import copy
+import pickle
 
 import optree
 import pytest
@@ -242,3 +243,11 @@ def test_a_learning_rate_of_zero_moves_nothing(momentum):
 def test_little_momentum_is_fused_too():
     tx = bc.sghmc(0.05, 0.01, temperature=0.1)
     assert_alike(*both_ways(tx, [torch.randn(40), torch.randn(3)]), TOLERANCE[torch.float32])
+
+
+def test_a_pickled_form_leaves_the_tensors_behind():
+    tx, params = bc.sghmc(0.05, temperature=0.1), [torch.zeros(10_000)]
+    form, state = _fused.recognise(tx), tx.init(params)
+    assert form.fits(params, [torch.ones(10_000)], state) and form.last
+    twin = pickle.loads(pickle.dumps(form))
+    assert twin == form and not twin.last
