@@ -121,7 +121,10 @@ class _Program:
         self.cache: dict[Any, _Layout] = {}
 
     def init(self, params: Any, *, like: Any = None) -> tuple:
-        """State for ``params``; ``like`` is the state of an optimizer to take over what both remember."""
+        """State for ``params``; ``like`` is the state of an optimizer to take over what both remember.
+
+        The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
+        """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         where, plan, *_ = self.layout(params, len(leaves))
         if plan is not None:
@@ -183,7 +186,7 @@ class _Program:
                     partial(_leaves, spec, idx=idx) if rule.on_trees else None,
                     factors,
                     done,
-                    _echoes(injections, idx, len(g)) if noise and rule.keeps_echo else None,
+                    _echoes(injections, i, idx, len(g)) if noise and rule.keeps_echo else None,
                 )
             if idx is None:
                 g, state[i] = rule.update(g, state[i], p, ctx)
@@ -196,7 +199,7 @@ class _Program:
             g = _inject(injections, len(self.rules), g, inplace)
             # coefficients of another precision promote 0-d leaves
             g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
-        return optree.tree_unflatten(spec, g), tuple(state)
+        return spec.unflatten(g), tuple(state)
 
     def draw(self, layout: _Layout, state: list, g: Leaves, inplace: bool) -> tuple[list[Injection], list | None]:
         """This step's noise, and by leaf what it wants the velocity scaled by. The noise's entries of ``state`` move on."""
@@ -258,9 +261,9 @@ class _Program:
 
 
 def _nobody_differentiates(g: Leaves) -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is None and not any(
-        x is not None and x.requires_grad for x in g
-    )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not any([x is not None and x.requires_grad for x in g])
 
 
 def _by_leaf(idx: list[int] | None, values) -> dict[int, Tensor]:
@@ -281,9 +284,9 @@ def _inject(injections: list[Injection], at: int, g: Leaves, inplace: bool) -> L
     return g
 
 
-def _echoes(injections: list[Injection], idx: list[int] | None, n: int) -> list | None:
-    """By leaf of a rule, the noise that its velocity keeps and how much of it."""
-    kept = {j: (e, x.echo[j]) for x in injections if x.echo for j, e in x.noise.items() if j in x.echo}
+def _echoes(injections: list[Injection], i: int, idx: list[int] | None, n: int) -> list | None:
+    """By leaf of rule ``i``, the noise that its velocity keeps and how much of it."""
+    kept = {j: (e, x.echo[j]) for x in injections for j, e in x.noise.items() if j in x.echo and x.at[j] == i}
     return [kept.get(j) for j in (range(n) if idx is None else idx)] if kept else None
 
 

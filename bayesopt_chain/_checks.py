@@ -65,9 +65,11 @@ def updates(g: list, p: list | None, spec, params_spec) -> None:
     if spec != params_spec:
         raise ValueError(f"updates: structure {spec} differs from that of params, {params_spec}")
     for i, (x, y) in enumerate(zip(g, p)):
-        if x is not None and not torch.is_tensor(x):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
-        if x is not None and y is not None:
+        if y is not None:
             alike("updates", i, x, "params have", y.shape, y.dtype, y.device)
 
 

@@ -58,14 +58,21 @@ class FusedSGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
-    last: list = field(
-        default_factory=list, repr=False, compare=False
-    )  # the last call's buffers, nothing the noise needs
+    last: list = field(default_factory=list, repr=False, compare=False)  # the last call's buffers, to be found again
+
+    def __reduce__(self):
+        return recognise, (self.chain,)
 
     def fits(self, params: list, g: list, state: tuple) -> bool:
-        """Whether the kernels can take these tensors: dense and contiguous, of one device and dtype, not traced."""
+        """Whether the kernels, which check nothing, can take these tensors: dense and contiguous, of one device and dtype,
+        the state's shaped like the parameters, not traced."""
         first = next((x for x in g if x is not None), None)
-        return first is not None and _random.is_plain(first) and self._buffers(params, g, state).usable
+        if first is None or not _random.is_plain(first):
+            return False
+        last = next(iter(self.last), None)
+        if last is not None and not all(map(Tensor.is_set_to, last.viewed, last.views)):
+            self.last.clear()  # somebody replaced the ``.data`` of a tensor
+        return self._buffers(params, g, state).usable
 
     def advance(self, params: list, g: list, state: tuple) -> tuple:
         """Move ``params`` and ``state`` in place, given gradients that may be overwritten. Returns the state."""
@@ -78,7 +85,8 @@ class FusedSGD:
         noise = state[self.noise]
         if buffers.own is None:
             injection, after = buffers.rule.draw(buffers.placements, noise, g, {}, {}, True)
-            live = [x for x in _inject([injection], injection.at[buffers.live[0]], g, True) if x is not None]
+            at = buffers.placements[buffers.live[0]].at
+            live = [x for x in _inject([injection], at, g, True) if x is not None]
             self._sweep(buffers.theta, live, buffers.velocity)
             if injection.echo:
                 torch._foreach_add_(buffers.velocity, [injection.noise[j] for j in buffers.live], alpha=buffers.echo)
@@ -103,7 +111,7 @@ class FusedSGD:
         trace = state[self.velocity].trace if self.velocity is not None else ()
         memory = state[self.noise].memory if self.noise is not None else ()
         key = (*params, *trace, *memory)
-        last = self.last[0] if self.last else None
+        last = next(iter(self.last), None)
         if (
             last is None
             or len(key) != len(last.key)
@@ -170,6 +178,8 @@ class _Buffers:
 
     def __init__(self, form: FusedSGD, params: list, g: list, trace: tuple, memory: tuple) -> None:
         self.key = (*params, *trace, *memory)
+        self.viewed: list[Tensor] = []
+        self.views: list[Tensor] = []
         self.absent = [x is None for x in g]
         self.live = [j for j, x in enumerate(g) if x is not None]
         first = g[self.live[0]]
@@ -180,11 +190,14 @@ class _Buffers:
             and all(
                 _like(t, first) and t.is_contiguous() and not t.requires_grad for t in (*trace, *memory) if t.numel()
             )
+            and (form.velocity is None or self._fits(params, [t.shape for t in trace]))
+            and (form.noise is None or self._fits(params, [t.shape[1:] for t in memory]))
         )
         self.own = None
         if not self.usable:
             return
         self.theta = [params[j].detach() for j in self.live]
+        self.viewed, self.views = [params[j] for j in self.live], list(self.theta)
         self.velocity = [trace[j] for j in self.live] if trace else []
         if form.noise is None:
             return
@@ -195,6 +208,8 @@ class _Buffers:
         if self.own is None:
             return
         self.carried = self.velocity or [memory[j][0] for j in self.live]
+        if not self.velocity:
+            self._view([memory[j] for j in self.live])
         self.by_kernel = has_kernel(first)
         numbers = _random.draw_numbers(memory, [p.draws for p in self.placements.values()])
         self.draws = [numbers[j] for j in self.live]
@@ -208,6 +223,7 @@ class _Buffers:
             whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
             self.splits = whole and max(sizes) >= BLOCK
         if self.splits:
+            self._view(self.velocity)
             self.sizes = [[sizes[j]] if self.philox else _block_sizes(sizes[j]) for j in self.live]
             scratch = torch.empty(max(map(max, self.sizes)), dtype=first.dtype)
             self.blocks = [
@@ -232,6 +248,15 @@ class _Buffers:
             )
         generator = _random.seeded_generator(int(noise.key), int(noise.count))
         return lambda out, sizes, number: out.normal_(0.0, self.own.level, generator=generator)
+
+    def _view(self, tensors: list[Tensor]) -> None:
+        """Take note of tensors that views of are kept."""
+        self.viewed += tensors
+        self.views += [t.detach() for t in tensors]
+
+    def _fits(self, params: list, shapes: list) -> bool:
+        """Whether a state has these shapes for these parameters."""
+        return len(shapes) == len(params) and all(shapes[j] == params[j].shape for j in self.live)
 
 
 def _block_sizes(n: int) -> list[int]:

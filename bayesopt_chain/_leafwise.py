@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bayesopt_chain._random import is_plain
+
 
 def each(fn: Callable, g: list, *others) -> list:
     """``fn`` of every gradient and what goes with it; ``None`` where there is no gradient."""
@@ -24,11 +26,12 @@ def owned(g: list) -> list:
     Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
     """
     seen: set[int] = set()
+    plain = is_plain(*(x for x in g if x is not None))  # vmap does not tell where a tensor lies
 
     def own(x: Tensor) -> Tensor:
         if x.layout is not torch.strided:
             return x
-        where = x.untyped_storage().data_ptr()
+        where = x.untyped_storage().data_ptr() if plain else id(x)
         if where in seen or (0 in x.stride() and x.numel() > 1):
             return x.clone(memory_format=torch.contiguous_format)
         if where:

@@ -16,6 +16,7 @@ velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1
     v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + echo c xi_t,    echo = b / mu:
 
 white noise of level ``c``, of which the velocity keeps an echo. ``mu q`` is the Ornstein-Uhlenbeck velocity of BAOAB.
+With little momentum the echo is many times the velocity and would overflow; there the noise remembers its draw itself.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bayesopt_chain._noise_process import Conditions, Filtered, Process, Schedul
 from bayesopt_chain._response import Adaptive, Decay, Elementwise, Linear, Noise, Nonlinear, Rate, Refused
 
 ONE = (1.0,)
+LEAST_MOMENTUM = 1 / 16  # in front of less the noise leaves no echo
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,16 @@ class Placements(dict[int, Placement]):
     @cached_property
     def draws(self) -> list[int]:
         return [p.draws for p in self.values()]
+
+    @cached_property
+    def level(self) -> float | None:
+        """The standard deviation where all leaves have the same constant white noise."""
+        first = next(iter(self.values()), None)
+        if first is None or not first.is_plain or not isinstance(first.sources[0].process, Filtered):
+            return None
+        ((level, *more),) = first.constants
+        alike = not more and first.sources[0].process.d == ONE and all(p is first for p in self.values())
+        return level if alike else None
 
     @cached_property
     def at(self) -> dict[int, int]:
@@ -276,6 +288,8 @@ def _match(rules, links: list[int], at: int, noise) -> Placement:
             if branches.single and len(remainders.get(whole, ())) == 1:
                 (r,) = remainders.pop(whole)
                 main = law.excess(b, law.main_numerator(b, a))[0]
+                if not rates and main + r < 0.0:
+                    raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
                 extra = r / main / branches.total
             sources.append(
                 source(
@@ -317,7 +331,8 @@ def _echo(rule, sources: list[Source]) -> float:
     process = sources[0].process
     if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != ONE:
         return 0.0
-    return rule.response.b[0] / -rule.response.a[1]
+    momentum = -rule.response.a[1]
+    return rule.response.b[0] / momentum if momentum >= LEAST_MOMENTUM else 0.0
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,13 @@ def normals(
     draws: Sequence[int],
     kind: str = "gaussian",
     stream: Stream | None = None,
+    scale: float = 1.0,
 ) -> list[list[Tensor]]:
-    """Standard normals: ``draws[i]`` tensors for every leaf ``i``, each like one slice ``templates[i][0]`` along axis 0.
+    """Normals of standard deviation ``scale``: ``draws[i]`` tensors for every leaf ``i``, each like one slice
+    ``templates[i][0]`` along axis 0.
 
-    ``kind`` gives another variable of ``KINDS`` instead: independent, of mean 0 and variance 1, or uniform on [0, 1).
+    ``kind`` gives another variable of ``KINDS`` instead, times ``scale``: independent, of mean 0 and variance 1, or uniform
+    on [0, 1).
     ``stream=None`` is the generator on a CPU and Philox elsewhere.
     """
     out: list[list[Tensor]] = [[] for _ in templates]
@@ -74,8 +77,10 @@ def normals(
                 pieces = iter(_philox_normals(on, at, sizes, first, dtype))
             else:
                 pieces = iter([philox_other(kind, on, at, n, first | i, dtype) for i, n in enumerate(sizes)])
+            if scale != 1.0:
+                pieces = (x * scale for x in pieces)
         else:
-            flat = _from_generator(key, step, salt, sum(sizes), dtype, kind)
+            flat = _from_generator(key, step, salt, sum(sizes), dtype, kind, scale)
             pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
         for i, shape in zip(members, shapes):
             mine = [next(pieces) for _ in range(draws[i])]
@@ -101,10 +106,12 @@ def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[tor
     return groups
 
 
-def _from_generator(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
+def _from_generator(
+    key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
+) -> Tensor:
     if is_plain(key, step):
-        return _seeded(int(key), int(step), salt, size, dtype, kind)
-    return _stacked_draw(key, step, salt, size, dtype, kind)
+        return _seeded(int(key), int(step), salt, size, dtype, kind, scale)
+    return _stacked_draw(key, step, salt, size, dtype, kind, scale)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -139,10 +146,14 @@ def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
     return generator
 
 
-def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
+def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float) -> Tensor:
     generator = seeded_generator(key, step, salt)
     if kind == "gaussian":
-        return torch.empty(size, dtype=dtype).normal_(generator=generator)
+        return torch.empty(size, dtype=dtype).normal_(0.0, scale, generator=generator)
+    return _from_bits(generator, size, dtype, kind).mul_(scale)
+
+
+def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: str) -> Tensor:
     if kind == "uniform":
         return torch.empty(size, dtype=dtype).uniform_(generator=generator)
     if kind == "three_point":
@@ -157,20 +168,22 @@ def _three_point(faces: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
-def _stacked_draw(key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str) -> Tensor:
-    return _seeded(int(key), int(step), salt, size, dtype, kind)
+def _stacked_draw(
+    key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
+) -> Tensor:
+    return _seeded(int(key), int(step), salt, size, dtype, kind, scale)
 
 
 @_stacked_draw.register_fake
-def _(key, step, salt, size, dtype, kind):
+def _(key, step, salt, size, dtype, kind, scale):
     return torch.empty(size, dtype=dtype)
 
 
 @_stacked_draw.register_vmap
-def _(info, in_dims, key, step, salt, size, dtype, kind):
+def _(info, in_dims, key, step, salt, size, dtype, kind, scale):
     keys = key.movedim(in_dims[0], 0) if in_dims[0] is not None else key.expand(info.batch_size, *key.shape)
     steps = step.movedim(in_dims[1], 0) if in_dims[1] is not None else step.expand(info.batch_size, *step.shape)
-    return torch.stack([_stacked_draw(k, s, salt, size, dtype, kind) for k, s in zip(keys, steps)]), 0
+    return torch.stack([_stacked_draw(k, s, salt, size, dtype, kind, scale) for k, s in zip(keys, steps)]), 0
 
 
 def splitmix64(x: int) -> int:

@@ -44,7 +44,7 @@ class Context(NamedTuple):
         if self.echo is None:
             return velocity
         add = Tensor.add_ if self.inplace else Tensor.add
-        return tuple(v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo))
+        return tuple([v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo)])
 
 
 class Rule:
@@ -92,16 +92,18 @@ class Injection:
 
     noise: dict[int, Tensor]
     at: dict[int, int]
-    hot: Tensor | None = None
-    velocity_scale: dict[int, Tensor] | None = None
-    echo: dict[int, float] | None = None
+    hot: Tensor | None
+    velocity_scale: dict[int, Tensor] | None
+    echo: dict[int, float]
 
     def add(self, j: int, g: Tensor, inplace: bool, gain: Tensor | None = None) -> Tensor:
         e = self.noise[j] if gain is None else self.noise[j] * gain
-        if self.hot is None:
-            return g.add_(e) if inplace else g + e
-        out = torch.where(self.hot, g + e, g)
-        return g.copy_(out) if inplace else out
+        if inplace and self.hot is None:
+            return g.add_(e)
+        out = g + e if self.hot is None else torch.where(self.hot, g + e, g)
+        if inplace:
+            return g.copy_(out)
+        return out if gain is None else out.to(g.dtype)  # a 0-d gain may be of another precision
 
 
 class AdaptiveNoise:

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the CUDA rows (needs a CUDA device)")
     parser.add_argument("--quick", action="store_true", help="50 steps of the 5,000 chains, and no scaling figures")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--only", help="part of a row's name")
+    parser.add_argument("--only", help="the name of a row, a function of benchmarks/cpu.py, to measure again alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -35,9 +35,10 @@ def main() -> None:
     result: dict = {"environment": environment(), "rows": []}
     if args.only and path.exists():  # measured again one by one: each row keeps its own environment
         result = json.loads(path.read_text())
-    for row in rows(args.quick):
-        if args.only and args.only not in row.work:
+    for name, measure in rows(args.quick).items():
+        if args.only not in (None, name):
             continue
+        row = measure()
         print(f"\n{row.work}")
         for name, times in row.times.items():
             print(f"    {name:32s} {1e6 * statistics.median(times):12.1f} us (shortest {1e6 * min(times):.1f})")
@@ -48,10 +49,10 @@ def main() -> None:
                 f"{line['high']:.3f}, of shortest {line['of_shortest']:.3f}), target {line['target']:.3f}: {met}"
             )
         medians = {name: statistics.median(times) for name, times in row.times.items()}
-        result["rows"] = [old for old in result["rows"] if old["work"] != row.work]
-        result["rows"].append(
-            {"work": row.work, "seconds": medians, "ratios": row.report(), "environment": environment()}
-        )
+        mine = {"work": row.work, "seconds": medians, "ratios": row.report(), "environment": environment()}
+        works = [old["work"] for old in result["rows"]]
+        at = works.index(row.work) if row.work in works else len(works)
+        result["rows"][at : at + 1] = [mine]
         _write(args.out / f"{kind}.json", result)
     if not (args.quick or args.gpu or args.only):
         from benchmarks.scaling import curves, draw

@@ -354,3 +354,18 @@ def test_friction_too_strong():
     for bad in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="lr"):
             bc.sghmc_from_friction(lr=bad, alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.4, torch.tensor(0.4), lambda count: 0.4], ids=["number", "tensor", "schedule"]
+)
+def test_a_decay_that_repels_more_than_the_chain_dissipates_is_refused(temperature):
+    """Written behind ``-lr`` it drives the parameters away from zero."""
+    tx = bc.chain(
+        bc.add_momentum(0.99, dampening=0.99),
+        bc.inject_langevin_noise(temperature),
+        bc.scale_by_neg_lr(0.03),
+        bc.add_decayed_weights(0.1),
+    )
+    with pytest.raises(ValueError, match="negative at w = 0"):
+        tx.init([torch.ones(3)])

@@ -130,6 +130,19 @@ def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
             assert p["s"].dtype == dtype == p["v"].dtype
 
 
+@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
+    tx = bc.adam(0.1, temperature=temperature)
+    params = [torch.tensor(0.7, dtype=torch.bfloat16) for _ in range(20)]
+    torch.manual_seed(0)
+    state = tx.init(params)
+    for _ in range(3):
+        mine, kept = copy.deepcopy((params, state))
+        want, state = tx.update(copy.deepcopy(params), state, params=params, inplace=False)
+        got, kept = tx.update(mine, kept, params=params, inplace=True)
+        assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
+
+
 def test_adam_and_adamax_do_not_take_each_others_states():
     params = [torch.ones(2)]
     with pytest.raises(ValueError, match="like="):
@@ -241,3 +254,24 @@ def test_where_adamw_decays_by_a_function_of_the_parameters():
     tx = bc.adamw(0.1, weight_decay=0.5, mask=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))
     updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params=params, inplace=False)
     assert updates["w"][0, 0].item() == pytest.approx(-0.05) and updates["b"][0].item() == 0.0
+
+
+def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_place():
+    """Momentum and learning rate in one pass, which is for plain tensors of one shape."""
+    lr = torch.tensor(0.1, requires_grad=True)
+    tx = bc.sgd(lr, 0.9)
+    state = tx.init([torch.ones(3)])
+    updates, state = tx.update([torch.ones(3)], state, inplace=True)
+    (slope,) = torch.autograd.grad(updates[0].sum(), lr)
+    assert slope == -3.0
+    tx = bc.sgd(0.1, 0.9)
+    g = torch.ones(3, requires_grad=True)
+    _, state = tx.update([2 * g], tx.init([g]), inplace=False)
+    updates, _ = tx.update([torch.ones(3)], state, inplace=True)
+    torch.testing.assert_close(updates[0], torch.full((3,), -0.28))
+    for shapes in (((10,), (1,)), ((2, 3), (3,)), ((4,), ())):
+        like, g = map(torch.ones, shapes)
+        with pytest.raises(RuntimeError):
+            tx.update([g], tx.init([like]), inplace=True)
+    with pytest.raises(ValueError):
+        tx.update([torch.ones(3), torch.ones(3)], tx.init([torch.ones(3)]), inplace=True)

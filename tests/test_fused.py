@@ -1,6 +1,7 @@
 """The fused pass is the chain, to one rounding of each operation; what it does not know it leaves to the links."""
 
 import copy
+import pickle
 
 import optree
 import pytest
@@ -195,3 +196,58 @@ def test_gradients_are_what_testing_says():
     params = [torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()]
     (g,) = torch.autograd.grad(smooth_loss(params, None), params)
     torch.testing.assert_close(g, smooth_gradient([params[0].detach()])[0])
+
+
+@pytest.mark.parametrize("size", [5, 2 * _fused.BLOCK])
+@pytest.mark.parametrize(
+    "tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.sgd(0.1, temperature=0.1)], ids=str
+)
+def test_a_parameter_whose_data_is_replaced_goes_on_moving(tx, size):
+    """As ``Module.to`` and the loading of checkpoints replace it: same object, other memory."""
+    mine = [torch.linspace(-1, 1, size)]
+    other = copy.deepcopy(mine)
+    state = tx.init(mine)
+    twin = copy.deepcopy(state)
+    fused, plain = bc.make_step(smooth_loss, tx, inplace=True), bc.make_step(smooth_loss, tx)
+    for _ in range(2):
+        mine, state, _ = fused(mine, state, None)
+        other, twin, _ = plain(other, twin, None)
+        mine[0].data = mine[0].data + 1.0
+        for t in optree.tree_leaves(state):
+            t.data = t.data.clone()
+        other = [other[0] + 1.0]
+    assert_alike((mine, state), (other, twin), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    "tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.sgd(0.1, temperature=0.1)], ids=str
+)
+@pytest.mark.parametrize("other", [[3], [1000, 2], []])
+def test_a_state_of_other_parameters_is_refused_before_anything_is_written(tx, other):
+    """torch's fused kernel trusts the sizes it is given."""
+    step, params = bc.make_step(smooth_loss, tx, inplace=True), [torch.ones(1000)]
+    made = tx.init([torch.ones(n) for n in other]) if other else tx.init([torch.ones(3)] * 3)
+    with pytest.raises((ValueError, RuntimeError)):
+        step(params, made, None)
+    assert bool((params[0] == 1).all())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_learning_rate_of_zero_moves_nothing(momentum):
+    tx = bc.chain(bc.add_momentum(momentum), bc.inject_langevin_noise(0.1), bc.scale_by_neg_lr(0.0))
+    params = [torch.randn(5)]
+    mine, _ = both_ways(tx, params, 2)
+    assert torch.equal(mine[0][0], params[0])
+
+
+def test_little_momentum_is_fused_too():
+    tx = bc.sghmc(0.05, 0.01, temperature=0.1)
+    assert_alike(*both_ways(tx, [torch.randn(40), torch.randn(3)]), TOLERANCE[torch.float32])
+
+
+def test_a_pickled_form_leaves_the_tensors_behind():
+    tx, params = bc.sghmc(0.05, temperature=0.1), [torch.zeros(10_000)]
+    form, state = _fused.recognise(tx), tx.init(params)
+    assert form.fits(params, [torch.ones(10_000)], state) and form.last
+    twin = pickle.loads(pickle.dumps(form))
+    assert twin == form and not twin.last

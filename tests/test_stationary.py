@@ -410,3 +410,18 @@ def test_the_velocity_carries_half_of_the_noise(dampening, mask):
         updates, state = tx.update(torch.sin(theta), state, params=theta, inplace=False)
         theta = theta + updates
         torch.testing.assert_close(theta, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [1e-2, 1e-5, 1e-310])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_little_momentum_carries_no_noise_that_could_overflow(momentum, dtype):
+    tx = bc.chain(bc.add_momentum(momentum), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(1e-6))
+    theta = torch.zeros(50, dtype=dtype)
+    state = tx.init(theta)
+    for _ in range(3):
+        updates, state = tx.update(theta, state, params=theta, inplace=False)
+        theta = theta + updates
+    assert bool(torch.isfinite(theta).all()) and bool(theta.abs().max() > 0)
+    eye = torch.eye(1, dtype=torch.float64)
+    tx = bc.chain(bc.add_momentum(momentum), bc.inject_langevin_noise(0.5), bc.scale_by_neg_lr(0.1))
+    torch.testing.assert_close(stationary_covariance(tx, eye), 0.5 * eye, rtol=1e-10, atol=0.0)

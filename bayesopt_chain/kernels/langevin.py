@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bayesopt_chain._random import RUN
-from bayesopt_chain.kernels.normals import first_place, four_normals
+from bayesopt_chain.kernels.normals import _first, four_normals
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def _kernel(
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCKS  # a leaf may have more than 2^31 entries
-    z0, z1, z2, z3 = four_normals(first + tl.arange(0, BLOCKS), draw, key, count)
-    at = 4 * first + first_place(size, BLOCKS, RUN)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    z0, z1, z2, z3 = four_normals(block, draw, key, count)
+    at = _first(block, size, RUN)
     _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, echo)
     _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, echo)

@@ -55,11 +55,11 @@ def four_normals(block, draw, key, count):
 
 
 @triton.jit
-def first_place(size, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Where the first normal of each of a program's blocks goes, counted from the program's first place."""
-    lane = tl.arange(0, BLOCKS)
+def _first(block, size, RUN: tl.constexpr):
+    """Where the first normal of every block goes."""
     small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
-    return tl.where(small, lane, (lane // RUN) * (4 * RUN) + lane % RUN)
+    block = block.to(tl.int64)  # elements are four times as many as blocks
+    return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
 
 
 @triton.jit(do_not_specialize=["draw", "offset", "programs"])
@@ -78,11 +78,9 @@ def _normals(
     RUN: tl.constexpr,
 ):
     chain = (tl.program_id(0) // programs).to(tl.int64)
-    first = (tl.program_id(0) % programs).to(tl.int64) * BLOCKS
-    z0, z1, z2, z3 = four_normals(
-        first + tl.arange(0, BLOCKS), draw, keys + chain * key_stride, counts + chain * count_stride
-    )
-    at = 4 * first + first_place(size, BLOCKS, RUN)
+    block = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
+    z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
+    at = _first(block, size, RUN)
     row = out + chain * total + offset
     tl.store(row + at, z0, mask=at < size)
     tl.store(row + at + RUN, z1, mask=at + RUN < size)

@@ -103,7 +103,16 @@ class LangevinNoise(Rule):
 
     def draw(self, placements: Placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
-        draws = _random.normals(state.key, state.count, state.memory, placements.draws, self.noise, self.stream)
+        level = placements.level
+        draws = _random.normals(
+            state.key,
+            state.count,
+            state.memory,
+            placements.draws,
+            self.noise,
+            self.stream,
+            1.0 if level is None else level,
+        )
         temperature = self._now(state.count)
         noise: dict[int, Tensor] = {}
         scales: dict[int, Tensor] = {}
@@ -111,6 +120,9 @@ class LangevinNoise(Rule):
         cache: dict[Any, Any] = {}
         for n, (j, placement) in enumerate(placements.items()):
             if g[j] is None or not placement.sources:
+                continue
+            if level is not None:
+                (noise[j],) = draws[n]
                 continue
             if placement.temperature is not None:
                 coefficients, scale, after = placement.constants, None, None
@@ -255,8 +267,8 @@ def inject_langevin_noise(
             (CPU only). Default: the generator on a CPU, Philox elsewhere.
 
     Returns:
-        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows:
-        there the velocity carries the half of the noise that acts in the next step.
+        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows
+        (of 1/16 and more): there the velocity carries the half of the noise that acts in the next step.
 
     Raises:
         ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.

@@ -56,17 +56,15 @@ class Scale(Rule):
             return _counters.each(lambda c: _counters.scalar(self.step_size(c), c.device), state.count)
         return [self.step_size] * n
 
-    def factors(self, state, n: int) -> list:
+    def factors(self, state, n: int, g=None) -> list:
         if self.is_schedule:
-            return _counters.each(self._signed, state.count)
+            return _counters.each(self._signed, state.count, g)
         return [-self.step_size if self.sign < 0 else self.step_size] * n
 
     def update(self, g, state, params, ctx):
+        factors = None if ctx.done else self.factors(state, len(g), g)
         if self.is_schedule:
-            factors = None if ctx.done else _counters.each(self._signed, state.count, g)
             state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
-        else:
-            factors = self.factors(state, len(g))
         if ctx.done:
             return g, state
         return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state

@@ -60,6 +60,11 @@ class Momentum(Rule):
     def update(self, g, state, params, ctx):
         mu, alpha = self.momentum, 1.0 - self.dampening
         before = ctx.scaled(state.trace)
+        if ctx.factors is not None:
+            for t, x, factor in zip(before, g, ctx.factors, strict=True):
+                if x is not None:
+                    _accumulate_and_scale(t, x, mu, factor)
+            return g, TraceState(ctx.echoed(before), state.count)
 
         def plain(t: Tensor, x: Tensor) -> Tensor:
             return (t.mul_(mu) if ctx.inplace else t.mul(mu)).add_(x)
@@ -68,11 +73,6 @@ class Momentum(Rule):
             out = torch.where(count == 0, t + x, t.mul(mu).add_(x, alpha=alpha))
             return t.copy_(out) if ctx.inplace else out
 
-        if ctx.factors is not None:
-            for t, x, factor in zip(before, g, ctx.factors):
-                if x is not None:
-                    _accumulate_and_scale(t, x, mu, factor)
-            return g, TraceState(ctx.echoed(before), state.count)
         trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
         count = _counters.increment(state.count, g, ctx.inplace)
         if self.nesterov:
@@ -95,9 +95,10 @@ _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.fl
 def _accumulate_and_scale(t: Tensor, x: Tensor, mu: float, factor: Any) -> None:
     """``t <- mu t + x; x <- factor t``, block after block while they are in cache: the bits of ``mul_``, ``add_``, ``mul_``.
 
-    ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself.
+    ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself. What writes
+    into ``out`` is not differentiated and takes other shapes for granted; those are left to the three.
     """
-    if t.dtype != x.dtype:
+    if t.dtype != x.dtype or t.shape != x.shape or (torch.is_grad_enabled() and _requires_grad(t, factor)):
         x.copy_(t.mul_(mu).add_(x)).mul_(factor)
         return
     one = _ONE.get(t.dtype) if t.device.type == "cpu" else None
@@ -110,6 +111,10 @@ def _accumulate_and_scale(t: Tensor, x: Tensor, mu: float, factor: Any) -> None:
         else:
             torch.addcdiv(into, part, one, value=mu, out=part)
         torch.mul(part, factor, out=into)
+
+
+def _requires_grad(*values: Any) -> bool:
+    return any(torch.is_tensor(x) and x.requires_grad for x in values)
 
 
 def add_momentum(

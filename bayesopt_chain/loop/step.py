@@ -23,7 +23,6 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain import _draw, _fused
 from bayesopt_chain._foreign import ANY, keywords_of
 from bayesopt_chain._leafwise import owned
-from bayesopt_chain._random import is_plain
 
 Loss = Callable[[Any, Any], Any]
 
@@ -163,10 +162,8 @@ def _stacked(trees: list) -> Any:
 
 
 def writable(grads: Any) -> Any:
-    """The gradients, copied where overwriting one would change another (under ``vmap`` they are as they are)."""
+    """The gradients, copied where overwriting one would change another."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    if not is_plain(*(x for x in leaves if x is not None)):
-        return grads
     return optree.tree_unflatten(spec, owned(leaves))
 
 

@@ -44,12 +44,21 @@ class NormalProbe(TorchDispatchMode):
             n = out.numel()
             fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
             self.drawn += n
-            out.copy_(fresh.reshape(out.shape))
+            mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
+            out.copy_(mean + std * fresh.reshape(out.shape))
         elif name in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_"):
             raise TypeError(
                 f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
             )
         return out
+
+
+def _argument(func, args: tuple, kwargs: dict, name: str, default: float) -> Any:
+    """The argument of that name in a call of an operator."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name in names and names.index(name) < len(args):
+        return args[names.index(name)]
+    return kwargs.get(name, default)
 
 
 def stationary_covariance(

@@ -67,6 +67,26 @@ def test_the_kernel_is_the_chain_in_the_interpreter():
     run("cpu", TRITON_INTERPRET="1")
 
 
+def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_path):
+    program = tmp_path / "places.py"
+    program.write_text("""
+import torch, triton, triton.language as tl
+from bayesopt_chain.kernels.langevin import _first
+
+@triton.jit
+def places(out, first):
+    at = tl.arange(0, 64)
+    tl.store(out + at, _first(first + at, 1 << 40, 64))
+
+out = torch.zeros(64, dtype=torch.int64)
+places[(1,)](out, 2**29 + 64)
+assert out.tolist() == [2**31 + 256 + i for i in range(64)], out
+""")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr[-3000:]
+
+
 def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     """Compiled for Hopper, without a device: a thread's 16 parameters take 12 loads and 8 stores of four floats each, and
     neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""

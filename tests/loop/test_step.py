@@ -187,3 +187,19 @@ def test_sghmc_samples_a_bayesian_linear_regression():
     assert ((pooled.mean(0) - mean).abs() < 5 * draws.mean(1).std(0) / 40**0.5).all()
     cross = ((draws - mean)[..., 0] * (draws - mean)[..., 1]).mean(1)
     assert (cross.mean() - covariance[0, 1]).abs() < 5 * cross.std() / 40**0.5
+
+
+def test_in_place_gradients_may_be_overlapping_parts_of_one():
+    """Behind a concatenation the gradients of its parts are views of the whole's, which another parameter may have."""
+
+    def shared(params, batch):
+        return (torch.cat([params["a"], params["b"]]) + params["c"] - 1).square().sum()
+
+    params = {"a": torch.zeros(2), "b": torch.ones(3), "c": torch.linspace(0, 1, 5)}
+    tx = bc.rmsprop(0.1)
+    mine, want = copy.deepcopy(params), params
+    state, kept = tx.init(params), tx.init(params)
+    for _ in range(2):
+        mine, kept, _ = bc.make_step(shared, tx, inplace=True)(mine, kept, None)
+        want, state, _ = bc.make_step(shared, tx)(want, state, None)
+    torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)

@@ -78,7 +78,7 @@ def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
         patch.setattr(
             _random,
             "_seeded",
-            lambda key, step, salt, size, dtype, kind: torch.full(
+            lambda key, step, salt, size, dtype, kind, scale: torch.full(
                 (size,), 0.5 if kind == "uniform" else 0.0, dtype=dtype
             ),
         )

@@ -28,7 +28,7 @@ from bayesopt_chain.testing import NormalProbe
 def every_draw_as_a_normal():
     """Cheap variables are drawn as normals, which a :class:`NormalProbe` replaces by the values it is given."""
     original = _random._seeded
-    _random._seeded = lambda key, step, salt, size, dtype, kind: torch.empty(size, dtype=dtype).normal_()
+    _random._seeded = lambda key, step, salt, size, dtype, kind, scale: torch.empty(size, dtype=dtype).normal_(0, scale)
     try:
         yield
     finally:

@@ -1,0 +1,25 @@
+"""The probe reads a user's own draws, whatever function makes them."""
+
+import pytest
+import torch
+
+from bayesopt_chain.testing import NormalProbe
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.empty(3).normal_(2.0, 0.5),
+        lambda: torch.empty(3).normal_(mean=2.0, std=0.5),
+        lambda: torch.normal(2.0, 0.5, (3,)),
+        lambda: torch.normal(torch.full((3,), 2.0), 0.5),
+        lambda: torch.normal(2.0, torch.full((3,), 0.5)),
+        lambda: torch.normal(torch.full((3,), 2.0), torch.full((3,), 0.5)),
+        lambda: 2.0 + 0.5 * torch.randn(3),
+    ],
+)
+def test_mean_and_deviation_of_a_draw_are_the_callers(draw):
+    with NormalProbe(torch.tensor([1.0, -1.0, 2.0])) as probe:
+        x = draw()
+    assert probe.drawn == 3
+    torch.testing.assert_close(x, torch.tensor([2.5, 1.5, 3.0]))
