@@ -61,7 +61,8 @@ class Momentum(Rule):
         mu, alpha = self.momentum, 1.0 - self.dampening
         before = ctx.scaled(state.trace)
         if ctx.factors is not None:
-            for t, x, factor in zip(before, g, ctx.factors, strict=True):
+            # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
+            for t, x, factor in reversed(tuple(zip(before, g, ctx.factors, strict=True))):
                 if x is not None:
                     _accumulate_and_scale(t, x, mu, factor)
             return g, TraceState(ctx.echoed(before), state.count)

@@ -12,6 +12,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.loop import _replays
 from bayesopt_chain.loop import capture as capture_module
 from bayesopt_chain.testing._laws import (
     copies_and_pickles_continue_exactly,
@@ -24,7 +25,7 @@ INDUCTOR = pytest.param(
     "inductor",
     marks=[
         pytest.mark.slow,
-        pytest.mark.skipif(not capture_module.compiler_found(), reason="needs a C++ compiler"),
+        pytest.mark.skipif(not _replays.compiler_found(), reason="needs a C++ compiler"),
     ],
 )
 BACKENDS = [EAGER, INDUCTOR]
@@ -453,7 +454,7 @@ def test_the_laws_hold_for_captured_updates(law, name):
 def rehearsed(monkeypatch):
     """CUDA graphs rehearsed on the CPU: what is recorded runs again at every replay, and recording leaves no trace."""
     last: list = []
-    run = capture_module._Eager.__call__
+    run = _replays.Eager.__call__
 
     def remembered(self, batch):
         last[:] = [self, batch]
@@ -470,14 +471,12 @@ def rehearsed(monkeypatch):
         program, batch = last
         before = [t.clone() for t in program.body.static]
         info: list = []
-        monkeypatch.setattr(
-            capture_module._Eager, "__call__", lambda self, batch: info.extend(run(self, batch)) or info
-        )
+        monkeypatch.setattr(_replays.Eager, "__call__", lambda self, batch: info.extend(run(self, batch)) or info)
         yield
         graph.recorded = program, batch, info
         for t, old in zip(program.body.static, before):
             t.copy_(old)
-        monkeypatch.setattr(capture_module._Eager, "__call__", remembered)
+        monkeypatch.setattr(_replays.Eager, "__call__", remembered)
 
     class Stream:
         def __init__(self, device=None):
@@ -486,7 +485,7 @@ def rehearsed(monkeypatch):
         def wait_stream(self, other):
             pass
 
-    monkeypatch.setattr(capture_module._Eager, "__call__", remembered)
+    monkeypatch.setattr(_replays.Eager, "__call__", remembered)
     for name, fake in {
         "CUDAGraph": Graph,
         "graph": record,
@@ -601,7 +600,7 @@ def test_what_cannot_be_recorded_is_named_with_its_line(rehearsed):
 def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
     params, batch = setup()
     rate = torch.tensor(0.05, device="meta")  # stands for a tensor on another device than the parameters
-    graph_of = capture_module._trace
+    graph_of = capture_module.trace
 
     def traced(body):
         graph, closed_over = graph_of(body)
@@ -610,7 +609,7 @@ def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
                 node.meta["val"] = rate
         return graph, closed_over
 
-    monkeypatch.setattr(capture_module, "_trace", traced)
+    monkeypatch.setattr(capture_module, "trace", traced)
     tx = bc.sgd(torch.tensor(0.05))
     step, state = bc.make_step(loss, tx), tx.init(params)
     with pytest.raises(bc.CaptureError, match=r"a closed-over tensor: \(\), torch.float32 on meta is not on cpu"):
@@ -619,7 +618,7 @@ def test_a_cuda_graph_refuses_what_it_would_read_once(rehearsed, monkeypatch):
 
 def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch):
     """Their states are tensors that no step touches."""
-    graph_of = capture_module._trace
+    graph_of = capture_module.trace
 
     def traced(body):
         graph, closed_over = graph_of(body)
@@ -628,7 +627,7 @@ def test_absent_parameters_keep_their_places_on_the_host(rehearsed, monkeypatch)
                 node.meta["val"] = torch.empty(0, device="meta")  # stands for another device than the parameters'
         return graph, closed_over
 
-    monkeypatch.setattr(capture_module, "_trace", traced)
+    monkeypatch.setattr(capture_module, "trace", traced)
     tx, params = bc.sghmc(lambda c: 0.05 / (1 + c), temperature=0.1), {"w": torch.ones(3), "none": None}
     step, state = bc.make_step(lambda p, batch: (p["w"] ** 2).sum(), tx), tx.init(params)
     fast = bc.capture(step, params, state, (), backend="cuda")
@@ -717,7 +716,7 @@ def test_memory_does_not_grow_over_ten_thousand_replays():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not capture_module.compiler_found(), reason="needs a C++ compiler")
+@pytest.mark.skipif(not _replays.compiler_found(), reason="needs a C++ compiler")
 def test_compiled_philox_is_eager_philox_for_every_key():
     """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
     so that one wrong bit moves a normal by far more than 1e-6."""

@@ -1,0 +1,51 @@
+"""What cannot be captured, and whose line it is."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+
+class CaptureError(RuntimeError):
+    """The step cannot be captured; the message names the line and what to change."""
+
+
+def describe(x: Any) -> str:
+    return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if torch.is_tensor(x) else repr(x)
+
+
+def first_line(err: Exception) -> str:
+    return str(err).strip().split("\n")[0][:200] or type(err).__name__
+
+
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, optree))
+_HERE = str(Path(__file__).parent)  # the loop itself
+
+
+def users_line(err: BaseException) -> str | None:
+    """The innermost line of the traceback that is neither torch's nor the loop's."""
+    frames = traceback.extract_tb(err.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_LIBRARIES, _HERE)):
+            return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
+    return None
+
+
+def is_about_values(err: BaseException) -> bool:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    known = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    words = (
+        "tracing tensor",
+        "data-dependent",
+        "data dependent",
+        "fake tensor",
+        "FakeTensor",
+        "not allowed when tracing",
+    )
+    return isinstance(err, known) or any(word in str(err) for word in words)
