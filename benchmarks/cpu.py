@@ -40,7 +40,7 @@ def optimizer() -> Row:
             "torch.optim fused": c.torch_optim(params, grads, fused=True),
             "torch.optim foreach": c.torch_optim(params, grads, foreach=True),
         },
-        rounds=41,
+        rounds=201,
     )
     targets = {
         ("fused", "torchopt"): 0.45,
