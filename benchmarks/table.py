@@ -14,9 +14,9 @@ def table(path: Path = RESULTS) -> str:
     for row in json.loads(path.read_text())["rows"]:
         work = row["work"]
         for r in row["ratios"]:
-            ratio = f"{r['ratio']:.2g} ({r['low']:.2g} to {r['high']:.2g})"
+            ratio = f"{r['ratio']:.3g} ({r['low']:.3g} to {r['high']:.3g})"
             missed = "" if r["ratio"] <= r["target"] else ", missed"
-            lines.append(f"| {work} | {r['ours']} / {r['theirs']} | {ratio} | {r['target']:.2g}{missed} |")
+            lines.append(f"| {work} | {r['ours']} / {r['theirs']} | {ratio} | {r['target']:.3g}{missed} |")
             work = ""
     return "\n".join(lines)
 
