@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 
 State = TypeVar("State")
 Dial = float | Tensor | Callable[[Tensor], Any]

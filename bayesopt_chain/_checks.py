@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 
 
 def temperature(value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_plain
+from bayesopt_chain._tracing import is_plain
 
 Counts = tuple[Tensor, ...]
 

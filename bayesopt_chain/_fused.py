@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _random
+from bayesopt_chain import _philox, _random, _tracing
 from bayesopt_chain._chain import Chain, _inject
 from bayesopt_chain._noise_process import Filtered
 from bayesopt_chain.links.langevin_noise import LangevinNoise
@@ -67,7 +67,7 @@ class FusedSGD:
         """Whether the kernels, which check nothing, can take these tensors: dense and contiguous, of one device and dtype,
         the state's shaped like the parameters, not traced."""
         first = next((x for x in g if x is not None), None)
-        if first is None or not _random.is_plain(first):
+        if first is None or not _tracing.is_plain(first):
             return False
         last = next(iter(self.last), None)
         if last is not None and not all(map(Tensor.is_set_to, last.viewed, last.views)):
@@ -319,4 +319,4 @@ def _own(placements: list, rule: LangevinNoise, g: Tensor, has_velocity: bool) -
 
 def has_kernel(g: Tensor) -> bool:
     """Whether :mod:`bayesopt_chain.kernels.langevin` takes tensors like ``g``."""
-    return g.device.type == "cuda" and g.dtype == torch.float32 and _random.has_triton()
+    return g.device.type == "cuda" and g.dtype == torch.float32 and _philox.has_triton()

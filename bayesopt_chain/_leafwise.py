@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_plain
+from bayesopt_chain._tracing import is_plain
 
 
 def each(fn: Callable, g: list, *others) -> list:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _counters, _random
+from bayesopt_chain import _checks, _counters, _random, _tracing
 from bayesopt_chain._response import Refused
 
 ITS_OWN_NOISE = Refused("it brings noise of its own; leave inject_langevin_noise out of this chain")
@@ -69,6 +69,6 @@ def emit(g: list, moves: list, inplace: bool) -> list:
 def positive_temperature(who: str, temperature: Any, why: str) -> None:
     """Refuse temperature 0 for a sampler that is no optimizer there."""
     _checks.temperature(temperature)
-    value = temperature.item() if torch.is_tensor(temperature) and not _random.is_hidden(temperature) else temperature
+    value = temperature.item() if torch.is_tensor(temperature) and not _tracing.is_hidden(temperature) else temperature
     if is_zero(value):
         raise ValueError(f"{who}: temperature must be positive, got {value}: {why}")

@@ -24,9 +24,9 @@ from torch import Tensor
 from bayesopt_chain._carry import device_of, find, is_concrete, present, require_these, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
-from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Linear
 from bayesopt_chain._rule import Rule
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
 from bayesopt_chain.precision._trees import paths, size
 

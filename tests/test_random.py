@@ -5,8 +5,9 @@ import torch
 from scipy import stats
 
 import bayesopt_chain as bc
-from bayesopt_chain import _random
-from bayesopt_chain._random import box_muller, new_key, normals, philox, philox_normal, splitmix64
+from bayesopt_chain import _philox
+from bayesopt_chain._philox import box_muller, philox, philox_normal
+from bayesopt_chain._random import new_key, normals, splitmix64
 from bayesopt_chain.kernels.philox import normals_kernel
 
 
@@ -81,10 +82,10 @@ def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, thre
     try:
         for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
             streams = torch.tensor(key), torch.tensor(step)
-            mine = _random._philox_normals(*streams, sizes, 1 << 24, dtype)
+            mine = _philox.philox_normals(*streams, sizes, 1 << 24, dtype)
             with monkeypatch.context() as without:
-                without.setattr(_random, "normals_kernel", lambda: None)
-                wants = _random._philox_normals(*streams, sizes, 1 << 24, dtype)
+                without.setattr(_philox, "normals_kernel", lambda: None)
+                wants = _philox.philox_normals(*streams, sizes, 1 << 24, dtype)
             for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
                 assert x.shape == (n,) and x.dtype == dtype
                 torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
@@ -97,7 +98,7 @@ def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, thre
 @pytest.mark.parametrize("n", [6, 300])
 def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, compiler, monkeypatch):
     if not compiler:
-        monkeypatch.setattr(_random, "normals_kernel", lambda: None)
+        monkeypatch.setattr(_philox, "normals_kernel", lambda: None)
     keys, steps = torch.tensor([5, -7, 9]), torch.tensor([2, 3])
 
     def one(key, step):

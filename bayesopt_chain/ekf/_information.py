@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision import Dense, Diagonal, LowRank, Precision, Root, Woodbury, unflatten
 from bayesopt_chain.precision._trees import Tree, as_tensor, paths
 

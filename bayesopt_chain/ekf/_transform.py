@@ -37,9 +37,9 @@ from bayesopt_chain import _checks
 from bayesopt_chain._carry import find, present, require_these, spread_over, times, written
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._gaussian import Gaussian
-from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Refused
 from bayesopt_chain._rule import Rule
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.ekf._information import Information, information
 from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, flatten, shape_only, unflatten

@@ -10,7 +10,7 @@ With ``c = s' / (1 + mu)``, ``s'^2 = T (1 - mu^2) / lr'``, ``lr' = 2 lr / (1 + m
 ``p = u - g; w = mu p - s' xi; theta <- theta + lr'/2 (p + w); u <- w`` in ``u = -mu s``: a kick, half a drift, an exact
 velocity step and half a drift.
 
-The normals are the library's Philox stream (:mod:`bayesopt_chain._random`): a program takes ``BLOCKS`` consecutive
+The normals are the library's Philox stream (:mod:`bayesopt_chain._philox`): a program takes ``BLOCKS`` consecutive
 blocks, four words of each, and writes four runs of 64 neighbours for every 64 blocks.
 """
 
@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bayesopt_chain._random import RUN
-from bayesopt_chain.kernels.normals import _first, four_normals
+from bayesopt_chain.kernels.normals import RUN, _first, four_normals
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-r"""The normals of the Philox stream (:mod:`bayesopt_chain._random`) on a CUDA device, as one Triton kernel a draw.
+r"""The normals of the Philox stream (:mod:`bayesopt_chain._philox`) on a CUDA device, as one Triton kernel a draw.
 
 Written as tensor operations a draw is some 250 small kernels, which a CUDA graph replays one after the other; here it is
 one, for all chains. Integers are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_RUN = 64  # neighbouring elements that come from neighbouring blocks, as in bayesopt_chain._random
+RUN = 64  # neighbouring elements that come from neighbouring blocks, as in bayesopt_chain._philox
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], first: 
     key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
     with torch.cuda.device_of(out):
         for i, size in enumerate(sizes):
-            blocks = _RUN if size <= 4 * _RUN else 512
-            needed = size if size <= _RUN else _RUN * -(-size // (4 * _RUN))
+            blocks = RUN if size <= 4 * RUN else 512
+            needed = size if size <= RUN else RUN * -(-size // (4 * RUN))
             programs = triton.cdiv(needed, blocks)
             if chains * programs:
                 _normals[(chains * programs,)](
@@ -113,7 +113,7 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], first: 
                     first + i,
                     programs,
                     BLOCKS=blocks,
-                    RUN=_RUN,
-                    num_warps=2 if blocks == _RUN else 4,
+                    RUN=RUN,
+                    num_warps=2 if blocks == RUN else 4,
                 )
             offset += size

@@ -1,4 +1,4 @@
-r"""The normals of the Philox stream (:mod:`bayesopt_chain._random`) on a CPU, as one C++ kernel.
+r"""The normals of the Philox stream (:mod:`bayesopt_chain._philox`) on a CPU, as one C++ kernel.
 
 Written as tensor operations Philox needs 64-bit words and some 200 passes, 60 ns a normal; here the words are 32 bits wide
 and 64 neighbouring blocks stay in registers and first-level cache from counter to normal: 1 ns. The integers are the

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision._trees import is_transformed
 
 Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]

@@ -17,9 +17,9 @@ from bayesopt_chain import _checks, _counters
 from bayesopt_chain._chain import Chain
 from bayesopt_chain._foreign import recognises
 from bayesopt_chain._leafwise import each
-from bayesopt_chain._random import is_hidden
 from bayesopt_chain._response import Linear, Rate, Response
 from bayesopt_chain._rule import Rule
+from bayesopt_chain._tracing import is_hidden
 
 ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 

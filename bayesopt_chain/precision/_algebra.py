@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision._trees import Tree, as_tensor
 
 

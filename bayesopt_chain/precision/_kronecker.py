@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._random import is_hidden
+from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
 from bayesopt_chain.precision._trees import Tree, paths, require_like, scaled, spread
 

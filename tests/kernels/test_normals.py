@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from bayesopt_chain import _random
+from bayesopt_chain import _philox
 
 pytest.importorskip("triton")
 
 PROGRAM = """
 import sys, torch
-from bayesopt_chain._random import _in_tensors
+from bayesopt_chain._philox import in_tensors
 from bayesopt_chain.kernels.normals import fill
 
 device = sys.argv[1]
@@ -24,7 +24,7 @@ for chains in ((), (3,), (2, 2), (0,)):
     out = torch.full((*chains, sum(sizes)), 9.0, device=device)
     flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
     fill(out, *flat, sizes, 250)
-    want = torch.cat([_in_tensors(keys, steps, n, 250 + i, torch.float32) for i, n in enumerate(sizes)], -1)
+    want = torch.cat([in_tensors(keys, steps, n, 250 + i, torch.float32) for i, n in enumerate(sizes)], -1)
     torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
 print("alike")
 """
@@ -74,7 +74,7 @@ def test_stacked_chains_draw_on_the_device_what_each_draws_on_the_host():
     for dtype in (torch.float32, torch.float64):
 
         def draw(key, step, dtype=dtype):
-            return _random.philox_normal(key, step, 300, 1, dtype)
+            return _philox.philox_normal(key, step, 300, 1, dtype)
 
         device = torch.vmap(draw, in_dims=(0, None))(keys.cuda(), count.cuda())
         host = torch.stack([draw(key, count) for key in keys])
@@ -95,8 +95,8 @@ def test_a_leaf_of_more_than_two_to_the_31_entries():
     element = torch.arange(2**31, n, device="cuda")
     block = 64 * (element // 256) + element % 64
     zero = 0 * block
-    words = _random.philox((block & 0xFFFFFFFF, zero, zero + 7, zero), (key, zero))
-    normals = [x for i in (0, 2) for x in _random.box_muller(words[i], words[i + 1], torch.float32)]
+    words = _philox.philox((block & 0xFFFFFFFF, zero, zero + 7, zero), (key, zero))
+    normals = [x for i in (0, 2) for x in _philox.box_muller(words[i], words[i + 1], torch.float32)]
     want = torch.stack(normals).gather(0, (element % 256 // 64)[None])[0]
     torch.testing.assert_close(theta[2**31 :], -want, rtol=0, atol=1e-6)
     torch.testing.assert_close(s[2**31 :], want, rtol=0, atol=1e-6)

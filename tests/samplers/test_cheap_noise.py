@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import _random
+from bayesopt_chain import _philox, _random
 from bayesopt_chain.testing import stationary_covariance
 
 KEY, STEP = torch.tensor(12345), torch.tensor(7)
@@ -12,7 +12,7 @@ KEY, STEP = torch.tensor(12345), torch.tensor(7)
 
 def draw(kind: str, n: int = 240_000, philox: bool = False) -> torch.Tensor:
     if philox:
-        return _random.philox_other(kind, KEY, STEP, n, 0, torch.float64)
+        return _philox.philox_other(kind, KEY, STEP, n, 0, torch.float64)
     return _random.normals(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)], [1], kind)[0][0]
 
 
