@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests.kernels.without_a_device import INEXACT, code_for_hopper, run
+
 pytest.importorskip("triton")
 
 PROGRAM = """
@@ -54,17 +56,9 @@ print("alike")
 """
 
 
-def run(device, **env):
-    out = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device], env={**os.environ, **env}, capture_output=True, text=True, timeout=300
-    )
-    assert out.returncode == 0, out.stderr[-3000:]
-    assert "alike" in out.stdout
-
-
 @pytest.mark.slow
 def test_the_kernel_is_the_chain_in_the_interpreter():
-    run("cpu", TRITON_INTERPRET="1")
+    run(PROGRAM, TRITON_INTERPRET="1")
 
 
 def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_path):
@@ -90,30 +84,20 @@ assert out.tolist() == [2**31 + 256 + i for i in range(64)], out
 def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     """Compiled for Hopper, without a device: a thread's 16 parameters take 12 loads and 8 stores of four floats each, and
     neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from bayesopt_chain.kernels.langevin import _kernel
 
     floats = ("lr", "weight_decay", "keep", "momentum", "level", "echo")
     types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
     types |= {**dict.fromkeys(("size", "draw"), "i32"), **dict.fromkeys(floats, "fp32")}
-    source = ASTSource(
-        _kernel,
-        types | {"BLOCKS": "constexpr", "RUN": "constexpr"},
-        constexprs={(13,): 512, (14,): 64},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(6)},  # aligned as torch allocates, size a multiple of 16
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    ptx = code_for_hopper(_kernel, types, {"BLOCKS": 512, "RUN": 64}, 6, 4)  # addresses and size
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == 12 and len(re.findall(r"st\.global\S*\.v4", ptx)) == 8
     assert len(re.findall(r"(?:ld|st)\.global", ptx)) == 12 + 8 + 2  # and the key and the count
-    assert not re.findall(r"sin\.approx|cos\.approx|lg2\.approx|ld\.local|st\.local", ptx)
+    assert not re.findall(INEXACT, ptx)
 
 
 @pytest.mark.gpu
 def test_the_kernel_is_the_chain_on_the_device():
-    run("cuda")
+    run(PROGRAM, "cuda")
 
 
 def test_what_the_kernel_cannot_take_is_refused():

@@ -1,14 +1,12 @@
 """The Triton kernel draws the stream's normals. On a CPU it runs in Triton's interpreter, in a process of its own."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from bayesopt_chain import _philox
+from tests.kernels.without_a_device import INEXACT, code_for_hopper, run
 
 pytest.importorskip("triton")
 
@@ -30,41 +28,26 @@ print("alike")
 """
 
 
-def run(device, **env):
-    out = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device], env={**os.environ, **env}, capture_output=True, text=True, timeout=300
-    )
-    assert out.returncode == 0, out.stderr[-3000:]
-    assert "alike" in out.stdout
-
-
 @pytest.mark.slow
 def test_the_kernel_draws_the_stream_in_the_interpreter():
-    run("cpu", TRITON_INTERPRET="1")
+    run(PROGRAM, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_the_kernel_draws_the_stream_on_the_device():
-    run("cuda")
+    run(PROGRAM, "cuda")
 
 
 @pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("size",)], ids=str)
 @pytest.mark.parametrize("blocks", [64, 512])
 def test_it_compiles_without_approximate_functions(ones, blocks):
     """For Hopper, without a device; Triton takes arguments that are 1 as constants."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from bayesopt_chain.kernels.normals import _normals
 
     names = ("out", "keys", "counts", "key_stride", "count_stride", "total", "offset", "size", "draw", "programs")
     types = {"out": "*fp32", "keys": "*i64", "counts": "*i64", **dict.fromkeys(names[3:], "i32")}
-    constants = {(10,): blocks, (11,): 64, **{(names.index(name),): 1 for name in ones}}
-    types |= dict.fromkeys(("BLOCKS", "RUN", *ones), "constexpr")
-    source = ASTSource(_normals, types, constexprs=constants, attrs={(0,): [["tt.divisibility", 16]]})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
-    assert not re.findall(r"sin\.approx|cos\.approx|lg2\.approx|ld\.local|st\.local", ptx)
+    ptx = code_for_hopper(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)
+    assert not re.findall(INEXACT, ptx)
 
 
 @pytest.mark.gpu
