@@ -100,7 +100,7 @@ def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
             graph.graph.call_function(ops.philox_normals_.default, (place, key, step, sizes, first))
         node.replace_all_uses_with(place)
         graph.graph.erase_node(node)
-        buffers.append(torch.empty(node.meta["val"].shape, dtype=dtype))
+        buffers.append(torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device))
     graph.recompile()
     return buffers
 

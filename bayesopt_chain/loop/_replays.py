@@ -34,7 +34,8 @@ class Compiled:
         self.body = body
         self.generated: list = []
         example = [  # shares no memory with anything, as the batches to come
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in body.batch.of_step(body.batch.tensors, 0)
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in body.batch.of_step(body.batch.tensors, 0)
         ]
         self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
