@@ -240,14 +240,16 @@ class _Buffers:
 
     def filler(self, noise) -> Callable:
         """``fill(out, sizes, number)``: this step's noise for draws of these sizes, ``number`` being that of the first."""
+        level = self.own.level
         if self.philox:
-            draw = torch.ops.bayesopt_chain.philox_normals_
-            return lambda out, sizes, number: (
-                draw(out, noise.key, noise.count, sizes, number),
-                out.mul_(self.own.level),
-            )
+
+            def fill(out: Tensor, sizes: list[int], number: int) -> None:
+                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, sizes, number)
+                out.mul_(level)
+
+            return fill
         generator = _random.seeded_generator(int(noise.key), int(noise.count))
-        return lambda out, sizes, number: out.normal_(0.0, self.own.level, generator=generator)
+        return lambda out, sizes, number: out.normal_(0.0, level, generator=generator)
 
     def _view(self, tensors: list[Tensor]) -> None:
         """Take note of tensors that views of are kept."""

@@ -45,14 +45,9 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def _words(key: Tensor, step: Tensor, size: int, draw: int) -> list[Tensor]:
-    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
-    counter = (
-        block & _MASK,
-        torch.full_like(block, draw),
-        (step & _MASK) + 0 * block,
-        (step >> 32 & _MASK) + 0 * block,
-    )
+def _words(key: Tensor, step: Tensor, block: Tensor, draw: int) -> list[Tensor]:
+    """Four words of each block; key and step broadcast with the blocks."""
+    counter = (block & _MASK, draw + 0 * block, (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block)
     return philox(counter, (key & _MASK, key >> 32 & _MASK))
 
 
@@ -92,8 +87,7 @@ def in_tensors(key: Tensor, step: Tensor, size: int, draw: int, real: torch.dtyp
     rows, run = (1, size) if size <= RUN else (-(-size // (4 * RUN)), RUN)
     lanes = 1 if size <= RUN else 4
     block = torch.arange(rows * run, dtype=torch.int64, device=key.device).view(rows, run)
-    counter = (block & _MASK, draw + 0 * block, (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block)
-    words = philox(counter, (key & _MASK, key >> 32 & _MASK))
+    words = _words(key, step, block, draw)
     z = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
     return torch.stack(z, dim=-2).flatten(-3)[..., :size] if lanes > 1 else z[0].flatten(-2)
 
@@ -116,7 +110,8 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
 
 def philox_other(kind: str, key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
     """``size`` variables of another kind than normal, of the stream (key, step, draw)."""
-    words = torch.stack(_words(key, step, size, draw), dim=-1).flatten()[:size]
+    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
+    words = torch.stack(_words(key, step, block, draw), dim=-1).flatten()[:size]
     if kind == "uniform":
         return ((words >> 8).to(torch.float64) * 2.0**-24).to(dtype)
     if kind == "three_point":

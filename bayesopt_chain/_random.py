@@ -11,7 +11,7 @@ Two streams:
 * ``"philox"``, the default elsewhere and available everywhere: the counter-based stream of
   :mod:`bayesopt_chain._philox`, the same in every back end.
 
-Besides normals there are uniforms, and two cheap variables with the moments of a normal: ``rademacher`` (signs, moments
+Besides normals there are uniforms, and two simpler variables with the moments of a normal: ``rademacher`` (signs, moments
 through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); moments through the fifth).
 """
 

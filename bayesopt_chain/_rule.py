@@ -60,9 +60,7 @@ class Rule:
     needs_params = False
     needs: frozenset[str] = frozenset()  # those of accepts without which update refuses
     masks: tuple[Any, ...] = ()
-    keeps_echo = (
-        False  # whether update keeps part of the noise in its velocity (``ctx.echoed``), b / (1 - mu/z) as it is
-    )
+    keeps_echo = False  # whether update, of response b / (1 - mu/z), keeps part of the noise in its velocity
     takes_factors = False  # whether update multiplies by ``ctx.factors`` while its leaves are in cache
 
     def factors(self, state: Any, n: int) -> list | None:

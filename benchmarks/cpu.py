@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import bayesopt_chain as bc
+from bayesopt_chain._philox import in_tensors
+from bayesopt_chain._random import _seeded
 from benchmarks import contestants as c
 from benchmarks.measure import ratio, take_turns
 
@@ -249,6 +251,25 @@ def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, 
     return Row(f"{chains} chains x {steps} steps, minibatches of {size} of their own", times, targets)
 
 
+def noise(n: int = 1_000_000) -> Row:
+    out, key, step = torch.empty(n), torch.tensor(7), torch.tensor(3)
+    generator = torch.Generator()
+    times = take_turns(
+        {
+            "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [n], 0),
+            "Philox by tensor operations": lambda: in_tensors(key, step, n, 0, torch.float32),
+            "normal_": lambda: out.normal_(generator=generator),
+            **{
+                f"generator, {kind}": partial(_seeded, 7, 3, 0, n, torch.float32, kind, 1.0)
+                for kind in ("three_point", "rademacher")
+            },
+        },
+        rounds=31,
+    )
+    targets = {("Philox kernel", "normal_"): 0.5}
+    return Row("1e6 float32 normals", times, targets)
+
+
 def dispatch() -> Row:
     p, g = c.tensors(1, 100_000), c.tensors(1, 100_000)
     tx = bc.chain(
@@ -278,5 +299,5 @@ def dispatch() -> Row:
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     """The rows by name, each measured when called."""
     chains = partial(five_thousand_chains, steps=50, rounds=5) if quick else five_thousand_chains
-    plain = (optimizer, sixty_leaves, dispatch, small_model, sampler, sampler_on_all_threads)
+    plain = (optimizer, sixty_leaves, noise, dispatch, small_model, sampler, sampler_on_all_threads)
     return {row.__name__: row for row in plain} | {"five_thousand_chains": chains}

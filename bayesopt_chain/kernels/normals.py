@@ -1,6 +1,6 @@
 r"""The normals of the Philox stream (:mod:`bayesopt_chain._philox`) on a CUDA device, as one Triton kernel a draw.
 
-Written as tensor operations a draw is some 250 small kernels, which a CUDA graph replays one after the other; here it is
+Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here it is
 one, for all chains. Integers are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
 """
 

@@ -260,15 +260,17 @@ def inject_langevin_noise(
             noise then acts where it is written, which must be before the momentum.
         momentum: likewise, the chain's momentum.
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
-        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), cheaper, keeps order 2); or ``"rademacher"`` (signs,
+        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), keeps order 2); or ``"rademacher"`` (signs,
             cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
         stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
-            steps; compiled it is cheaper than torch's generator, eager on a CPU much dearer. ``"generator"`` is torch's
-            (CPU only). Default: the generator on a CPU, Philox elsewhere.
+            steps; Gaussian noise then costs about a third of torch's generator where a C++ compiler is found, and many
+            times as much where none is. ``"generator"`` is torch's (CPU only). Default: the generator on a CPU, Philox
+            elsewhere.
 
     Returns:
-        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum follows
-        (of 1/16 and more): there the velocity carries the half of the noise that acts in the next step.
+        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum (of 1/16
+        and more) follows at constant lr and temperature: there the velocity carries the half of the noise that acts in
+        the next step.
 
     Raises:
         ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.
@@ -304,7 +306,7 @@ def inject_langevin_noise(
 def counter_based(tx: GradientTransformation) -> Chain:
     """The same chain with every noise link drawing from the counter-based stream (``stream="philox"``).
 
-    What to give to :func:`capture` and :func:`parallel`: compiled, the noise costs a third of torch's generator, and
+    What to give to :func:`capture` and :func:`parallel`: on a CPU the noise costs about a third of torch's generator, and
     thousands of chains need no generator each.
 
     Args:

@@ -1,8 +1,8 @@
 r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
 
-Where matched noise acts right in front of it, the velocity also carries the half of that noise that acts in the next step
-(:mod:`bayesopt_chain._placement`): ``mu`` times it is then a Langevin sampler's velocity, of variance
-``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
+Where matched noise of constant lr and temperature acts right in front of it, the velocity also carries the half of that
+noise that acts in the next step (:mod:`bayesopt_chain._placement`): ``mu`` times it is then a Langevin sampler's
+velocity, of variance ``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
 
 As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
 """

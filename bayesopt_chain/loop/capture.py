@@ -78,7 +78,7 @@ def capture(
 
     Results agree with the step's to rounding (one unit in the last place for each operation; sums over a batch may be
     ordered differently); the random stream is the step's. On a CPU the noise of a chain made :func:`counter_based` costs
-    a third of what torch's generator asks.
+    about a third of what torch's generator asks.
 
     Args:
         step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
