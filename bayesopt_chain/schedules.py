@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _counters
+from bayesopt_chain.core import counters
 
 Schedule = Callable[[Any], Tensor]
 
@@ -266,8 +266,8 @@ class join:
 
     def __call__(self, count: Any) -> Tensor:
         t = torch.as_tensor(count)
-        out = _counters.scalar(self.schedules[0](t), t.device)
+        out = counters.scalar(self.schedules[0](t), t.device)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
-            later = _counters.scalar(schedule((t - boundary).clamp(min=0)), t.device)
+            later = counters.scalar(schedule((t - boundary).clamp(min=0)), t.device)
             out = torch.where(t >= boundary, later, out)
         return out

@@ -27,7 +27,7 @@ from tests.samplers.transfer import every_draw_as_a_normal, stationary_moment, t
 WITHOUT_POLYNOMIALS = {
     "lattice_walk": lattice_moment,  # by detailed balance
     "psgld_corrected, alpha 0": lambda lr: grid_moment(  # on a grid, P having a kink
-        bc.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian
+        bc.samplers.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian
     ),
 }
 

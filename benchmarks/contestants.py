@@ -10,7 +10,7 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from bayesopt_chain import _fused
+from bayesopt_chain.fused import sgd as sweep
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -44,7 +44,7 @@ def torch_optim(params, grads, **how) -> Callable:
 
 def fused(tx, params, grads) -> Callable:
     """What ``make_step(..., inplace=True)`` does once it has its gradients."""
-    state, form = tx.init(params), _fused.recognise(tx)
+    state, form = tx.init(params), sweep.recognise(tx)
     assert form.fits(params, grads, state)
     with torch.no_grad():
         return lambda: form.advance(params, grads, state)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import bayesopt_chain as bc
-from bayesopt_chain._philox import in_tensors
-from bayesopt_chain._random import _seeded
+from bayesopt_chain.random.philox import in_tensors
+from bayesopt_chain.random.stream import _seeded
 from benchmarks import contestants as c
 from benchmarks.measure import ratio, take_turns
 

@@ -17,7 +17,7 @@ def halving():
     def update(updates, state, *, params=None, inplace=True):
         return optree.tree_map(lambda g: g * 0.5, updates), state
 
-    return bc.declare(GradientTransformation(init, update), bc.response.Linear((0.5,)))
+    return bc.with_response(GradientTransformation(init, update), bc.response.Linear((0.5,)))
 
 
 def by_rank(tree):

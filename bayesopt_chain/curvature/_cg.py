@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._trees import Tree, require_like, size
+from bayesopt_chain.trees import Tree, require_like, size
 
 
 class CGInfo(NamedTuple):

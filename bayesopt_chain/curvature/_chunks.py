@@ -22,10 +22,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
 from bayesopt_chain.curvature._taps import Taps, Use
-from bayesopt_chain.precision._trees import Tree, paths
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import Tree, paths
 
 Forward = Callable[[Tree, Any], Tensor]
 Factors = Callable[[Tensor, Any], Tensor]

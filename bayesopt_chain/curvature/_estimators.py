@@ -36,7 +36,7 @@ from bayesopt_chain.curvature._structures import structure_sum
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
 from bayesopt_chain.precision._algebra import as_count
-from bayesopt_chain.precision._trees import Tree, common_dtype, flatten, size
+from bayesopt_chain.trees import Tree, common_dtype, flatten, size
 
 Estimate = Callable[[Tree, Any], Precision]
 

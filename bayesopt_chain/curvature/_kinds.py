@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._trees import is_transformed
+from bayesopt_chain.trees import is_transformed
 
 GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower half need not be
 BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache

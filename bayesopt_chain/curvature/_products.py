@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._chunks import batch_size, part, plain_kernels
-from bayesopt_chain.precision._trees import Tree, flatten, shape_only, size, unflatten
+from bayesopt_chain.trees import Tree, flatten, shape_only, size, unflatten
 
 _UNSUPPORTED = (RuntimeError, NotImplementedError)
 

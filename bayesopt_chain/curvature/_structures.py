@@ -31,7 +31,7 @@ from bayesopt_chain.precision import (
     shape_only,
 )
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.precision._trees import Tree, common_dtype, size
+from bayesopt_chain.trees import Tree, common_dtype, size
 
 
 class Structure(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from bayesopt_chain.precision._trees import Tree, paths
+from bayesopt_chain.trees import Tree, paths
 
 
 def subset(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from bayesopt_chain.likelihoods._likelihood import Likelihood
-from bayesopt_chain.precision._trees import as_tensor
+from bayesopt_chain.trees import as_tensor
 
 
 def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain._tracing import is_hidden
-from bayesopt_chain.precision._trees import is_transformed
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import is_transformed
 
 Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]
 

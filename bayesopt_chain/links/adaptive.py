@@ -20,11 +20,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain
-from bayesopt_chain._leafwise import each, keep, moment, zeros_like
-from bayesopt_chain._response import Adaptive, Refused, Response
-from bayesopt_chain._rule import Rule
+from bayesopt_chain.core import counters
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.leaves import each, keep, moment, zeros_like
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Adaptive, Refused, Response
 
 
 class RunningScaleState(NamedTuple):
@@ -128,7 +128,7 @@ class RunningScale(Rule):
         return RunningScaleState(
             zeros_like(params) if self.centred else (),
             zeros_like(params, self.initial_scale),
-            _counters.zeros(params) if self.freeze_after is not None else (),
+            counters.zeros(params) if self.freeze_after is not None else (),
         )
 
     def update(self, g, state, params, ctx):
@@ -144,7 +144,7 @@ class RunningScale(Rule):
         mu = average(state.mu, 1) if self.centred else ()
         nu = average(state.nu, 2)
         denominators = each(lambda x, n, m: self.denominator(n, m, self.eps), g, nu, mu or nu)
-        count = _counters.increment(state.count, g, ctx.inplace)
+        count = counters.increment(state.count, g, ctx.inplace)
         out = each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators)
         return out, RunningScaleState(mu, nu, count)
 
@@ -165,7 +165,7 @@ class RootSumOfSquares(Rule):
         return Adaptive()
 
     def init(self, params):
-        count = _counters.zeros(params) if self.freeze_after is not None else ()
+        count = counters.zeros(params) if self.freeze_after is not None else ()
         return ScaleByRssState(zeros_like(params, self.initial_accumulator_value), count)
 
     def update(self, g, state, params, ctx):
@@ -177,7 +177,7 @@ class RootSumOfSquares(Rule):
             ctx.inplace,
         )
         denominators = each(lambda x, n: n.sqrt().add(self.eps), g, nu)
-        count = _counters.increment(state.count, g, ctx.inplace)
+        count = counters.increment(state.count, g, ctx.inplace)
 
         def divide(x: Tensor, n: Tensor, d: Tensor) -> Tensor:
             return torch.where(n > 0.0, x.div_(d) if ctx.inplace else x.div(d), 0.0)
@@ -207,7 +207,7 @@ class _TwoMoments(Rule):
 
     def init(self, params):
         zeros = [zeros_like(params, requires_grad=self.moment_requires_grad) for _ in range(2)]
-        return self.state(*zeros, _counters.zeros(params))
+        return self.state(*zeros, counters.zeros(params))
 
     def second(self, g, state, ctx) -> tuple:
         """The next second moments."""
@@ -243,9 +243,9 @@ class Adam(_TwoMoments):
 
     def update(self, g, state, params, ctx):
         nu = self.second(g, state, ctx)
-        count = _counters.increment(state.count, g, ctx.inplace)
-        correct_mu = _counters.each(lambda c: 1 - pow(self.b1, c), count, g)
-        correct_nu = _counters.each(lambda c: 1 - pow(self.b2, self.steady(c)), count, g)
+        count = counters.increment(state.count, g, ctx.inplace)
+        correct_mu = counters.each(lambda c: 1 - pow(self.b1, c), count, g)
+        correct_nu = counters.each(lambda c: 1 - pow(self.b2, self.steady(c)), count, g)
         denominators = each(lambda x, n, c: n.div(c).add_(self.eps_root).sqrt_().add(self.eps), g, nu, correct_nu)
         mu = self.first(g, state, ctx, denominators)
         return each(lambda x, m, c, d: m.div(c).div(d), g, mu, correct_mu, denominators), self.state(mu, nu, count)
@@ -267,8 +267,8 @@ class AdaMax(_TwoMoments):
 
     def update(self, g, state, params, ctx):
         nu = self.second(g, state, ctx)
-        count = _counters.increment(state.count, g, ctx.inplace)
-        correct = _counters.each(lambda c: 1 - _power(self.b1, c), count, g)
+        count = counters.increment(state.count, g, ctx.inplace)
+        correct = counters.each(lambda c: 1 - _power(self.b1, c), count, g)
         mu = self.first(g, state, ctx, nu)
         return each(lambda x, m, n, c: m.div(n).div_(c), g, mu, nu, correct), self.state(mu, nu, count)
 
@@ -282,8 +282,8 @@ class RAdam(_TwoMoments):
 
     def update(self, g, state, params, ctx):
         nu = self.second(g, state, ctx)
-        count = _counters.increment(state.count, g, ctx.inplace)
-        factors = _counters.each(self._factors, count, g)
+        count = counters.increment(state.count, g, ctx.inplace)
+        factors = counters.each(self._factors, count, g)
         denominators = each(
             lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
         )
@@ -356,7 +356,7 @@ class AdaDelta(Rule):
 
 def _number(count: Tensor) -> int | Tensor:
     """A counter as a Python number where reading it costs nothing (CPU, untransformed), else in float64."""
-    return int(count) if _counters.readable(count) else count.to(torch.float64)
+    return int(count) if counters.readable(count) else count.to(torch.float64)
 
 
 def _power(decay: float, count: Tensor) -> float | Tensor:

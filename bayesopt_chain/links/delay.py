@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bayesopt_chain._chain import Chain, Rule
-from bayesopt_chain._leafwise import zeros_like
-from bayesopt_chain._response import Linear
+from bayesopt_chain.core.chain import Chain, Rule
+from bayesopt_chain.core.leaves import zeros_like
+from bayesopt_chain.core.response import Linear
 
 
 class DelayState(NamedTuple):

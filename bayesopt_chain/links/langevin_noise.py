@@ -1,6 +1,6 @@
 r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
 
-Its noise is matched to the chain around it (:mod:`bayesopt_chain._matched_noise`), so that the parameters sample
+Its noise is matched to the chain around it (:mod:`bayesopt_chain.core.law`), so that the parameters sample
 ``exp(-loss / temperature)``. The state holds the key and step count of the random stream and the draws that the next
 step still needs.
 """
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _checks, _counters, _random
-from bayesopt_chain._chain import Chain, chain
-from bayesopt_chain._masked import MaskedRule
-from bayesopt_chain._noise_process import Conditions
-from bayesopt_chain._placement import Placements
-from bayesopt_chain._response import Linear, Noise, Response
-from bayesopt_chain._rule import Injection, Rule
+from bayesopt_chain import checks
+from bayesopt_chain.core import counters
+from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.core.filters import Conditions
+from bayesopt_chain.core.link import Injection, Rule
+from bayesopt_chain.core.masks import MaskedRule
+from bayesopt_chain.core.matching import Placements
+from bayesopt_chain.core.response import Linear, Noise, Response
+from bayesopt_chain.random import stream as keyed_stream
 
 Temperature = float | Tensor | Callable[[Tensor], Any]
 
@@ -51,7 +53,7 @@ class LangevinNoise(Rule):
     momentum: float = 0.0
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     noise: str = "gaussian"
-    stream: _random.Stream | None = None
+    stream: keyed_stream.Stream | None = None
 
     @property
     def response(self) -> Response:
@@ -81,7 +83,7 @@ class LangevinNoise(Rule):
         if any(placement.temperature is None for placement in placements.values()):
             conditions = tuple(torch.zeros(3, dtype=torch.float64, device=device) for _ in placements)
         state = LangevinNoiseState(
-            _random.new_key(self.generator, device),
+            keyed_stream.new_key(self.generator, device),
             torch.zeros((), dtype=torch.int64, device=device),
             tuple(memory),
             conditions,
@@ -99,12 +101,12 @@ class LangevinNoise(Rule):
             )
         for (j, placement), kept in zip(placements.items(), state.memory):
             if g[j] is not None and placement.sources:
-                _checks.alike("updates", j, g[j], "the state has", kept.shape[1:], kept.dtype, kept.device)
+                checks.alike("updates", j, g[j], "the state has", kept.shape[1:], kept.dtype, kept.device)
 
     def draw(self, placements: Placements, state: LangevinNoiseState, g: list, rates, gains, inplace: bool):
         """This step's :class:`Injection` and the next state. Leaves without a gradient keep theirs."""
         level = placements.level
-        draws = _random.normals(
+        draws = keyed_stream.normals(
             state.key,
             state.count,
             state.memory,
@@ -130,8 +132,8 @@ class LangevinNoise(Rule):
                 changing = placement.rates_before + placement.rates_after
                 key = (
                     placement,
-                    _counters.value_key(conditions[n]),
-                    *(_counters.value_key(rates[i][j]) for i in changing),
+                    counters.value_key(conditions[n]),
+                    *(counters.value_key(rates[i][j]) for i in changing),
                 )
                 if key not in cache:
                     cache[key] = self._coefficients(placement, temperature, conditions[n], rates, j)
@@ -156,7 +158,7 @@ class LangevinNoise(Rule):
         if self.is_static:
             return float(self.temperature)
         value = self.temperature(count) if callable(self.temperature) else self.temperature
-        return _counters.scalar(value, count.device).detach()
+        return counters.scalar(value, count.device).detach()
 
     def _coefficients(self, placement, temperature, before, rates, j):
         """Coefficients of every source, the velocity's scale, and this step's conditions as the next step's ``before``."""
@@ -183,10 +185,10 @@ class LangevinNoise(Rule):
 
     def _check_conditions(self, count: Tensor, rates) -> None:
         """Refuse a schedule or tensor whose first value is out of range. A later one turns the noise into NaN."""
-        if not _counters.readable(count):
+        if not counters.readable(count):
             return
         if not self.is_static:
-            _checks.temperature(self._now(count))
+            checks.temperature(self._now(count))
         for value in {id(v): v for by_leaf in rates.values() for v in by_leaf.values()}.values():
             if value.ndim or value.is_complex() or not (math.isfinite(value) and value >= 0):
                 raise ValueError(
@@ -227,7 +229,7 @@ class LangevinNoise(Rule):
                 return
 
     def __str__(self) -> str:
-        words = [_checks.show(self.temperature)]
+        words = [checks.show(self.temperature)]
         words += [f"order={self.order}"] if self.order != 2 else []
         words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
         words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
@@ -243,7 +245,7 @@ def inject_langevin_noise(
     momentum: float = 0.0,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
-    stream: _random.Stream | None = None,
+    stream: keyed_stream.Stream | None = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -284,7 +286,7 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    _checks.temperature(temperature)
+    checks.temperature(temperature)
     if order not in (1, 2) or isinstance(order, bool):
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
     if noise not in ("gaussian", "rademacher", "three_point"):
@@ -292,12 +294,12 @@ def inject_langevin_noise(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
         )
     if lr is not None:
-        _checks.positive("inject_langevin_noise: lr", lr)
-        _checks.momentum("inject_langevin_noise: momentum", momentum)
+        checks.positive("inject_langevin_noise: lr", lr)
+        checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
-    if stream is not None and stream not in _random.STREAMS:
-        raise ValueError(f"inject_langevin_noise: stream must be one of {_random.STREAMS} or None, got {stream!r}")
+    if stream is not None and stream not in keyed_stream.STREAMS:
+        raise ValueError(f"inject_langevin_noise: stream must be one of {keyed_stream.STREAMS} or None, got {stream!r}")
     if isinstance(temperature, Real):
         temperature = float(temperature)
     return Chain((LangevinNoise(temperature, order, lr, momentum, generator, noise, stream),))

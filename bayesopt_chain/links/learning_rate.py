@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain import _checks, _counters
-from bayesopt_chain._chain import Chain
-from bayesopt_chain._foreign import recognises
-from bayesopt_chain._leafwise import each
-from bayesopt_chain._response import Linear, Rate, Response
-from bayesopt_chain._rule import Rule
-from bayesopt_chain._tracing import is_hidden
+from bayesopt_chain import checks
+from bayesopt_chain.core import counters
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.foreign import recognises
+from bayesopt_chain.core.leaves import each
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Linear, Rate, Response
+from bayesopt_chain.tracing import is_hidden
 
 ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 
@@ -48,23 +49,23 @@ class Scale(Rule):
         return Linear((float(self.sign * self.step_size),))
 
     def init(self, params):
-        return ScaleByScheduleState(_counters.zeros(params)) if self.is_schedule else EmptyState()
+        return ScaleByScheduleState(counters.zeros(params)) if self.is_schedule else EmptyState()
 
     def rate(self, state, n: int) -> list[Tensor]:
         """Magnitude of the gain now, for each of ``n`` leaves."""
         if self.is_schedule:
-            return _counters.each(lambda c: _counters.scalar(self.step_size(c), c.device), state.count)
+            return counters.each(lambda c: counters.scalar(self.step_size(c), c.device), state.count)
         return [self.step_size] * n
 
     def factors(self, state, n: int, g=None) -> list:
         if self.is_schedule:
-            return _counters.each(self._signed, state.count, g)
+            return counters.each(self._signed, state.count, g)
         return [-self.step_size if self.sign < 0 else self.step_size] * n
 
     def update(self, g, state, params, ctx):
         factors = None if ctx.done else self.factors(state, len(g), g)
         if self.is_schedule:
-            state = ScaleByScheduleState(_counters.increment(state.count, g, ctx.inplace))
+            state = ScaleByScheduleState(counters.increment(state.count, g, ctx.inplace))
         if ctx.done:
             return g, state
         return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
@@ -73,7 +74,7 @@ class Scale(Rule):
         return -self.step_size(count) if self.sign < 0 else self.step_size(count)
 
     def __str__(self) -> str:
-        shown = _checks.show(self.step_size)
+        shown = checks.show(self.step_size)
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 

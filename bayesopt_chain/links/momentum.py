@@ -1,7 +1,7 @@
 r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
 
 Where matched noise of constant lr and temperature acts right in front of it, the velocity also carries the half of that
-noise that acts in the next step (:mod:`bayesopt_chain._placement`): ``mu`` times it is then a Langevin sampler's
+noise that acts in the next step (:mod:`bayesopt_chain.core.matching`): ``mu`` times it is then a Langevin sampler's
 velocity, of variance ``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
 
 As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _counters
-from bayesopt_chain._chain import Chain
-from bayesopt_chain._foreign import recognises
-from bayesopt_chain._leafwise import each, keep, zeros_like
-from bayesopt_chain._response import Linear, Response
-from bayesopt_chain._rule import Rule
+from bayesopt_chain.core import counters
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.foreign import recognises
+from bayesopt_chain.core.leaves import each, keep, zeros_like
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Linear, Response
 
 
 class TraceState(NamedTuple):
@@ -54,7 +54,7 @@ class Momentum(Rule):
         return Linear(b, (1.0, -mu))
 
     def init(self, params):
-        count = _counters.zeros(params) if self.dampening else ()
+        count = counters.zeros(params) if self.dampening else ()
         return TraceState(zeros_like(params, requires_grad=self.moment_requires_grad), count)
 
     def update(self, g, state, params, ctx):
@@ -75,7 +75,7 @@ class Momentum(Rule):
             return t.copy_(out) if ctx.inplace else out
 
         trace = keep(dampened, g, before, state.count) if self.dampening else keep(plain, g, before)
-        count = _counters.increment(state.count, g, ctx.inplace)
+        count = counters.increment(state.count, g, ctx.inplace)
         if self.nesterov:
             out = each(lambda x, t: (x.add_ if ctx.inplace else x.add)(t, alpha=mu), g, trace)
         else:

@@ -14,11 +14,11 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks
-from bayesopt_chain._chain import Chain
-from bayesopt_chain._leafwise import each
-from bayesopt_chain._response import Elementwise, Response
-from bayesopt_chain._rule import Rule
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.leaves import each
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Elementwise, Response
 from bayesopt_chain.links.adaptive import RunningScale, _rms
 from bayesopt_chain.links.learning_rate import Scale
 
@@ -128,6 +128,6 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
         est = preconditioner
         return Chain((RunningScale(_rms, est.decay, est.eps, est.initial_scale, est.freeze_after),))
     if isinstance(preconditioner, (int, float)):
-        _checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
+        checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
         return Chain((Scale(float(preconditioner)),))
     return Chain((Precondition(preconditioner),))

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain._chain import Chain
-from bayesopt_chain._foreign import recognises
-from bayesopt_chain._leafwise import each
-from bayesopt_chain._masked import masked
-from bayesopt_chain._response import Decay, Linear, Response
-from bayesopt_chain._rule import Rule
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.foreign import recognises
+from bayesopt_chain.core.leaves import each
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.masks import masked
+from bayesopt_chain.core.response import Decay, Linear, Response
 
 
 @dataclass(frozen=True)

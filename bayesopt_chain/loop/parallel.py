@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _tracing
+from bayesopt_chain import tracing
 
 
 class Parallel:
@@ -75,7 +75,7 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     try:
         return torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="different")(hyper, params, state, *block)
     except RuntimeError as err:
-        if not _tracing.is_plain(optree.tree_leaves(params)[0]):  # being captured: capture names the line
+        if not tracing.is_plain(optree.tree_leaves(params)[0]):  # being captured: capture names the line
             raise
         raise RuntimeError(
             f"parallel: the step failed under vmap ({str(err).strip().splitlines()[0][:200]}). If vmap refuses your model, "

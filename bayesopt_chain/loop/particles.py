@@ -23,7 +23,7 @@ def make_loss_step(loss: Loss, tx: GradientTransformation, *, inplace: bool = Fa
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.contour_sgld(0.1, 0.0, 5.0, temperature=1.0), torch.ones(2)
+        >>> tx, params = bc.samplers.contour_sgld(0.1, 0.0, 5.0, temperature=1.0), torch.ones(2)
         >>> step = bc.make_loss_step(lambda p, batch: (p**2).sum(), tx)
         >>> params, state, info = step(params, tx.init(params), ())
         >>> info.loss
@@ -52,7 +52,7 @@ def make_particle_step(loss: Loss, tx: GradientTransformation, *, inplace: bool 
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, particles = bc.svgd(0.1, temperature=1.0), torch.randn(4, 2)
+        >>> tx, particles = bc.samplers.svgd(0.1, temperature=1.0), torch.randn(4, 2)
         >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum() / 2, tx)
         >>> particles, state, info = step(particles, tx.init(particles), ())
         >>> info.loss.shape

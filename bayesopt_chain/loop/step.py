@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _draw, _fused
-from bayesopt_chain._foreign import ANY, keywords_of
-from bayesopt_chain._leafwise import owned
+from bayesopt_chain.core.foreign import ANY, keywords_of
+from bayesopt_chain.core.leaves import owned
+from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.posterior import draw as drawing
 
 Loss = Callable[[Any, Any], Any]
 
@@ -44,7 +45,7 @@ class Step:
     evaluate: Callable[[Any, Any, Any], tuple[Any, Info, dict[str, Any]]]
     tx: GradientTransformation
     inplace: bool = False
-    fused: _fused.FusedSGD | None = None
+    fused: fused.FusedSGD | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         grads, info, extra = self.evaluate(params, state, batch)
@@ -82,7 +83,7 @@ def make_step(
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
         use have gradient zero. The state alone determines the noise, so that the same arguments give the same result.
         Where ``tx`` draws (variational inference), ``loss`` is the mean over its draws, tensors of ``aux`` have the draws
-        on axis 0 if there are several, and the families of :mod:`bayesopt_chain.vi` report ``negative_elbo`` besides.
+        on axis 0 if there are several, and the families of :mod:`bayesopt_chain.posterior.vi` report ``negative_elbo`` besides.
 
     Raises:
         ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
@@ -107,11 +108,9 @@ def make_step(
         )
     takes_curvature = "curvature" in accepts or ANY in accepts
     differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
-    drawing = [
-        i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")
-    ]
-    if len(drawing) > 1:
-        raise ValueError(f"make_step: {len(drawing)} links of this chain draw; one step takes gradients at one draw")
+    draws = [i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")]
+    if len(draws) > 1:
+        raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
@@ -124,10 +123,10 @@ def make_step(
 
     def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """The same at every sample of the draw that a link asks for."""
-        (i,) = drawing
+        (i,) = draws
         rule = tx.rules[i]
         with torch.no_grad():
-            draw, points = _draw.drawn(tx, i, state, params)
+            draw, points = drawing.drawn(tx, i, state, params)
         grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
         with torch.no_grad():
             extra = {"draw": draw}
@@ -135,17 +134,17 @@ def make_step(
                 extra["curvature"] = _mean_precision([each["curvature"] for each in extras])
             if "per_sample_gradients" in extras[0]:
                 trees = [each["per_sample_gradients"] for each in extras]
-                extra["per_sample_gradients"] = _draw.gathered(tx, i, trees, params)
+                extra["per_sample_gradients"] = drawing.gathered(tx, i, trees, params)
             loss = torch.stack([info.loss for info in infos]).mean()
             aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
             info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
-            return _draw.gathered(tx, i, list(grads), params), info, extra
+            return drawing.gathered(tx, i, list(grads), params), info, extra
 
     def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         return evaluate(params, batch)
 
-    fused = _fused.recognise(tx) if inplace else None
-    return Step(evaluate_draw if drawing else evaluate_here, tx, inplace, fused)
+    form = fused.recognise(tx) if inplace else None
+    return Step(evaluate_draw if draws else evaluate_here, tx, inplace, form)
 
 
 def _mean_precision(precisions: list) -> Any:

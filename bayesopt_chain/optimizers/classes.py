@@ -15,7 +15,7 @@ import torchopt
 from bayesopt_chain.optimizers import functional
 
 
-def _optimizer(namesake: type, build: Callable) -> type:
+def optimizer_class(namesake: type, build: Callable) -> type:
     """A class like ``namesake`` whose transformation is made by ``build``."""
     base = torchopt.MetaOptimizer if issubclass(namesake, torchopt.MetaOptimizer) else torchopt.Optimizer
     theirs = inspect.signature(namesake.__init__)
@@ -38,24 +38,20 @@ def _optimizer(namesake: type, build: Callable) -> type:
     return type(
         namesake.__name__,
         (base,),
-        {"__init__": __init__, "__doc__": doc, "__module__": "bayesopt_chain", "__qualname__": namesake.__name__},
+        {
+            "__init__": __init__,
+            "__doc__": doc,
+            "__module__": "bayesopt_chain.meta" if base is torchopt.MetaOptimizer else "bayesopt_chain",
+            "__qualname__": namesake.__name__,
+        },
     )
 
 
-SGD = _optimizer(torchopt.SGD, functional.sgd)
-Adam = _optimizer(torchopt.Adam, functional.adam)
-AdamW = _optimizer(torchopt.AdamW, functional.adamw)
-AdaMax = Adamax = _optimizer(torchopt.AdaMax, functional.adamax)
-RAdam = _optimizer(torchopt.RAdam, functional.radam)
-AdaGrad = Adagrad = _optimizer(torchopt.AdaGrad, functional.adagrad)
-RMSProp = RMSprop = _optimizer(torchopt.RMSProp, functional.rmsprop)
-AdaDelta = Adadelta = _optimizer(torchopt.AdaDelta, functional.adadelta)
-
-MetaSGD = _optimizer(torchopt.MetaSGD, functional.sgd)
-MetaAdam = _optimizer(torchopt.MetaAdam, functional.adam)
-MetaAdamW = _optimizer(torchopt.MetaAdamW, functional.adamw)
-MetaAdaMax = MetaAdamax = _optimizer(torchopt.MetaAdaMax, functional.adamax)
-MetaRAdam = _optimizer(torchopt.MetaRAdam, functional.radam)
-MetaAdaGrad = MetaAdagrad = _optimizer(torchopt.MetaAdaGrad, functional.adagrad)
-MetaRMSProp = MetaRMSprop = _optimizer(torchopt.MetaRMSProp, functional.rmsprop)
-MetaAdaDelta = MetaAdadelta = _optimizer(torchopt.MetaAdaDelta, functional.adadelta)
+SGD = optimizer_class(torchopt.SGD, functional.sgd)
+Adam = optimizer_class(torchopt.Adam, functional.adam)
+AdamW = optimizer_class(torchopt.AdamW, functional.adamw)
+AdaMax = optimizer_class(torchopt.AdaMax, functional.adamax)
+RAdam = optimizer_class(torchopt.RAdam, functional.radam)
+AdaGrad = optimizer_class(torchopt.AdaGrad, functional.adagrad)
+RMSProp = optimizer_class(torchopt.RMSProp, functional.rmsprop)
+AdaDelta = optimizer_class(torchopt.AdaDelta, functional.adadelta)

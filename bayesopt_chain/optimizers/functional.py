@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain._chain import Chain, chain
-from bayesopt_chain._response import Noise
+from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.core.response import Noise
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,

@@ -7,8 +7,8 @@ from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.precision._kronecker import Eigenbasis, Kronecker
 from bayesopt_chain.precision._low_rank import LowRank, Root, Woodbury
 from bayesopt_chain.precision._low_rank_covariance import LowRankCovariance, low_rank_covariance
-from bayesopt_chain.precision._trees import flatten, shape_only, unflatten
 from bayesopt_chain.precision._zero import Zero
+from bayesopt_chain.trees import flatten, shape_only, unflatten
 
 __all__ = [
     "Block",

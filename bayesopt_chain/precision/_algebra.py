@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain._tracing import is_hidden
-from bayesopt_chain.precision._trees import Tree, as_tensor
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import Tree, as_tensor
 
 
 class Precision:

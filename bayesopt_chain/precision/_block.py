@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
-from bayesopt_chain.precision._trees import Tree, shape_only, spread
+from bayesopt_chain.trees import Tree, shape_only, spread
 
 
 class _Block(NamedTuple):

@@ -12,9 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
-from bayesopt_chain.precision._trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten
 
 
 class _Dense(NamedTuple):

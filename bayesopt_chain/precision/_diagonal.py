@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
-from bayesopt_chain.precision._trees import Tree, flatten, inner, paths, require_like, scaled, spread
+from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, scaled, spread
 
 
 class _Diagonal(NamedTuple):

@@ -19,9 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._tracing import is_hidden
 from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
-from bayesopt_chain.precision._trees import Tree, paths, require_like, scaled, spread
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
 
 
 class _Kronecker(NamedTuple):

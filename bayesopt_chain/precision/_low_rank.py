@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
-from bayesopt_chain.precision._trees import Tree, combine, first, flatten, gram, project, require_like, scaled
+from bayesopt_chain.trees import Tree, combine, first, flatten, gram, project, require_like, scaled
 
 
 class _Root(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_positive
-from bayesopt_chain.precision._trees import Tree, combine, flatten, gram, inner, paths, project, require_like, scaled
+from bayesopt_chain.trees import Tree, combine, flatten, gram, inner, paths, project, require_like, scaled
 
 
 class _LowRankCovariance(NamedTuple):

@@ -16,10 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._gaussian import Gaussian
 from bayesopt_chain.curvature._chunks import Chunk, make_plan, pull_back, unpack
+from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Diagonal, Eigenbasis, Precision
-from bayesopt_chain.precision._trees import Tree, common_dtype, flatten
+from bayesopt_chain.trees import Tree, common_dtype, flatten
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def linearized(
 
     >>> import torch
     >>> from bayesopt_chain import predict
-    >>> from bayesopt_chain._gaussian import Gaussian
+    >>> from bayesopt_chain.posterior.gaussian import Gaussian
     >>> from bayesopt_chain.precision import Diagonal
     >>> posterior = Gaussian(torch.ones(2, 1), Diagonal(torch.full((2, 1), 4.0), torch.tensor(1.0)))
     >>> mean, covariance = predict.linearized(lambda w, batch: batch[0] @ w, posterior, (torch.ones(1, 2), None))

@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain._gaussian import Gaussian
-from bayesopt_chain.precision._trees import Tree
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.trees import Tree
 
 
 @torch.no_grad()

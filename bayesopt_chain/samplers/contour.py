@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise, schedules
-from bayesopt_chain._chain import Chain, Rule, chain
-from bayesopt_chain._leafwise import each
-from bayesopt_chain._response import Nonlinear
+from bayesopt_chain import checks, schedules
+from bayesopt_chain.core.chain import Chain, Rule, chain
+from bayesopt_chain.core.leaves import each
+from bayesopt_chain.core.response import Nonlinear
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 
@@ -70,7 +71,7 @@ class Contour(Rule):
                 f"contour: update needs loss=, the loss at the current parameters as a 0-d tensor, got {came}; "
                 "bc.make_loss_step passes it"
             )
-        temperature = _own_noise.now(self.temperature, state.count)
+        temperature = own_noise.now(self.temperature, state.count)
         here = self.bin(loss)
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
         below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)
@@ -80,8 +81,8 @@ class Contour(Rule):
         gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
         out = each(lambda x: x * factor.to(x.dtype), g)
-        return _own_noise.emit(g, out, ctx.inplace), ContourState(
-            _own_noise.tick(state.count, ctx.inplace), state.mass.copy_(mass) if ctx.inplace else mass
+        return own_noise.emit(g, out, ctx.inplace), ContourState(
+            own_noise.tick(state.count, ctx.inplace), state.mass.copy_(mass) if ctx.inplace else mass
         )
 
     def __str__(self) -> str:
@@ -111,11 +112,11 @@ def scale_by_contour(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_contour(1.0, 0.0, 10.0)
+        >>> tx = bc.samplers.scale_by_contour(1.0, 0.0, 10.0)
         >>> tx.update(torch.ones(1), tx.init(torch.zeros(1)), loss=torch.tensor(3.0), inplace=False)[0]
         tensor([1.])
     """
-    _checks.temperature(temperature)
+    checks.temperature(temperature)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"scale_by_contour: need finite low < high, got {low!r} and {high!r}")
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
@@ -152,10 +153,10 @@ def contour_sgld(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.contour_sgld(0.01, 0.0, 10.0, temperature=1.0)
+        >>> tx = bc.samplers.contour_sgld(0.01, 0.0, 10.0, temperature=1.0)
         >>> step, params = bc.make_loss_step(lambda p, batch: (p**2).sum(), tx), torch.ones(2)
         >>> params, state, info = step(params, tx.init(params), ())
-        >>> weight = bc.contour_weight(tx, state, info.loss)
+        >>> weight = bc.samplers.contour_weight(tx, state, info.loss)
     """
     return chain(
         scale_by_contour(temperature, low, high, bins=bins, zeta=zeta, omega=omega),
@@ -175,8 +176,8 @@ def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.contour_sgld(0.01, 0.0, 10.0, temperature=1.0, bins=4, zeta=1.0)
-        >>> bc.contour_weight(tx, tx.init(torch.ones(2)), torch.tensor(3.0))
+        >>> tx = bc.samplers.contour_sgld(0.01, 0.0, 10.0, temperature=1.0, bins=4, zeta=1.0)
+        >>> bc.samplers.contour_weight(tx, tx.init(torch.ones(2)), torch.tensor(3.0))
         tensor(0.2500, dtype=torch.float64)
     """
     for rule, entry in zip(tx.rules, state):

@@ -7,7 +7,7 @@ Within a cycle of ``C`` updates, ``t`` being the count,
 a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample around it. Two noise rules:
 
 * :func:`cyclical`, ours: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
-  learning rate asks for (see ``_matched_noise.scheduled_momentum_noise``), second order where lr is constant. A restart
+  learning rate asks for (see ``core.law.scheduled_momentum_noise``), second order where lr is constant. A restart
   brings the thermal velocity to the new lr's scale; that step has no limit as T -> 0, where the velocity is kept.
 * :func:`cyclical_paper`: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
 
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise, schedules
-from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain import checks, schedules
+from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.links import own_noise
+from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.stated_noise import inject_stated_noise
 from bayesopt_chain.samplers.langevin import sghmc
 
 
@@ -53,7 +54,7 @@ class sampling_phase:
 
     def __post_init__(self) -> None:
         _check(self.cycle, self.burn_in)
-        _checks.temperature(self.temperature)
+        checks.temperature(self.temperature)
 
     def __call__(self, count) -> Tensor:
         t = torch.as_tensor(count)
@@ -86,13 +87,13 @@ def cyclical(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> tx = bc.cyclical(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
-        >>> bc.cyclical(0.1, cycle=100, burn_in=100, temperature=1.0)
+        >>> tx = bc.samplers.cyclical(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
+        >>> bc.samplers.cyclical(0.1, cycle=100, burn_in=100, temperature=1.0)
         Traceback (most recent call last):
             ...
         ValueError: cyclical: burn_in must be shorter than the cycle (100 updates), got 100; no update would sample
     """
-    _checks.positive("cyclical: lr", lr)
+    checks.positive("cyclical: lr", lr)
     _check(cycle, burn_in)
     return sghmc(
         schedules.cosine_restarts(lr, cycle),
@@ -116,15 +117,15 @@ def cyclical_paper(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> tx = bc.cyclical_paper(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
+        >>> tx = bc.samplers.cyclical_paper(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
     """
-    _checks.positive("cyclical_paper: lr", lr)
-    _checks.momentum("cyclical_paper: momentum", momentum)
+    checks.positive("cyclical_paper: lr", lr)
+    checks.momentum("cyclical_paper: momentum", momentum)
     _check(cycle, burn_in)
     schedule = schedules.cosine_restarts(lr, cycle)
     return chain(
         scale_by_neg_lr(schedule),
-        inject_stated_noise(
+        inject_filtered_noise(
             _phase(temperature, cycle, burn_in),
             ((2.0 * (1.0 - momentum)) ** 0.5,),
             gain=_Root(schedule),
@@ -145,8 +146,8 @@ class _Root:
 
 
 def _phase(temperature: float, cycle: int, burn_in: int):
-    _checks.temperature(temperature)
-    if _own_noise.is_zero(temperature):
+    checks.temperature(temperature)
+    if own_noise.is_zero(temperature):
         return 0.0
     if not isinstance(temperature, (int, float)):
         return _Gated(sampling_phase(1.0, cycle, burn_in), temperature)
@@ -161,7 +162,7 @@ class _Gated:
     temperature: object
 
     def __call__(self, count) -> Tensor:
-        return self.phase(count) * _own_noise.now(self.temperature, count)
+        return self.phase(count) * own_noise.now(self.temperature, count)
 
 
 def _check(cycle: int, burn_in: int) -> None:

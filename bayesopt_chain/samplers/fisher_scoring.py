@@ -26,9 +26,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise
-from bayesopt_chain._chain import Chain, Rule
-from bayesopt_chain._leafwise import zeros_like
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule
+from bayesopt_chain.core.leaves import zeros_like
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 
 
@@ -49,16 +50,16 @@ class FisherScoring(Rule):
     batch_size: int
     decay: float
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = _own_noise.ITS_OWN_NOISE
+    response = own_noise.ITS_OWN_NOISE
     accepts = frozenset({"curvature"})
     name = "sgfs"
 
     def init(self, params):
-        return FisherState(*_own_noise.start(params, self.generator), zeros_like(params))
+        return FisherState(*own_noise.start(params, self.generator), zeros_like(params))
 
     def update(self, g, state, params, ctx):
         came = self.variance_of(ctx)
-        xi = _own_noise.draw(state, list(state.variance), 1)
+        xi = own_noise.draw(state, list(state.variance), 1)
         temperature, inject, corrected = self.now(state)
         variance: list = [None] * len(g)
         out: list = [None] * len(g)
@@ -68,13 +69,13 @@ class FisherScoring(Rule):
             variance[i] = self.decay * state.variance[i] + (1.0 - self.decay) * came[i]
             step = 1.0 / (1.0 / self.lr + variance[i] * (corrected / (2.0 * temperature * self.batch_size)))
             out[i] = -step * (x + inject * xi[i][0])
-        return _own_noise.emit(g, out, ctx.inplace), self.next_state(state, variance, ctx.inplace)
+        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, variance, ctx.inplace)
 
     def now(self, state):
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = _own_noise.now(self.temperature, state.count)
+        temperature = own_noise.now(self.temperature, state.count)
         corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
-        return temperature, _own_noise.root(2.0 * temperature / self.lr), corrected
+        return temperature, own_noise.root(2.0 * temperature / self.lr), corrected
 
     def variance_of(self, ctx) -> list:
         came = ctx.extra.get("curvature")
@@ -88,12 +89,12 @@ class FisherScoring(Rule):
     def next_state(self, state, variance: list, inplace: bool) -> FisherState:
         return FisherState(
             state.key,
-            _own_noise.tick(state.count, inplace),
-            _own_noise.write(state.variance, variance, inplace),
+            own_noise.tick(state.count, inplace),
+            own_noise.write(state.variance, variance, inplace),
         )
 
     def __str__(self) -> str:
-        return f"{self.name}({self.lr}, {self.batch_size}, temperature={_checks.show(self.temperature)})"
+        return f"{self.name}({self.lr}, {self.batch_size}, temperature={checks.show(self.temperature)})"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class DenseFisherScoring(FisherScoring):
     def init(self, params):
         leaves = [p for p in params if p is not None]
         d = sum(p.numel() for p in leaves)
-        key, count = _own_noise.start(params, self.generator)
+        key, count = own_noise.start(params, self.generator)
         return FisherState(key, count, (torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device),))
 
     def update(self, g, state, params, ctx):
@@ -117,7 +118,7 @@ class DenseFisherScoring(FisherScoring):
                 "sgfs_dense: every parameter needs a gradient, since its matrix couples them all; use sgfs"
             )
         flat = torch.cat([x.reshape(-1) for x in live])
-        ((xi,),) = _own_noise.draw(state, [flat], 1)
+        ((xi,),) = own_noise.draw(state, [flat], 1)
         temperature, inject, corrected = self.now(state)
         new = self.decay * old + (1.0 - self.decay) * came
         inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr
@@ -125,7 +126,7 @@ class DenseFisherScoring(FisherScoring):
         move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
         parts = iter(move.split([x.numel() for x in live]))
         out = [None if x is None else next(parts).reshape(x.shape) for x in g]
-        return _own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
+        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
 
 
 def sgfs(
@@ -152,7 +153,7 @@ def sgfs(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
+        >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
         >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2))
     """
     _check("sgfs", lr, temperature, batch_size, decay)
@@ -174,7 +175,7 @@ def sgfs_dense(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
+        >>> tx, params = bc.samplers.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
         >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.eye(2))
     """
     _check("sgfs_dense", lr, temperature, batch_size, decay)
@@ -182,10 +183,10 @@ def sgfs_dense(
 
 
 def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -> None:
-    _checks.positive(f"{who}: lr", lr)
-    _checks.positive(f"{who}: batch_size", batch_size)
+    checks.positive(f"{who}: lr", lr)
+    checks.positive(f"{who}: batch_size", batch_size)
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"{who}: decay must lie in [0, 1), got {decay!r}")
-    _own_noise.positive_temperature(
+    own_noise.positive_temperature(
         who, temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain import _checks
-from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
@@ -109,11 +109,11 @@ def sghmc_from_friction(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.sghmc_from_friction(lr=0.5, alpha=0.25)
+        >>> bc.samplers.sghmc_from_friction(lr=0.5, alpha=0.25)
         {'lr': 0.25, 'momentum': 0.875, 'temperature': 1.0}
     """
     for name, value in (("lr", lr), ("alpha", alpha), ("sigma", sigma), ("temperature", temperature)):
-        _checks.positive(f"sghmc_from_friction: {name}", value)
+        checks.positive(f"sghmc_from_friction: {name}", value)
     momentum = 1.0 - lr * alpha / sigma**2
     if momentum < -1e-12:
         raise ValueError(
@@ -140,12 +140,12 @@ def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperatur
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.sghmc_to_friction(0.25, 0.875)
+        >>> bc.samplers.sghmc_to_friction(0.25, 0.875)
         {'lr': 0.5, 'alpha': 0.25, 'beta': 0.0, 'sigma': 1.0, 'temperature': 1.0}
     """
     for name, value in (("lr", lr), ("sigma", sigma), ("temperature", temperature)):
-        _checks.positive(f"sghmc_to_friction: {name}", value)
-    _checks.momentum("sghmc_to_friction: momentum", momentum)
+        checks.positive(f"sghmc_to_friction: {name}", value)
+    checks.momentum("sghmc_to_friction: momentum", momentum)
     eps = sigma * lr**0.5
     alpha = (1.0 - momentum) * sigma**2 / eps
     return {"lr": eps, "alpha": alpha, "beta": 0.0, "sigma": sigma, "temperature": temperature}

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise
-from bayesopt_chain._chain import Chain, Rule
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 
 
@@ -39,15 +40,15 @@ class Lattice(Rule):
     lr: float
     temperature: Temperature
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = _own_noise.ITS_OWN_NOISE
+    response = own_noise.ITS_OWN_NOISE
 
     def init(self, params):
-        return LatticeState(*_own_noise.start(params, self.generator))
+        return LatticeState(*own_noise.start(params, self.generator))
 
     def update(self, g, state, params, ctx):
-        temperature = _own_noise.now(self.temperature, state.count)
-        uniform = _own_noise.draw(state, params or g, 1, "uniform")
-        delta = _own_noise.root(2.0 * temperature * self.lr)
+        temperature = own_noise.now(self.temperature, state.count)
+        uniform = own_noise.draw(state, params or g, 1, "uniform")
+        delta = own_noise.root(2.0 * temperature * self.lr)
         tilt = self.lr / delta
         out = []
         for x, u in zip(g, uniform):
@@ -56,10 +57,10 @@ class Lattice(Rule):
                 continue
             up = u[0] < 0.5 * (1.0 - tilt * x)
             out.append(delta * torch.where(up, torch.ones_like(x), -torch.ones_like(x)))
-        return _own_noise.emit(g, out, ctx.inplace), LatticeState(state.key, _own_noise.tick(state.count, ctx.inplace))
+        return own_noise.emit(g, out, ctx.inplace), LatticeState(state.key, own_noise.tick(state.count, ctx.inplace))
 
     def __str__(self) -> str:
-        return f"lattice_walk({self.lr}, temperature={_checks.show(self.temperature)})"
+        return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
 def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Generator | None = None) -> Chain:
@@ -78,13 +79,11 @@ def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Genera
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.lattice_walk(0.02, temperature=1.0), torch.zeros(3)
+        >>> tx, params = bc.samplers.lattice_walk(0.02, temperature=1.0), torch.zeros(3)
         >>> updates, state = tx.update(torch.ones(3), tx.init(params), params=params, inplace=False)
         >>> updates.abs()
         tensor([0.2000, 0.2000, 0.2000])
     """
-    _checks.positive("lattice_walk: lr", lr)
-    _own_noise.positive_temperature(
-        "lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise"
-    )
+    checks.positive("lattice_walk: lr", lr)
+    own_noise.positive_temperature("lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise")
     return Chain((Lattice(lr, temperature, generator),))

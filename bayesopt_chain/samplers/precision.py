@@ -19,9 +19,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise
-from bayesopt_chain._chain import Chain, Rule, chain
-from bayesopt_chain._leafwise import zeros_like
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule, chain
+from bayesopt_chain.core.leaves import zeros_like
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
@@ -52,14 +53,14 @@ class SolveAndNoise(Rule):
     level: float  # variance of e at zero frequency, at T = 1
     order: int
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = _own_noise.ITS_OWN_NOISE
+    response = own_noise.ITS_OWN_NOISE
     on_trees = True
 
     def init_tree(self, params):
-        if _own_noise.is_zero(self.temperature):
+        if own_noise.is_zero(self.temperature):
             return PrecisionNoiseState((), (), ())
         leaves = optree.tree_leaves(params)
-        key, count = _own_noise.start(leaves, self.generator)
+        key, count = own_noise.start(leaves, self.generator)
         return PrecisionNoiseState(key, count, zeros_like(leaves) if self.order == 2 else ())
 
     def update(self, g, state, params, ctx):
@@ -68,22 +69,22 @@ class SolveAndNoise(Rule):
                 "langevin_with_precision: every parameter needs a gradient, since the precision couples them"
             )
         out = ctx.from_tree(self.precision.solve(ctx.to_tree(list(g))))
-        if _own_noise.is_zero(self.temperature):
-            return _own_noise.emit(g, out, ctx.inplace), state
-        temperature = _own_noise.now(self.temperature, state.count)
-        root = _own_noise.root(self.level * temperature)
-        xi = [z for (z,) in _own_noise.draw(state, g, 1)]
+        if own_noise.is_zero(self.temperature):
+            return own_noise.emit(g, out, ctx.inplace), state
+        temperature = own_noise.now(self.temperature, state.count)
+        root = own_noise.root(self.level * temperature)
+        xi = [z for (z,) in own_noise.draw(state, g, 1)]
         mean = [(z + m) / 2.0 for z, m in zip(xi, state.memory)] if self.order == 2 else xi
         e = ctx.from_tree(self.precision.sqrt_solve(ctx.to_tree([(root * m).to(x.dtype) for m, x in zip(mean, g)])))
         noisy = [u + w for u, w in zip(out, e)]
         if torch.is_tensor(temperature):
             noisy = [torch.where(temperature > 0, w, u) for w, u in zip(noisy, out)]
-        memory = _own_noise.write(state.memory, xi, ctx.inplace) if self.order == 2 else ()
-        state = PrecisionNoiseState(state.key, _own_noise.tick(state.count, ctx.inplace), memory)
-        return _own_noise.emit(g, noisy, ctx.inplace), state
+        memory = own_noise.write(state.memory, xi, ctx.inplace) if self.order == 2 else ()
+        state = PrecisionNoiseState(state.key, own_noise.tick(state.count, ctx.inplace), memory)
+        return own_noise.emit(g, noisy, ctx.inplace), state
 
     def __str__(self) -> str:
-        return f"precondition_by({type(self.precision).__name__}, temperature={_checks.show(self.temperature)})"
+        return f"precondition_by({type(self.precision).__name__}, temperature={checks.show(self.temperature)})"
 
 
 def langevin_with_precision(
@@ -117,7 +118,7 @@ def langevin_with_precision(
         >>> class Diagonal:
         ...     def solve(self, x): return x / torch.tensor([1.0, 4.0])
         ...     def sqrt_solve(self, x): return x / torch.tensor([1.0, 2.0])
-        >>> tx, params = bc.langevin_with_precision(Diagonal(), 1.0, temperature=0.0), torch.zeros(2)
+        >>> tx, params = bc.samplers.langevin_with_precision(Diagonal(), 1.0, temperature=0.0), torch.zeros(2)
         >>> tx.update(torch.ones(2), tx.init(params), params=params, inplace=False)[0]
         tensor([-1.0000, -0.2500])
     """
@@ -127,9 +128,9 @@ def langevin_with_precision(
                 f"langevin_with_precision: precision has no {method}(tree), got {type(precision).__name__}; "
                 "pass a precision of bc.precision, or an object with solve and sqrt_solve"
             )
-    _checks.positive("langevin_with_precision: lr", lr)
-    _checks.momentum("langevin_with_precision: momentum", momentum)
-    _checks.temperature(temperature)
+    checks.positive("langevin_with_precision: lr", lr)
+    checks.momentum("langevin_with_precision: momentum", momentum)
+    checks.temperature(temperature)
     if order not in (1, 2):
         raise ValueError(f"langevin_with_precision: order must be 1 or 2, got {order!r}")
     if isinstance(temperature, int):

@@ -28,10 +28,12 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _counters, _own_noise
-from bayesopt_chain._chain import Chain, Rule, chain
-from bayesopt_chain._leafwise import each, zeros_like
-from bayesopt_chain._response import Adaptive
+from bayesopt_chain import checks
+from bayesopt_chain.core import counters
+from bayesopt_chain.core.chain import Chain, Rule, chain
+from bayesopt_chain.core.leaves import each, zeros_like
+from bayesopt_chain.core.response import Adaptive
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.adaptive import RunningScale, _noisy, scale_by_adam, scale_by_rms
 from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
@@ -59,7 +61,7 @@ def psgld(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.psgld(0.01, temperature=1 / 500, freeze_after=1000)
+        >>> bc.samplers.psgld(0.01, temperature=1 / 500, freeze_after=1000)
         chain(
             scale_by_rms(decay=0.99, eps=1e-08, freeze_after=1000),
             inject_langevin_noise(0.002),  # acts inside scale_by_rms, matched to F = 0.01
@@ -81,7 +83,7 @@ class RunningScaleWithDivergence(RunningScale):
     accepts = frozenset({"curvature"})
 
     def init(self, params):
-        return super().init(params)._replace(count=_counters.zeros(params))
+        return super().init(params)._replace(count=counters.zeros(params))
 
     def update(self, g, state, params, ctx):
         if ctx.extra.get("curvature") is None:
@@ -91,7 +93,7 @@ class RunningScaleWithDivergence(RunningScale):
             )
         hessian = optree.tree_leaves(ctx.extra["curvature"], none_is_leaf=True)
         clean = [None if x is None else x.clone() for x in g] if ctx.inplace else g
-        strength = _counters.each(self._strength, state.count)
+        strength = counters.each(self._strength, state.count)
         out, state = super().update(g, state, params, ctx)
 
         def drift(u: Tensor, x: Tensor, nu: Tensor, h: Tensor, strength: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ class RunningScaleWithDivergence(RunningScale):
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""
-        temperature = _counters.scalar(_own_noise.now(self.temperature, count), count.device)
+        temperature = counters.scalar(own_noise.now(self.temperature, count), count.device)
         if self.freeze_after is None:
             return temperature
         return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))
@@ -133,15 +135,15 @@ def psgld_corrected(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.psgld_corrected(0.01, alpha=0.0, eps=1.0, temperature=1.0), torch.zeros(2)
+        >>> tx, params = bc.samplers.psgld_corrected(0.01, alpha=0.0, eps=1.0, temperature=1.0), torch.zeros(2)
         >>> updates, state = tx.update(
         ...     torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2), inplace=False
         ... )
         >>> updates.shape
         torch.Size([2])
     """
-    _checks.temperature(temperature)
-    if _own_noise.is_zero(temperature):
+    checks.temperature(temperature)
+    if own_noise.is_zero(temperature):
         return psgld(lr, alpha, eps, temperature=0.0, freeze_after=freeze_after)
     scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after).rules[0]
     return chain(
@@ -171,7 +173,7 @@ def adam_sghmc(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> tx = bc.adam_sghmc(1e-3, temperature=1 / 500, freeze_after=1000)
+        >>> tx = bc.samplers.adam_sghmc(1e-3, temperature=1 / 500, freeze_after=1000)
     """
     return chain(
         scale_by_adam(*betas, eps, freeze_after=freeze_after),
@@ -199,7 +201,7 @@ class AdaptiveWindow(Rule):
 
     def init(self, params):
         ones = [zeros_like(params, 1.0) for _ in range(2)]
-        return AdaptiveWindowState(ones[0], zeros_like(params), ones[1], _counters.zeros(params))
+        return AdaptiveWindowState(ones[0], zeros_like(params), ones[1], counters.zeros(params))
 
     def update(self, g, state, params, ctx):
         tau, mean, square = list(state.tau), list(state.mean), list(state.square)
@@ -215,10 +217,10 @@ class AdaptiveWindow(Rule):
             mean[i] = torch.where(learn, new_mean, mean[i])
             square[i] = torch.where(learn, new_square, square[i])
         state = AdaptiveWindowState(
-            _own_noise.write(state.tau, tau, ctx.inplace),
-            _own_noise.write(state.mean, mean, ctx.inplace),
-            _own_noise.write(state.square, square, ctx.inplace),
-            _counters.increment(state.count, g, ctx.inplace),
+            own_noise.write(state.tau, tau, ctx.inplace),
+            own_noise.write(state.mean, mean, ctx.inplace),
+            own_noise.write(state.square, square, ctx.inplace),
+            counters.increment(state.count, g, ctx.inplace),
         )
         denominators = each(lambda x, v: (v + self.eps).sqrt(), g, state.square)
         return each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators), state
@@ -238,7 +240,7 @@ def scale_by_adaptive_window(freeze_after: int) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_adaptive_window(10)
+        >>> tx = bc.samplers.scale_by_adaptive_window(10)
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
@@ -272,7 +274,7 @@ def adaptive_sghmc(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> tx = bc.adaptive_sghmc(0.01, temperature=1 / 500, burn_in=1000)
+        >>> tx = bc.samplers.adaptive_sghmc(0.01, temperature=1 / 500, burn_in=1000)
     """
     return chain(
         scale_by_adaptive_window(burn_in),

@@ -23,9 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise, _random
-from bayesopt_chain._chain import Chain, Rule
-from bayesopt_chain._leafwise import zeros_like
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule
+from bayesopt_chain.core.leaves import zeros_like
+from bayesopt_chain.links import own_noise
+from bayesopt_chain.random import stream as keyed_stream
 
 _SWAP_STREAM = 0x2545F4914F6CDD1D
 
@@ -52,7 +54,7 @@ class ReplicaExchange(Rule):
     correction_factor: float
     swap_every: int
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = _own_noise.ITS_OWN_NOISE
+    response = own_noise.ITS_OWN_NOISE
     accepts = frozenset({"loss"})
 
     def init(self, params):
@@ -63,7 +65,7 @@ class ReplicaExchange(Rule):
                     f"replica_exchange: params must be stacked for {n} chains on axis 0, but leaf {i} has shape "
                     f"{tuple(p.shape)}; use bc.stack([...])"
                 )
-        key, count = _own_noise.start(params, self.generator)
+        key, count = own_noise.start(params, self.generator)
         pairs = torch.zeros(n - 1, dtype=torch.int64, device=key.device)
         temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=key.device)
         return ReplicaExchangeState(key, count, zeros_like(params), temperature, pairs, pairs.clone())
@@ -83,7 +85,7 @@ class ReplicaExchange(Rule):
         temperature = state.temperature
         heat = torch.sqrt(temperature / temperature[order])
         strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
-        xi = _own_noise.draw(state, list(state.velocity), 1)
+        xi = own_noise.draw(state, list(state.velocity), 1)
         out: list = [None] * len(g)
         velocity: list = [None] * len(g)
         for i, x in enumerate(g):
@@ -93,19 +95,19 @@ class ReplicaExchange(Rule):
             v = state.velocity[i][here] * _along(heat, x) * self.momentum + x[here]
             velocity[i] = v + xi[i][0] * _along(strength, x)
             out[i] = params[i][here] - params[i] - self.lr * velocity[i]
-        return _own_noise.emit(g, out, ctx.inplace), ReplicaExchangeState(
+        return own_noise.emit(g, out, ctx.inplace), ReplicaExchangeState(
             state.key,
-            _own_noise.tick(state.count, ctx.inplace),
-            _own_noise.write(state.velocity, velocity, ctx.inplace),
+            own_noise.tick(state.count, ctx.inplace),
+            own_noise.write(state.velocity, velocity, ctx.inplace),
             temperature,
-            *_own_noise.write((state.accepted, state.proposed), [accepted, proposed], ctx.inplace),
+            *own_noise.write((state.accepted, state.proposed), [accepted, proposed], ctx.inplace),
         )
 
     def exchange(self, loss: Tensor, state: ReplicaExchangeState) -> tuple[Tensor, Tensor, Tensor]:
         """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""
         n = len(self.temperatures)
         uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
-        ((u,),) = _random.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform")
+        ((u,),) = keyed_stream.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform")
         pair = torch.arange(n - 1, device=loss.device)
         turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
         proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)
@@ -159,7 +161,7 @@ def replica_exchange(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.replica_exchange(0.01, temperatures=(0.1, 1.0))
+        >>> tx = bc.samplers.replica_exchange(0.01, temperatures=(0.1, 1.0))
         >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum(), tx)
         >>> params = torch.zeros(2, 3)
         >>> params, state, info = step(params, tx.init(params), ())
@@ -173,11 +175,11 @@ def replica_exchange(
             "one chain has nobody to exchange with, use bc.sgld or bc.sghmc"
         )
     for t in temperatures:
-        _checks.positive("replica_exchange: temperatures", t)
+        checks.positive("replica_exchange: temperatures", t)
     if sorted(set(temperatures)) != list(temperatures):
         raise ValueError(f"replica_exchange: temperatures must increase, got {temperatures}; put the coldest first")
-    _checks.positive("replica_exchange: lr", lr)
-    _checks.momentum("replica_exchange: momentum", momentum)
+    checks.positive("replica_exchange: lr", lr)
+    checks.momentum("replica_exchange: momentum", momentum)
     if not loss_variance >= 0.0:
         raise ValueError(f"replica_exchange: loss_variance must not be negative, got {loss_variance!r}")
     if not correction_factor >= 1.0:

@@ -32,12 +32,12 @@ from typing import NamedTuple
 
 import torch
 
-from bayesopt_chain import _checks
-from bayesopt_chain._chain import Chain, chain
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.stated_noise import inject_stated_noise
 from bayesopt_chain.samplers.langevin import sghmc
 
 
@@ -66,7 +66,8 @@ def baoab(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.baoab(0.1, friction=1.0, temperature=0.0) == bc.sghmc(*bc.splitting_parameters(0.1, 1.0), temperature=0.0)
+        >>> lr, momentum = bc.samplers.splitting_parameters(0.1, friction=1.0)
+        >>> bc.samplers.baoab(0.1, friction=1.0, temperature=0.0) == bc.sghmc(lr, momentum, temperature=0.0)
         True
     """
     lr, momentum = splitting_parameters(step_size, friction)
@@ -83,7 +84,7 @@ def obabo(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> from bayesopt_chain.testing import stationary_covariance
-        >>> tx = bc.obabo(0.2, friction=1.0, temperature=1.0)
+        >>> tx = bc.samplers.obabo(0.2, friction=1.0, temperature=1.0)
         >>> k = torch.tensor([[4.0]], dtype=torch.float64)
         >>> round(stationary_covariance(tx, k).item() * 4 * (1 - 0.2**2 * 4 / 4), 12)
         1.0
@@ -105,18 +106,20 @@ def ubu(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.ubu(0.1, friction=2.0, temperature=1.0), torch.zeros(3)
+        >>> tx, params = bc.samplers.ubu(0.1, friction=2.0, temperature=1.0), torch.zeros(3)
         >>> updates, state = tx.update(torch.ones(3), tx.init(params), params=params, inplace=False)
         >>> updates.shape
         torch.Size([3])
     """
-    _checks.positive("ubu: step_size", step_size)
-    _checks.positive("ubu: friction", friction)
+    checks.positive("ubu: step_size", step_size)
+    checks.positive("ubu: friction", friction)
     h, gamma, mu = step_size, friction, math.exp(-friction * step_size)
     lr = h * -math.expm1(-gamma * h) / gamma
     n1, n2, n2_alone = ubu_noise(h, gamma)
     return chain(
-        inject_stated_noise(temperature, (-n1 / lr, 0.0), (mu * n1 / lr - n2 / h, -n2_alone / h), generator=generator),
+        inject_filtered_noise(
+            temperature, (-n1 / lr, 0.0), (mu * n1 / lr - n2 / h, -n2_alone / h), generator=generator
+        ),
         add_momentum(mu),
         scale_by_neg_lr(lr),
     )
@@ -127,12 +130,12 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> lr, momentum = bc.splitting_parameters(0.1, friction=1.0)
+        >>> lr, momentum = bc.samplers.splitting_parameters(0.1, friction=1.0)
         >>> round(lr, 6), round(momentum, 6)
         (0.009524, 0.904837)
     """
-    _checks.positive("step_size", step_size)
-    _checks.positive("friction", friction)
+    checks.positive("step_size", step_size)
+    checks.positive("friction", friction)
     mu = math.exp(-friction * step_size)
     return ChainParameters(step_size**2 * (1.0 + mu) / 2.0, mu)
 

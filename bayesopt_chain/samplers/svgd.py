@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise
-from bayesopt_chain._chain import Chain, Rule, chain
-from bayesopt_chain._response import Refused
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule, chain
+from bayesopt_chain.core.response import Refused
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 
@@ -33,7 +34,7 @@ class SteinState(NamedTuple):
 
 @dataclass(frozen=True)
 class Stein(Rule):
-    """The rule behind :func:`stein_force`."""
+    """The rule behind :func:`scale_by_stein_kernel`."""
 
     temperature: Any
     bandwidth: float | str
@@ -43,7 +44,7 @@ class Stein(Rule):
         sizes = {p.shape[0] if p.ndim else 0 for p in params if p is not None}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
-                "stein_force: params must be particles stacked on axis 0, the same number in every leaf, got shapes "
+                "scale_by_stein_kernel: params must be particles stacked on axis 0, the same number in every leaf, got shapes "
                 f"{[tuple(p.shape) for p in params if p is not None]}; use bc.stack([...])"
             )
         device = next(p.device for p in params if p is not None)
@@ -51,10 +52,10 @@ class Stein(Rule):
 
     def update(self, g, state, params, ctx):
         if params is None:
-            raise ValueError("stein_force: update needs the particles; pass params=params")
+            raise ValueError("scale_by_stein_kernel: update needs the particles; pass params=params")
         live = [i for i, x in enumerate(g) if x is not None]
         if not live:
-            return g, SteinState(_own_noise.tick(state.count, ctx.inplace))
+            return g, SteinState(own_noise.tick(state.count, ctx.inplace))
         n = g[live[0]].shape[0]
         x = torch.cat([params[i].reshape(n, -1) for i in live], dim=1)
         square = (x.unsqueeze(0) - x.unsqueeze(1)).square().sum(-1)
@@ -62,8 +63,8 @@ class Stein(Rule):
         kernel = torch.exp(-square / (2.0 * h2))
         force = torch.cat([g[i].reshape(n, -1) for i in live], dim=1)
         smooth = kernel @ force
-        if not _own_noise.is_zero(self.temperature):
-            temperature = _own_noise.now(self.temperature, state.count)
+        if not own_noise.is_zero(self.temperature):
+            temperature = own_noise.now(self.temperature, state.count)
             if torch.is_tensor(temperature):
                 temperature = temperature.to(x.dtype)
             apart = kernel @ x - kernel.sum(1, keepdim=True) * x
@@ -72,7 +73,7 @@ class Stein(Rule):
         out: list = [None] * len(g)
         for i, part in zip(live, parts):
             out[i] = part.reshape(g[i].shape)
-        return _own_noise.emit(g, out, ctx.inplace), SteinState(_own_noise.tick(state.count, ctx.inplace))
+        return own_noise.emit(g, out, ctx.inplace), SteinState(own_noise.tick(state.count, ctx.inplace))
 
     def squared_bandwidth(self, square: Tensor) -> Tensor | float:
         if self.bandwidth != "median":
@@ -85,10 +86,10 @@ class Stein(Rule):
         return torch.where(middle > 0, middle, torch.ones_like(middle)) / (2.0 * math.log(n + 1.0))
 
     def __str__(self) -> str:
-        return f"stein_force({_checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
+        return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
-def stein_force(temperature: Temperature, *, bandwidth: float | str = "median") -> Chain:
+def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = "median") -> Chain:
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
     Args:
@@ -103,15 +104,15 @@ def stein_force(temperature: Temperature, *, bandwidth: float | str = "median") 
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.chain(bc.stein_force(1.0), bc.adam(1e-2))
+        >>> tx = bc.chain(bc.samplers.scale_by_stein_kernel(1.0), bc.adam(1e-2))
         >>> particles = torch.randn(5, 2)
         >>> updates, state = tx.update(particles.clone(), tx.init(particles), params=particles, inplace=False)
         >>> updates.shape
         torch.Size([5, 2])
     """
-    _checks.temperature(temperature)
+    checks.temperature(temperature)
     if bandwidth != "median":
-        _checks.positive("stein_force: bandwidth", bandwidth)
+        checks.positive("scale_by_stein_kernel: bandwidth", bandwidth)
     return Chain((Stein(temperature, bandwidth),))
 
 
@@ -119,12 +120,12 @@ def svgd(lr: ScalarOrSchedule, *, temperature: Temperature, bandwidth: float | s
     """Stein variational gradient descent. At ``temperature=0`` it is gradient descent smoothed by the kernel.
 
     Args:
-        lr: learning rate. temperature, bandwidth: as for :func:`stein_force`.
+        lr: learning rate. temperature, bandwidth: as for :func:`scale_by_stein_kernel`.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, particles = bc.svgd(0.1, temperature=1.0), torch.randn(5, 2)
+        >>> tx, particles = bc.samplers.svgd(0.1, temperature=1.0), torch.randn(5, 2)
         >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum() / 2, tx)
         >>> particles, state, info = step(particles, tx.init(particles), ())
     """
-    return chain(stein_force(temperature, bandwidth=bandwidth), scale_by_neg_lr(lr))
+    return chain(scale_by_stein_kernel(temperature, bandwidth=bandwidth), scale_by_neg_lr(lr))

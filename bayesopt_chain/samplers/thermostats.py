@@ -38,9 +38,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _checks, _own_noise
-from bayesopt_chain._chain import Chain, Rule
-from bayesopt_chain._leafwise import zeros_like
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain, Rule
+from bayesopt_chain.core.leaves import zeros_like
+from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
 
 _WHY = (
@@ -68,10 +69,10 @@ class Thermostat(Rule):
     mass: float
     per_parameter: bool
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = _own_noise.ITS_OWN_NOISE
+    response = own_noise.ITS_OWN_NOISE
 
     def init(self, params):
-        key, count = _own_noise.start(params, self.generator)
+        key, count = own_noise.start(params, self.generator)
         first = next(p for p in params if p is not None)
         shared = (torch.full((), self.friction, dtype=first.dtype, device=first.device),)
         friction = zeros_like(params, self.friction) if self.per_parameter else shared
@@ -79,8 +80,8 @@ class Thermostat(Rule):
 
     def update(self, g, state, params, ctx):
         live = [i for i, x in enumerate(g) if x is not None]
-        n = _own_noise.draw(state, list(state.velocity), 1)
-        temperature = _own_noise.now(self.temperature, state.count)
+        n = own_noise.draw(state, list(state.velocity), 1)
+        temperature = own_noise.now(self.temperature, state.count)
         friction = [state.friction[i] for i in live] if self.per_parameter else [state.friction[0]]
         moves, velocity, after = self.advance(
             [g[i] for i in live], [state.velocity[i] for i in live], friction, [n[i][0] for i in live], temperature
@@ -94,11 +95,11 @@ class Thermostat(Rule):
                 xi[i] = after[k]
         if live and not self.per_parameter:
             xi = after
-        return _own_noise.emit(g, out, ctx.inplace), ThermostatState(
+        return own_noise.emit(g, out, ctx.inplace), ThermostatState(
             state.key,
-            _own_noise.tick(state.count, ctx.inplace),
-            _own_noise.write(state.velocity, v, ctx.inplace),
-            _own_noise.write(state.friction, xi, ctx.inplace),
+            own_noise.tick(state.count, ctx.inplace),
+            own_noise.write(state.velocity, v, ctx.inplace),
+            own_noise.write(state.friction, xi, ctx.inplace),
         )
 
     def advance(self, g: list, v: list, friction: list, n: list, temperature):
@@ -122,7 +123,7 @@ class NoseHoover(Thermostat):
 
     def advance(self, g, v, friction, n, temperature):
         lr = self.step
-        strength = _own_noise.root(2.0 * self.friction * temperature / lr)
+        strength = own_noise.root(2.0 * self.friction * temperature / lr)
         v = [(1.0 - xi) * u + x + strength * e for u, x, xi, e in zip(v, g, self.each(friction, v), n)]
         moves = [-lr * u for u in v]
         friction = [
@@ -133,7 +134,7 @@ class NoseHoover(Thermostat):
 
     def __str__(self) -> str:
         name = "sgnht_per_parameter" if self.per_parameter else "sgnht"
-        return f"{name}({self.step}, {1.0 - self.friction:.6g}, temperature={_checks.show(self.temperature)})"
+        return f"{name}({self.step}, {1.0 - self.friction:.6g}, temperature={checks.show(self.temperature)})"
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,7 @@ class Badodab(Thermostat):
         first = p
         friction = self.half_turn(friction, p, temperature)
         p = [
-            torch.exp(-xi * h) * u
-            + _own_noise.root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
+            torch.exp(-xi * h) * u + own_noise.root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
             for u, xi, e in zip(p, self.each(friction, p), n)
         ]
         friction = self.half_turn(friction, p, temperature)
@@ -159,7 +159,7 @@ class Badodab(Thermostat):
 
     def __str__(self) -> str:
         name = "badodab_per_parameter" if self.per_parameter else "badodab"
-        return f"{name}({self.step}, {self.friction}, temperature={_checks.show(self.temperature)})"
+        return f"{name}({self.step}, {self.friction}, temperature={checks.show(self.temperature)})"
 
 
 def _ou_scale(x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def sgnht(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.sgnht(0.01, temperature=1.0), {"w": torch.zeros(2)}
+        >>> tx, params = bc.samplers.sgnht(0.01, temperature=1.0), {"w": torch.zeros(2)}
         >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params=params)
         >>> state[0].friction[0].shape
         torch.Size([])
@@ -217,7 +217,7 @@ def sgnht_per_parameter(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> bc.sgnht_per_parameter(0.01, temperature=1.0).init({"w": torch.zeros(2)})[0].friction
+        >>> bc.samplers.sgnht_per_parameter(0.01, temperature=1.0).init({"w": torch.zeros(2)})[0].friction
         (tensor([0.1000, 0.1000]),)
     """
     return _nose_hoover("sgnht_per_parameter", lr, momentum, temperature, thermostat_mass, True, generator)
@@ -247,7 +247,7 @@ def badodab(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.badodab(0.1, temperature=0.0)
+        >>> bc.samplers.badodab(0.1, temperature=0.0)
         Traceback (most recent call last):
             ...
         ValueError: badodab: temperature must be positive, got 0.0: a thermostat holds the kinetic energy at T ...
@@ -267,23 +267,23 @@ def badodab_per_parameter(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> bc.badodab_per_parameter(0.1, temperature=1.0).init(torch.zeros(2))[0].friction
+        >>> bc.samplers.badodab_per_parameter(0.1, temperature=1.0).init(torch.zeros(2))[0].friction
         (tensor([1., 1.]),)
     """
     return _badodab("badodab_per_parameter", step_size, friction, temperature, thermostat_mass, True, generator)
 
 
 def _nose_hoover(who: str, lr, momentum, temperature, mass, per_parameter: bool, generator) -> Chain:
-    _checks.positive(f"{who}: lr", lr)
-    _checks.momentum(f"{who}: momentum", momentum)
-    _checks.positive(f"{who}: thermostat_mass", mass)
-    _own_noise.positive_temperature(who, temperature, _WHY)
+    checks.positive(f"{who}: lr", lr)
+    checks.momentum(f"{who}: momentum", momentum)
+    checks.positive(f"{who}: thermostat_mass", mass)
+    own_noise.positive_temperature(who, temperature, _WHY)
     return Chain((NoseHoover(lr, 1.0 - momentum, temperature, mass, per_parameter, generator),))
 
 
 def _badodab(who: str, step_size, friction, temperature, mass, per_parameter: bool, generator) -> Chain:
-    _checks.positive(f"{who}: step_size", step_size)
-    _checks.positive(f"{who}: friction", friction)
-    _checks.positive(f"{who}: thermostat_mass", mass)
-    _own_noise.positive_temperature(who, temperature, _WHY)
+    checks.positive(f"{who}: step_size", step_size)
+    checks.positive(f"{who}: friction", friction)
+    checks.positive(f"{who}: thermostat_mass", mass)
+    own_noise.positive_temperature(who, temperature, _WHY)
     return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator),))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesopt_chain import curvature, likelihoods, predict
-from bayesopt_chain._laplace import laplace
+from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.precision import flatten
 from tests.curvature.conftest import naive, of_module
 

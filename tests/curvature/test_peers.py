@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from bayesopt_chain import curvature, likelihoods
-from bayesopt_chain._laplace import laplace
+from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.precision import flatten
 from tests.curvature.conftest import convolutional, of_module
 

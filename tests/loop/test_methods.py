@@ -6,8 +6,8 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from bayesopt_chain import _fused
-from bayesopt_chain._gaussian import Gaussian
+from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.posterior.gaussian import Gaussian
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_in_place_the_loop_is_the_same(name):
     tx, _ = build(name)
     params, _, losses = run(tx)
     inplace, _, again = run(build(name)[0], inplace=True)
-    if _fused.recognise(tx) is None:
+    if fused.recognise(tx) is None:
         assert losses == again
         assert all(torch.equal(params[k], inplace[k]) for k in params)
     else:

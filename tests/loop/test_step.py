@@ -129,7 +129,7 @@ def test_curvature_reaches_the_links_that_take_it():
         seen.append(curvature)
         return updates, state
 
-    link = bc.declare(torchopt.base.GradientTransformation(lambda params: (), update_fn), bc.response.Linear())
+    link = bc.with_response(torchopt.base.GradientTransformation(lambda params: (), update_fn), bc.response.Linear())
     params, batch = setup()
     tx = bc.chain(link, bc.sgd(0.1))
     bc.make_step(loss, tx, curvature=lambda p, b: len(b))(params, tx.init(params), batch)

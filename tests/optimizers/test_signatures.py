@@ -42,7 +42,7 @@ def test_functions_have_torchopts_signature_then_temperature(name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_have_torchopts_signature_then_temperature(name):
     theirs = inspect.signature(getattr(torchopt, name)).parameters.values()
-    ours = list(inspect.signature(getattr(bc, name)).parameters.values())
+    ours = list(inspect.signature(getattr(bc, name, None) or getattr(bc.meta, name)).parameters.values())
     assert described(ours[: len(theirs)]) == described(theirs)
     assert ours[len(theirs)].name == "temperature" and ours[len(theirs)].kind is inspect.Parameter.KEYWORD_ONLY
 
@@ -52,7 +52,7 @@ def test_classes_have_torchopts_signature_then_temperature(name):
 )
 def test_aliases_are_the_same_class(alias, name):
     for prefix in ("", "Meta"):
-        assert getattr(bc, prefix + alias) is getattr(bc, prefix + name)
+        assert getattr(bc.meta, prefix + alias) is (getattr(bc.meta if prefix else bc, prefix + name))
         assert getattr(torchopt, prefix + alias) is getattr(torchopt, prefix + name)
 
 

@@ -150,7 +150,7 @@ def test_meta_classes_equal_torchopts_bitwise_and_so_do_their_meta_gradients(nam
         model = network()
         start = list(model.parameters())
         settings = {k: v for k, v in CLASS_SETTINGS[name].items() if k != "dampening"}
-        optimizer = getattr(library, f"Meta{name}")(model, **{"lr": 0.05, **settings})
+        optimizer = getattr(getattr(library, "meta", library), f"Meta{name}")(model, **{"lr": 0.05, **settings})
         for batch in BATCHES:
             optimizer.step(model(batch).square().mean())
         outer = model(BATCHES[0]).square().mean()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bayesopt_chain import curvature, likelihoods, predict
-from bayesopt_chain._gaussian import Gaussian
-from bayesopt_chain._laplace import laplace
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.precision import Diagonal, flatten
 from tests.curvature.conftest import convolutional, of_module
 

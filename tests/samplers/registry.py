@@ -123,7 +123,7 @@ def frozen_window(state):
 
 
 def window_then_momentum():
-    return torchopt.chain(bc.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
+    return torchopt.chain(bc.samplers.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
 
 
 SAMPLERS = (
@@ -152,13 +152,13 @@ SAMPLERS = (
         Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0)), (0.0025, 0.005, 0.01)),
     ),
     Sampler(
-        "sghmc_stale_gradient",
-        lambda t: bc.sghmc_stale_gradient(0.05, 0.8, temperature=t),
+        "sghmc_euler",
+        lambda t: bc.samplers.sghmc_euler(0.05, 0.8, temperature=t),
         lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
         Order(
             1,
             lambda lr: Probe(  # what the delay holds is the velocity
-                bc.sghmc_stale_gradient(lr, 0.5, temperature=1.0), reduce=lambda v, held: (v,), keep=((0, 1),)
+                bc.samplers.sghmc_euler(lr, 0.5, temperature=1.0), reduce=lambda v, held: (v,), keep=((0, 1),)
             ),
             (0.0025, 0.005, 0.01),
         ),
@@ -167,28 +167,30 @@ SAMPLERS = (
     ),
     Sampler(
         "baoab",
-        lambda t: bc.baoab(0.3, 1.0, temperature=t),
+        lambda t: bc.samplers.baoab(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
         Order(
             2,
-            lambda h: Probe(bc.baoab(h, 1.0, temperature=1.0)),
+            lambda h: Probe(bc.samplers.baoab(h, 1.0, temperature=1.0)),
             (0.05, 0.1, 0.2),
             in_time=True,
         ),
     ),
     Sampler(
         "obabo",
-        lambda t: bc.obabo(0.3, 1.0, temperature=t),
+        lambda t: bc.samplers.obabo(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
-        Order(2, lambda h: Probe(bc.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
+        Order(2, lambda h: Probe(bc.samplers.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
     ),
     Sampler(
         "ubu",
-        lambda t: bc.ubu(0.3, 1.0, temperature=t),
+        lambda t: bc.samplers.ubu(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3 * -math.expm1(-0.3), momentum=math.exp(-0.3)),
         Order(
             2,
-            lambda h: Probe(bc.ubu(h, 1.0, temperature=1.0), reduce=lambda m, v: (v + m / math.exp(-h),), keep=(1,)),
+            lambda h: Probe(
+                bc.samplers.ubu(h, 1.0, temperature=1.0), reduce=lambda m, v: (v + m / math.exp(-h),), keep=(1,)
+            ),
             (0.05, 0.1, 0.2),
             14,
             in_time=True,
@@ -196,35 +198,41 @@ SAMPLERS = (
     ),
     Sampler(
         "sgnht",
-        lambda t: bc.sgnht(0.05, 0.8, temperature=t or 1.0),
+        lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
     ),
     Sampler(
         "sgnht_per_parameter",
-        lambda t: bc.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
-        order=Order(1, lambda lr: Probe(bc.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9),
+        lambda t: bc.samplers.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
+        order=Order(
+            1, lambda lr: Probe(bc.samplers.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9
+        ),
     ),
     Sampler(
         "badodab",
-        lambda t: bc.badodab(0.2, temperature=t or 1.0),
+        lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0),
         skip=COUPLED,
         why="all parameters share one friction, so that a missing one is felt by the others within the step",
     ),
     Sampler(
         "badodab_per_parameter",
-        lambda t: bc.badodab_per_parameter(0.2, temperature=t or 1.0),
+        lambda t: bc.samplers.badodab_per_parameter(0.2, temperature=t or 1.0),
         order=Order(
-            2, lambda h: Probe(bc.badodab_per_parameter(h, 1.0, temperature=1.0)), (0.03, 0.045, 0.06), 11, in_time=True
+            2,
+            lambda h: Probe(bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0)),
+            (0.03, 0.045, 0.06),
+            11,
+            in_time=True,
         ),
     ),
     Sampler(
         "psgld",
-        lambda t: bc.psgld(0.01, 0.9, temperature=t, freeze_after=4),
+        lambda t: bc.samplers.psgld(0.01, 0.9, temperature=t, freeze_after=4),
         lambda: torchopt.rmsprop(0.01, 0.9),
-        cold=lambda t: bc.psgld(0.01, 0.9, temperature=t),
+        cold=lambda t: bc.samplers.psgld(0.01, 0.9, temperature=t),
         order=Order(
             2,
             lambda lr: Probe(
-                bc.psgld(lr / 2, temperature=1.0, freeze_after=1),
+                bc.samplers.psgld(lr / 2, temperature=1.0, freeze_after=1),
                 reduce=lambda nu, m: (m,),
                 keep=(1,),
                 prepare=frozen_rms,
@@ -234,23 +242,25 @@ SAMPLERS = (
     ),
     Sampler(
         "psgld_corrected",
-        lambda t: fed(bc.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)),
+        lambda t: fed(
+            bc.samplers.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)
+        ),
         lambda: torchopt.rmsprop(0.01, 0.9),
         cold=lambda t: (
-            fed(bc.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
+            fed(bc.samplers.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
             if torch.is_tensor(t) or t
-            else bc.psgld_corrected(0.01, 0.9, temperature=t)
+            else bc.samplers.psgld_corrected(0.01, 0.9, temperature=t)
         ),
     ),
     Sampler(
         "adam_sghmc",
-        lambda t: bc.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
+        lambda t: bc.samplers.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
         lambda: torchopt.adam(0.01, (0.8, 0.99)),
-        cold=lambda t: bc.adam_sghmc(0.01, (0.8, 0.99), temperature=t),
+        cold=lambda t: bc.samplers.adam_sghmc(0.01, (0.8, 0.99), temperature=t),
         order=Order(
             2,
             lambda lr: Probe(
-                bc.adam_sghmc(lr, (0.5, 0.5), 0.0, temperature=1.0, freeze_after=1),
+                bc.samplers.adam_sghmc(lr, (0.5, 0.5), 0.0, temperature=1.0, freeze_after=1),
                 reduce=lambda mu, nu, m: (mu + m * math.sqrt(0.5),),
                 keep=(0,),
                 prepare=frozen_adam,
@@ -260,12 +270,12 @@ SAMPLERS = (
     ),
     Sampler(
         "adaptive_sghmc",
-        lambda t: bc.adaptive_sghmc(0.05, 0.9, temperature=t, burn_in=4),
+        lambda t: bc.samplers.adaptive_sghmc(0.05, 0.9, temperature=t, burn_in=4),
         window_then_momentum,
         Order(
             2,
             lambda lr: Probe(
-                bc.adaptive_sghmc(lr / 2, 0.5, temperature=1.0, burn_in=1),
+                bc.samplers.adaptive_sghmc(lr / 2, 0.5, temperature=1.0, burn_in=1),
                 reduce=lambda tau, mean, square, v, m: (v + m * math.sqrt(2.0) / 0.5,),
                 keep=(3,),
                 prepare=frozen_window,
@@ -275,12 +285,12 @@ SAMPLERS = (
     ),
     Sampler(
         "langevin_with_precision",
-        lambda t: bc.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
+        lambda t: bc.samplers.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
         lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
         Order(
             2,
             lambda lr: Probe(
-                bc.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0),
+                bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0),
                 reduce=lambda m, v: (v + m * math.sqrt(2 * 0.5 / (4 * lr)) / 4 / 0.5,),
                 keep=(1,),
             ),
@@ -291,52 +301,54 @@ SAMPLERS = (
     ),
     Sampler(
         "sgfs",
-        lambda t: fed(bc.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
+        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
         order=Order(
             1,
             lambda lr: Probe(
-                bc.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
+                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
             ),
             (0.0025, 0.005, 0.01),
         ),
     ),
     Sampler(
         "sgfs_dense",
-        lambda t: fed(bc.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
+        lambda t: fed(bc.samplers.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
         skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),
     Sampler(
         "cyclical",
-        lambda t: bc.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+        lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
         lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 24), momentum=0.8),
-        cold=lambda t: bc.cyclical(0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t),  # no restart in its 12 steps
+        cold=lambda t: bc.samplers.cyclical(
+            0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t
+        ),  # no restart in its 12 steps
     ),
     Sampler(
         "cyclical_paper",
-        lambda t: bc.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+        lambda t: bc.samplers.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
         lambda: torchopt.chain(bc.scale_by_neg_lr(bc.schedules.cosine_restarts(0.1, 6)), bc.add_momentum(0.8)),
     ),
     Sampler(
         "contour_sgld",
-        lambda t: fed(bc.contour_sgld(0.1, 0.0, 20.0, temperature=t, bins=10), loss=half_square),
+        lambda t: fed(bc.samplers.contour_sgld(0.1, 0.0, 20.0, temperature=t, bins=10), loss=half_square),
         lambda: torchopt.sgd(0.1),
     ),
     Sampler(
         "svgd",
-        lambda t: bc.svgd(0.1, temperature=t),
+        lambda t: bc.samplers.svgd(0.1, temperature=t),
         stacked=True,
         skip=COUPLED,
         why="all parameters of a particle share its kernel",
     ),
     Sampler(
         "replica_exchange",
-        lambda t: fed(bc.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses),
+        lambda t: fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses),
         stacked=True,
     ),
     Sampler(
         "lattice_walk",
-        lambda t: bc.lattice_walk(0.05, temperature=t or 1.0),
+        lambda t: bc.samplers.lattice_walk(0.05, temperature=t or 1.0),
         skip=NO_GRADIENT,
         why="its moves are signs",
     ),

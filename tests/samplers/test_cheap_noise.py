@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import _philox, _random
+from bayesopt_chain.random import philox as philox_module
+from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.testing import stationary_covariance
 
 KEY, STEP = torch.tensor(12345), torch.tensor(7)
@@ -12,8 +13,8 @@ KEY, STEP = torch.tensor(12345), torch.tensor(7)
 
 def draw(kind: str, n: int = 240_000, philox: bool = False) -> torch.Tensor:
     if philox:
-        return _philox.philox_other(kind, KEY, STEP, n, 0, torch.float64)
-    return _random.normals(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)], [1], kind)[0][0]
+        return philox_module.philox_other(kind, KEY, STEP, n, 0, torch.float64)
+    return keyed_stream.normals(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)], [1], kind)[0][0]
 
 
 @pytest.mark.parametrize("philox", [False, True], ids=["cpu", "philox"])
@@ -49,14 +50,14 @@ def test_neighbours_and_steps_are_uncorrelated(kind, philox):
     for lag in (1, 2, 4, 7, 8, 63, 64):
         assert abs((x[lag:] * x[:-lag]).mean().item()) < bound
     if not philox:
-        y = _random.normals(KEY, STEP + 1, [torch.empty(1, len(x), dtype=torch.float64)], [1], kind)[0][0]
+        y = keyed_stream.normals(KEY, STEP + 1, [torch.empty(1, len(x), dtype=torch.float64)], [1], kind)[0][0]
         assert abs((x * (y - y.mean()) / y.std()).mean().item()) < bound
 
 
-@pytest.mark.parametrize("kind", _random.KINDS)
+@pytest.mark.parametrize("kind", keyed_stream.KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_and_shape_are_the_leafs(kind, dtype):
-    (a, b), (c,) = _random.normals(
+    (a, b), (c,) = keyed_stream.normals(
         KEY, STEP, [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)], [2, 1], kind
     )
     assert a.shape == b.shape == (3,) and c.shape == () and {a.dtype, b.dtype, c.dtype} == {dtype}
@@ -64,8 +65,8 @@ def test_dtype_and_shape_are_the_leafs(kind, dtype):
 
 def test_stacked_chains_draw_what_each_draws_alone():
     keys = torch.tensor([3, 4, 5])
-    for kind in _random.KINDS:
-        f = lambda key, kind=kind: _random.normals(key, STEP, [torch.empty(1, 5)], [1], kind)[0][0]  # noqa: E731
+    for kind in keyed_stream.KINDS:
+        f = lambda key, kind=kind: keyed_stream.normals(key, STEP, [torch.empty(1, 5)], [1], kind)[0][0]  # noqa: E731
         assert torch.equal(torch.vmap(f)(keys), torch.stack([f(k) for k in keys]))
 
 

@@ -19,11 +19,11 @@ PARAMS = {"body": torch.ones(3, dtype=torch.float64), "head": torch.ones(2, 2, d
 @pytest.mark.parametrize("name", ["sgnht", "badodab", "lattice_walk", "ubu", "sgfs"])
 def test_a_group_of_parameters_can_be_sampled_while_the_rest_is_optimised(name):
     build = {
-        "sgnht": lambda: bc.sgnht(0.01, temperature=1.0),
-        "badodab": lambda: bc.badodab(0.1, temperature=1.0),
-        "lattice_walk": lambda: bc.lattice_walk(0.01, temperature=1.0),
-        "ubu": lambda: bc.ubu(0.1, 1.0, temperature=1.0),
-        "sgfs": lambda: bc.sgfs(0.01, temperature=1.0, batch_size=1),
+        "sgnht": lambda: bc.samplers.sgnht(0.01, temperature=1.0),
+        "badodab": lambda: bc.samplers.badodab(0.1, temperature=1.0),
+        "lattice_walk": lambda: bc.samplers.lattice_walk(0.01, temperature=1.0),
+        "ubu": lambda: bc.samplers.ubu(0.1, 1.0, temperature=1.0),
+        "sgfs": lambda: bc.samplers.sgfs(0.01, temperature=1.0, batch_size=1),
     }[name]
     tx = bc.partition({"cold": bc.sgd(0.1), "hot": build()}, {"body": "cold", "head": "hot"})
     extra = {"curvature": [torch.ones(2, 2).double()]} if name == "sgfs" else {}
@@ -35,7 +35,8 @@ def test_a_group_of_parameters_can_be_sampled_while_the_rest_is_optimised(name):
 
 def test_two_thermostats_of_two_groups_are_two():
     tx = bc.partition(
-        {"a": bc.sgnht(0.1, temperature=1.0), "b": bc.sgnht(0.1, temperature=2.0)}, {"body": "a", "head": "b"}
+        {"a": bc.samplers.sgnht(0.1, temperature=1.0), "b": bc.samplers.sgnht(0.1, temperature=2.0)},
+        {"body": "a", "head": "b"},
     )
     state = tx.init(PARAMS)
     for _ in range(3):
@@ -47,10 +48,10 @@ def test_two_thermostats_of_two_groups_are_two():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: bc.badodab(0.1, temperature=0.5),
-        lambda: bc.ubu(0.1, 1.0, temperature=0.5),
-        lambda: bc.cyclical(0.1, 4, 1, temperature=0.5),
-        lambda: bc.lattice_walk(0.1, temperature=0.5),
+        lambda: bc.samplers.badodab(0.1, temperature=0.5),
+        lambda: bc.samplers.ubu(0.1, 1.0, temperature=0.5),
+        lambda: bc.samplers.cyclical(0.1, 4, 1, temperature=0.5),
+        lambda: bc.samplers.lattice_walk(0.1, temperature=0.5),
     ],
     ids=["badodab", "ubu", "cyclical", "lattice_walk"],
 )
@@ -85,7 +86,7 @@ def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(nam
 
 
 def test_make_step_feeds_the_curvature_to_fisher_scoring():
-    tx = bc.sgfs(0.1, temperature=1.0, batch_size=2)
+    tx = bc.samplers.sgfs(0.1, temperature=1.0, batch_size=2)
     step = bc.make_step(lambda p, batch: (p**2).sum(), tx, curvature=lambda p, batch: torch.full_like(p, 3.0))
     p = torch.ones(2)
     _, state, _ = step(p, tx.init(p), ())
@@ -94,7 +95,7 @@ def test_make_step_feeds_the_curvature_to_fisher_scoring():
 
 def test_the_stein_force_drives_any_optimizer():
     x = torch.linspace(-1, 3, 30, dtype=torch.float64)[:, None]
-    tx = bc.chain(bc.stein_force(1.0), bc.adam(0.05))
+    tx = bc.chain(bc.samplers.scale_by_stein_kernel(1.0), bc.adam(0.05))
     state = tx.init(x)
     for _ in range(1500):
         updates, state = tx.update(x - 1.0, state, params=x, inplace=True)
@@ -106,8 +107,8 @@ def test_the_stein_force_drives_any_optimizer():
 def test_estimated_gradients_feed_a_thermostat():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     objective = lambda p, batch: ((p - batch) ** 2).sum(-1).mean() / 2  # noqa: E731
-    estimator = bc.svrg(objective, bc.mean_gradient(objective, data.split(10)))
-    step = bc.make_estimated_step(estimator, bc.sgnht(0.1, temperature=1 / 40))
+    estimator = bc.gradients.svrg(objective, bc.gradients.mean_gradient(objective, data.split(10)))
+    step = bc.gradients.make_estimated_step(estimator, bc.samplers.sgnht(0.1, temperature=1 / 40))
     p = torch.zeros(2)
     state = step.init(p)
     for batch in data.split(10):

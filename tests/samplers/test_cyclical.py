@@ -25,7 +25,7 @@ def variances(tx, cycle: int, burn_in: int, cycles: int = 2, n: int = 8000) -> l
     return [torch.stack(v) for v in out]
 
 
-@pytest.mark.parametrize("build", [bc.cyclical, bc.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
 def test_exploration_is_the_optimizer(build):
     """Until the first sampling phase no noise moves anything."""
     params = example_params()
@@ -40,13 +40,13 @@ def test_exploration_is_the_optimizer(build):
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_the_late_sampling_phase_is_at_temperature_in_every_cycle(momentum):
     """Mean square within 6 %: its standard error at 8,000 parameters is 1.6 % at each update, averaged over 100 of them."""
-    for phase in variances(bc.cyclical(0.1, 400, 200, momentum, temperature=1.0), 400, 200):
+    for phase in variances(bc.samplers.cyclical(0.1, 400, 200, momentum, temperature=1.0), 400, 200):
         assert abs(phase[-100:].mean().item() - 1) < 0.06
 
 
 def test_the_papers_noise_samples_too_warm_as_lr_falls():
-    ours = variances(bc.cyclical(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
-    paper = variances(bc.cyclical_paper(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
+    ours = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
+    paper = variances(bc.samplers.cyclical_paper(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
     for mine, theirs in zip(ours, paper):
         assert abs(mine[-20:].mean().item() - 1) < 0.1
         assert theirs[-20:].mean().item() > 2.0
@@ -54,7 +54,7 @@ def test_the_papers_noise_samples_too_warm_as_lr_falls():
 
 def test_a_restart_does_not_throw_the_parameters_away():
     """The velocity of a cycle's last, tiny lr is thermal; the restart brings it to the new lr's scale."""
-    tx, x = bc.cyclical(0.1, 200, 100, 0.95, temperature=1.0), torch.zeros(4000, dtype=torch.float64)
+    tx, x = bc.samplers.cyclical(0.1, 200, 100, 0.95, temperature=1.0), torch.zeros(4000, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         state = tx.init(x)
@@ -68,7 +68,7 @@ def test_a_restart_does_not_throw_the_parameters_away():
 
 def test_a_tensor_temperature_is_read_at_every_update():
     heat = torch.zeros((), dtype=torch.float64)
-    tx, x = bc.cyclical(0.1, 4, 1, 0.5, temperature=heat), torch.ones(2)
+    tx, x = bc.samplers.cyclical(0.1, 4, 1, 0.5, temperature=heat), torch.ones(2)
     state = tx.init(x)
     for _ in range(2):
         _, state = tx.update(x, state, params=x, inplace=False)
@@ -79,7 +79,7 @@ def test_a_tensor_temperature_is_read_at_every_update():
     assert not torch.equal(with_noise, without)
 
 
-@pytest.mark.parametrize("build", [bc.cyclical, bc.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
 def test_a_cycle_shorter_than_its_burn_in_is_refused(build):
     for burn_in in (100, 120):
         with pytest.raises(ValueError, match=rf"burn_in must be shorter than the cycle \(100 updates\), got {burn_in}"):

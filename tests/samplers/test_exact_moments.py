@@ -84,15 +84,18 @@ LINEAR = {
     "sghmc, order 1": (lambda: bc.sghmc(0.5, 0.9, temperature=T, order=1), white(0.5, 0.9)),
     "sghmc, three-point": (lambda: cheap(0.5, 0.9, T, "three_point"), gibbs),
     "sghmc, Rademacher": (lambda: cheap(0.5, 0.9, T, "rademacher"), gibbs),
-    "stale": (lambda: bc.sghmc_stale_gradient(0.05, 0.9, temperature=T), explicit_euler(0.05, 0.9)),
-    "baoab": (lambda: bc.baoab(0.9, 0.3, temperature=T), gibbs),
-    "baoab, its splitting": (lambda: bc.baoab(0.9, 0.3, temperature=T), splitting("BAOAB", 0.9, 0.3)),
-    "obabo": (lambda: bc.obabo(0.9, 0.3, temperature=T), lambda k: T / k / (1 - 0.81 * k / 4)),
-    "obabo, its splitting": (lambda: bc.obabo(0.9, 0.3, temperature=T), splitting("OBABO", 0.9, 0.3)),
-    "ubu": (lambda: bc.ubu(0.9, 0.3, temperature=T), splitting("UBU", 0.9, 0.3, shift="U")),
-    "ubu, strong friction": (lambda: bc.ubu(0.9, 3.0, temperature=T), splitting("UBU", 0.9, 3.0, shift="U")),
-    "cyclical, in one long cycle": (lambda: bc.cyclical(0.5, 10**9, 0, 0.9, temperature=T), gibbs),
-    "cyclical_paper, likewise": (lambda: bc.cyclical_paper(0.5, 10**9, 0, 0.9, temperature=T), white(0.5, 0.9)),
+    "stale": (lambda: bc.samplers.sghmc_euler(0.05, 0.9, temperature=T), explicit_euler(0.05, 0.9)),
+    "baoab": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), gibbs),
+    "baoab, its splitting": (lambda: bc.samplers.baoab(0.9, 0.3, temperature=T), splitting("BAOAB", 0.9, 0.3)),
+    "obabo": (lambda: bc.samplers.obabo(0.9, 0.3, temperature=T), lambda k: T / k / (1 - 0.81 * k / 4)),
+    "obabo, its splitting": (lambda: bc.samplers.obabo(0.9, 0.3, temperature=T), splitting("OBABO", 0.9, 0.3)),
+    "ubu": (lambda: bc.samplers.ubu(0.9, 0.3, temperature=T), splitting("UBU", 0.9, 0.3, shift="U")),
+    "ubu, strong friction": (lambda: bc.samplers.ubu(0.9, 3.0, temperature=T), splitting("UBU", 0.9, 3.0, shift="U")),
+    "cyclical, in one long cycle": (lambda: bc.samplers.cyclical(0.5, 10**9, 0, 0.9, temperature=T), gibbs),
+    "cyclical_paper, likewise": (
+        lambda: bc.samplers.cyclical_paper(0.5, 10**9, 0, 0.9, temperature=T),
+        white(0.5, 0.9),
+    ),
 }
 
 
@@ -119,9 +122,9 @@ def tree(dimension: int):
 
 
 FROZEN = {
-    "psgld": (lambda: bc.psgld(0.2, temperature=T, freeze_after=1), frozen_rms),
-    "adam_sghmc": (lambda: bc.adam_sghmc(0.2, temperature=T, freeze_after=1), frozen_adam),
-    "adaptive_sghmc": (lambda: bc.adaptive_sghmc(0.2, temperature=T, burn_in=1), frozen_window),
+    "psgld": (lambda: bc.samplers.psgld(0.2, temperature=T, freeze_after=1), frozen_rms),
+    "adam_sghmc": (lambda: bc.samplers.adam_sghmc(0.2, temperature=T, freeze_after=1), frozen_adam),
+    "adaptive_sghmc": (lambda: bc.samplers.adaptive_sghmc(0.2, temperature=T, burn_in=1), frozen_window),
 }
 
 
@@ -168,25 +171,25 @@ def test_a_precision_that_does_not_commute_with_the_curvature_samples_exactly(di
     root = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
     precision = DensePrecision(torch.eye(dimension).double() + root @ root.T)
     curvature = curvatures(dimension)
-    tx = bc.langevin_with_precision(precision, 0.5, momentum, temperature=T)
+    tx = bc.samplers.langevin_with_precision(precision, 0.5, momentum, temperature=T)
     got = stationary_covariance(tx, curvature)
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-7, atol=1e-8)
 
 
 def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
     curvature = curvatures(5)
-    tx = bc.langevin_with_precision(DensePrecision(curvature), 1.5, temperature=T, order=1)
+    tx = bc.samplers.langevin_with_precision(DensePrecision(curvature), 1.5, temperature=T, order=1)
     got = stationary_covariance(tx, curvature)
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("build", [bc.sgfs, bc.sgfs_dense], ids=["sgfs", "sgfs_dense"])
+@pytest.mark.parametrize("build", [bc.samplers.sgfs, bc.samplers.sgfs_dense], ids=["sgfs", "sgfs_dense"])
 @pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
 def test_fisher_scoring_counts_the_gradients_own_noise(build, variance):
     lr, n, k = 0.4, 10, 1.3
 
     def given(updates, params):
-        return torch.full((1, 1) if build is bc.sgfs_dense else (1,), variance, dtype=torch.float64)
+        return torch.full((1, 1) if build is bc.samplers.sgfs_dense else (1,), variance, dtype=torch.float64)
 
     noisy = bc.chain(  # a batch's gradient noise, then the sampler
         *([bc_noise(variance / n)] if variance else []), build(lr, temperature=T, batch_size=n, decay=0.0)
@@ -198,16 +201,16 @@ def test_fisher_scoring_counts_the_gradients_own_noise(build, variance):
 
 def bc_noise(variance: float):
     """White noise of a given variance, standing for a minibatch's."""
-    from bayesopt_chain.links.stated_noise import inject_stated_noise
+    from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 
-    return inject_stated_noise(variance, (1.0,))
+    return inject_filtered_noise(variance, (1.0,))
 
 
 def test_fisher_scoring_with_a_matrix_solves_for_the_step():
     generator = torch.Generator().manual_seed(1)
     root = torch.randn(3, 3, generator=generator, dtype=torch.float64)
     v, k, lr, n = root @ root.T, curvatures(3), 0.4, 7
-    tx = fed(bc.sgfs_dense(lr, temperature=T, batch_size=n, decay=0.0), curvature=lambda u, p: v)
+    tx = fed(bc.samplers.sgfs_dense(lr, temperature=T, batch_size=n, decay=0.0), curvature=lambda u, p: v)
     step = torch.linalg.inv(torch.eye(3).double() / lr + v / (2 * T * n))
     a, noise = torch.eye(3).double() - step @ k, step @ step * (2 * T / lr)
     want = torch.linalg.solve(torch.eye(9).double() - torch.kron(a, a), noise.reshape(-1)).reshape(3, 3)
@@ -215,7 +218,7 @@ def test_fisher_scoring_with_a_matrix_solves_for_the_step():
 
 
 def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
-    tx, p = bc.sgfs(0.4, temperature=T, batch_size=1, decay=0.9), torch.zeros(2).double()
+    tx, p = bc.samplers.sgfs(0.4, temperature=T, batch_size=1, decay=0.9), torch.zeros(2).double()
     state = tx.init(p)
     want = 1 / (1 / 0.4 + 2.0 / (2 * T))
     for _ in range(3):
@@ -230,7 +233,7 @@ def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
 
 def test_baoab_moves_as_the_splitting_does_path_by_path():
     h, gamma = 0.4, 0.7
-    tx, theta = bc.baoab(h, gamma, temperature=T), torch.tensor([0.3], dtype=torch.float64)
+    tx, theta = bc.samplers.baoab(h, gamma, temperature=T), torch.tensor([0.3], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     xi = torch.randn(12, generator=generator, dtype=torch.float64)
     c, s = math.exp(-gamma * h), math.sqrt(T * (1 - math.exp(-2 * gamma * h)))
@@ -261,7 +264,7 @@ def test_ubu_keeps_its_noise_exact_at_small_and_large_steps():
 
 def test_the_stale_gradient_is_stable_on_a_smaller_range_than_sgd_with_momentum():
     k = torch.ones(1, 1, dtype=torch.float64)
-    stationary_covariance(bc.sghmc_stale_gradient(0.09, 0.9, temperature=T), k)
+    stationary_covariance(bc.samplers.sghmc_euler(0.09, 0.9, temperature=T), k)
     with pytest.raises(Unstable):
-        stationary_covariance(bc.sghmc_stale_gradient(0.11, 0.9, temperature=T), k)
+        stationary_covariance(bc.samplers.sghmc_euler(0.11, 0.9, temperature=T), k)
     stationary_covariance(bc.sghmc(3.7, 0.9, temperature=T), k)

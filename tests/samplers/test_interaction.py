@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import _random
+from bayesopt_chain.random import stream as keyed_stream
 from tests.samplers.transfer import Potential, gibbs_grid, target_moment
 
 WELLS = Potential(lambda x: (x**2 - 1) ** 2 + 0.25 * x, lambda x: 4 * x * (x**2 - 1) + 0.25)
@@ -17,7 +17,7 @@ TEMPERATURES = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
 
 
 def replica_rule(**kwargs):
-    return bc.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).rules[0]
+    return bc.samplers.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).rules[0]
 
 
 def test_swaps_keep_the_joint_law_of_true_losses():
@@ -53,7 +53,7 @@ def test_the_correction_makes_noisy_losses_unbiased():
 
 
 def test_pairs_take_turns_and_only_swap_when_due():
-    tx = bc.replica_exchange(1e-8, temperatures=(0.3, 1.0, 2.5), swap_every=2)
+    tx = bc.samplers.replica_exchange(1e-8, temperatures=(0.3, 1.0, 2.5), swap_every=2)
     p = torch.tensor([0.0, 1.0, 2.0]).double()
     state = tx.init(p)
     seen = []
@@ -68,7 +68,7 @@ def test_pairs_take_turns_and_only_swap_when_due():
 
 
 def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
-    tx = bc.replica_exchange(0.1, 0.5, temperatures=(1.0, 4.0))
+    tx = bc.samplers.replica_exchange(0.1, 0.5, temperatures=(1.0, 4.0))
     p = torch.tensor([[0.0, 0.0], [1.0, 3.0]]).double()
     state = tx.init(p)
     zeros, losses = torch.zeros(2, 2).double(), torch.tensor([1e6, 0.0]).double()
@@ -76,7 +76,7 @@ def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
     state = (state[0]._replace(velocity=(v,), count=torch.tensor(2)), *state[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            _random,
+            keyed_stream,
             "_seeded",
             lambda key, step, salt, size, dtype, kind, scale: torch.full(
                 (size,), 0.5 if kind == "uniform" else 0.0, dtype=dtype
@@ -97,7 +97,7 @@ def test_the_cold_replica_samples_both_wells(noisy):
     """
     temperatures, pairs = (0.15, 0.6), 40
     variance = 0.05**2 if noisy else 0.0
-    tx = bc.replica_exchange(0.01, 0.5, temperatures=temperatures, loss_variance=variance)
+    tx = bc.samplers.replica_exchange(0.01, 0.5, temperatures=temperatures, loss_variance=variance)
     x = torch.full((pairs, 2), 1.0, dtype=torch.float64)
     state = bc.stack([_seeded_init(tx, x[i], i) for i in range(pairs)])
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def _seeded_init(tx, p, seed: int):
 
 
 def test_contour_weights_and_multiplier_are_the_papers():
-    tx = bc.scale_by_contour(0.5, 0.0, 4.0, bins=4, zeta=0.8, omega=bc.schedules.constant(0.1))
+    tx = bc.samplers.scale_by_contour(0.5, 0.0, 4.0, bins=4, zeta=0.8, omega=bc.schedules.constant(0.1))
     p = torch.zeros(1).double()
     state = tx.init(p)
     mass = torch.tensor([0.4, 0.3, 0.2, 0.1]).double()
@@ -144,11 +144,11 @@ def test_contour_weights_and_multiplier_are_the_papers():
 def test_contour_samples_reweigh_to_the_target_and_cross_more_often():
     """64 chains, 5,000 steps: weighted mean within 4.5 standard errors (over chains) of quadrature plus a 3 % bias."""
     temperature, chains, steps, burn = 0.2, 64, 5000, 1500
-    tx = bc.contour_sgld(0.01, 0.0, 3.0, temperature=temperature, bins=30)
+    tx = bc.samplers.contour_sgld(0.01, 0.0, 3.0, temperature=temperature, bins=30)
     x = torch.where(torch.arange(chains) % 2 == 0, 1.0, -1.0).to(torch.float64)
     state = bc.stack([_seeded_init(tx, x[i], i) for i in range(chains)])
     advance = torch.vmap(lambda g, s, p, loss: tx.update(g, s, params=p, loss=loss, inplace=False))
-    weigh = torch.vmap(lambda s, loss: bc.contour_weight(tx, s, loss))
+    weigh = torch.vmap(lambda s, loss: bc.samplers.contour_weight(tx, s, loss))
     top = torch.zeros(chains, dtype=torch.float64)
     bottom, crossings = torch.zeros_like(top), 0
     plain, plain_crossings, generator = x.clone(), 0, torch.Generator().manual_seed(0)
@@ -174,7 +174,7 @@ def test_contour_samples_reweigh_to_the_target_and_cross_more_often():
 
 
 def test_contour_needs_the_loss():
-    tx, p = bc.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
+    tx, p = bc.samplers.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
     with pytest.raises(ValueError, match=r"contour: update needs loss=.*bc\.make_loss_step passes it"):
         tx.update(torch.ones(2), tx.init(p), params=p)
 
@@ -199,7 +199,7 @@ def test_the_stein_force_is_its_definition():
     g = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     params, grads = {"a": x[:, :1], "b": x[:, 1:].reshape(6, 2, 2)}, {"a": g[:, :1], "b": g[:, 1:].reshape(6, 2, 2)}
     for temperature in (0.0, 0.7):
-        tx = bc.stein_force(temperature, bandwidth=1.3)
+        tx = bc.samplers.scale_by_stein_kernel(temperature, bandwidth=1.3)
         got, _ = tx.update(grads, tx.init(params), params=params, inplace=False)
         flat = torch.cat([got["a"], got["b"].reshape(6, 4)], dim=1)
         torch.testing.assert_close(flat, stein_direction(x, g, temperature, 1.3))
@@ -207,14 +207,14 @@ def test_the_stein_force_is_its_definition():
 
 def test_the_median_rule_is_the_median_over_pairs():
     x = torch.tensor([[0.0], [1.0], [3.0]]).double()  # squared distances 1, 4, 9
-    tx = bc.stein_force(0.7)
+    tx = bc.samplers.scale_by_stein_kernel(0.7)
     got, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
     torch.testing.assert_close(got, stein_direction(x, x, 0.7, (4 / (2 * math.log(4))) ** 0.5))
 
 
 def test_one_particle_is_gradient_descent_at_any_temperature():
     x = torch.tensor([[1.0, -2.0]])
-    tx = bc.svgd(0.1, temperature=3.0)
+    tx = bc.samplers.svgd(0.1, temperature=3.0)
     updates, _ = tx.update(torch.ones(1, 2), tx.init(x), params=x, inplace=False)
     torch.testing.assert_close(updates, -0.1 * torch.ones(1, 2))
 
@@ -222,7 +222,7 @@ def test_one_particle_is_gradient_descent_at_any_temperature():
 def test_at_temperature_zero_particles_descend_together():
     """Kernel-smoothed gradient descent with a wide kernel moves every particle by the mean gradient."""
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    tx = bc.svgd(0.1, temperature=0.0, bandwidth=1e4)
+    tx = bc.samplers.svgd(0.1, temperature=0.0, bandwidth=1e4)
     updates, _ = tx.update(x.clone(), tx.init(x), params=x, inplace=False)
     torch.testing.assert_close(updates, -0.1 * x.mean(0).expand(5, 3), rtol=1e-4, atol=1e-5)
 
@@ -231,7 +231,7 @@ def test_at_temperature_zero_particles_descend_together():
 def test_particles_settle_to_represent_the_target(temperature):
     """60 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""
     x = torch.linspace(-1, 2, 60, dtype=torch.float64)[:, None]
-    tx = bc.svgd(0.1, temperature=temperature)
+    tx = bc.samplers.svgd(0.1, temperature=temperature)
     state = tx.init(x)
     for _ in range(4000):
         updates, state = tx.update(4 * (x - 1), state, params=x, inplace=True)
@@ -251,20 +251,29 @@ def test_make_particle_step_differentiates_each_particle_alone():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: bc.replica_exchange(0.1, temperatures=(1.0,)), "temperatures must hold at least two chains, got 1"),
-        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 1.0)), "temperatures must increase"),
-        (lambda: bc.replica_exchange(0.1, temperatures=(0.0, 1.0)), "temperatures must be a positive"),
-        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0), loss_variance=-1.0), "loss_variance"),
-        (lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0), correction_factor=0.5), "correction_factor"),
         (
-            lambda: bc.replica_exchange(0.1, temperatures=(1.0, 2.0)).init(torch.zeros(3)),
+            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0,)),
+            "temperatures must hold at least two chains, got 1",
+        ),
+        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 1.0)), "temperatures must increase"),
+        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(0.0, 1.0)), "temperatures must be a positive"),
+        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), loss_variance=-1.0), "loss_variance"),
+        (
+            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), correction_factor=0.5),
+            "correction_factor",
+        ),
+        (
+            lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0)).init(torch.zeros(3)),
             r"stacked for 2 chains.*\(3,\)",
         ),
-        (lambda: bc.svgd(0.1, temperature=1.0).init([torch.zeros(2, 1), torch.zeros(3)]), "same number in every leaf"),
-        (lambda: bc.svgd(0.1, temperature=1.0, bandwidth=0.0), "bandwidth"),
-        (lambda: bc.scale_by_contour(1.0, 2.0, 1.0), "low < high"),
-        (lambda: bc.scale_by_contour(1.0, 0.0, 1.0, bins=1), "bins"),
-        (lambda: bc.contour_weight(bc.sgd(0.1), (), torch.zeros(())), "no link of .* is scale_by_contour"),
+        (
+            lambda: bc.samplers.svgd(0.1, temperature=1.0).init([torch.zeros(2, 1), torch.zeros(3)]),
+            "same number in every leaf",
+        ),
+        (lambda: bc.samplers.svgd(0.1, temperature=1.0, bandwidth=0.0), "bandwidth"),
+        (lambda: bc.samplers.scale_by_contour(1.0, 2.0, 1.0), "low < high"),
+        (lambda: bc.samplers.scale_by_contour(1.0, 0.0, 1.0, bins=1), "bins"),
+        (lambda: bc.samplers.contour_weight(bc.sgd(0.1), (), torch.zeros(())), "no link of .* is scale_by_contour"),
     ],
 )
 def test_a_wrong_argument_is_named(build, words):
@@ -273,7 +282,7 @@ def test_a_wrong_argument_is_named(build, words):
 
 
 def test_noise_beside_particles_is_refused():
-    tx = bc.chain(bc.stein_force(1.0), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))
+    tx = bc.chain(bc.samplers.scale_by_stein_kernel(1.0), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1))
     with pytest.raises(ValueError, match="its particles share gradients"):
         tx.init(torch.zeros(3, 2))
 

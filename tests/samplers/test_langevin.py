@@ -45,7 +45,7 @@ def test_order_one_without_momentum_is_sgld():
 def test_the_friction_parametrisation_is_the_same_recursion(eps, alpha, sigma, beta, t):
     if eps * alpha / sigma**2 > 1 or eps * t * beta > 2 * alpha:
         with pytest.raises(ValueError):
-            bc.sghmc_from_friction(eps, alpha, beta, sigma, t)
+            bc.samplers.sghmc_from_friction(eps, alpha, beta, sigma, t)
         return
     xi = torch.randn(10, 3, dtype=torch.float64)
     theta, m, path = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), []
@@ -55,14 +55,16 @@ def test_the_friction_parametrisation_is_the_same_recursion(eps, alpha, sigma, b
         theta = theta + eps * m / sigma**2
         path.append(theta)
     got = run(
-        bc.sghmc(**bc.sghmc_from_friction(eps, alpha, beta, sigma, t), order=1), torch.ones(3, dtype=torch.float64), xi
+        bc.sghmc(**bc.samplers.sghmc_from_friction(eps, alpha, beta, sigma, t), order=1),
+        torch.ones(3, dtype=torch.float64),
+        xi,
     )
     torch.testing.assert_close(got, torch.stack(path), rtol=1e-9, atol=1e-10)
 
 
 @given(lr=st.floats(1e-4, 1.0), momentum=st.floats(0.0, 0.999), sigma=st.floats(0.1, 10.0), t=st.floats(1e-5, 10.0))
 def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
-    back = bc.sghmc_from_friction(**bc.sghmc_to_friction(lr, momentum, sigma, t))
+    back = bc.samplers.sghmc_from_friction(**bc.samplers.sghmc_to_friction(lr, momentum, sigma, t))
     assert back["lr"] == pytest.approx(lr, rel=1e-12)
     assert back["momentum"] == pytest.approx(momentum, rel=1e-12, abs=1e-12)
     assert back["temperature"] == pytest.approx(t, rel=1e-12)
@@ -70,7 +72,7 @@ def test_the_conversion_goes_there_and_back(lr, momentum, sigma, t):
 
 def test_beta_so_large_that_the_noise_would_vanish_is_refused():
     with pytest.raises(ValueError, match="beta"):
-        bc.sghmc_from_friction(0.1, 1.0, beta=100.0)
+        bc.samplers.sghmc_from_friction(0.1, 1.0, beta=100.0)
 
 
 @pytest.mark.peers
@@ -86,7 +88,7 @@ def test_posteriors_sghmc_uses_a_stale_gradient_and_ours_is_sgd():
     for _ in range(3):
         state, _ = theirs.update(state, None)
         path.append(state.params["x"].clone())
-    settings = bc.sghmc_from_friction(eps, alpha)
+    settings = bc.samplers.sghmc_from_friction(eps, alpha)
     reference = torch.ones(2, requires_grad=True)
     optimizer, sgd = torch.optim.SGD([reference], lr=settings["lr"], momentum=settings["momentum"]), []
     for _ in range(3):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import _random
+from bayesopt_chain.random import stream as keyed_stream
 from tests.samplers.transfer import QUARTIC, target_moment
 
 
@@ -13,7 +13,7 @@ def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:
     """The share of 2,000 equally spaced uniforms for which the code steps up: its probability, to 1/4000."""
     n = 2000
     u = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).repeat(len(x), 1)
-    monkeypatch.setattr(_random, "_seeded", lambda key, step, salt, size, dtype, kind, scale: u.reshape(-1))
+    monkeypatch.setattr(keyed_stream, "_seeded", lambda key, step, salt, size, dtype, kind, scale: u.reshape(-1))
     theta = x[:, None].expand(-1, n).clone()
     updates, _ = tx.update(QUARTIC.gradient(theta), tx.init(theta), params=theta, inplace=False)
     return (updates > 0).double().mean(1)
@@ -22,7 +22,7 @@ def up_probability(tx, x: torch.Tensor, monkeypatch) -> torch.Tensor:
 def test_the_coin_is_tilted_by_the_gradient(monkeypatch):
     lr, t = 0.03, 0.8
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
-    p = up_probability(bc.lattice_walk(lr, temperature=t), x, monkeypatch)
+    p = up_probability(bc.samplers.lattice_walk(lr, temperature=t), x, monkeypatch)
     want = (0.5 * (1 - (lr / (2 * t)) ** 0.5 * QUARTIC.gradient(x))).clamp(0, 1)
     assert (p - want).abs().max() < 1 / 3000
 
@@ -59,7 +59,7 @@ def test_a_long_run_follows_the_law_of_detailed_balance():
     lr = 0.02
     x = torch.zeros(20_000, dtype=torch.float64)
     x[::2] += (2 * lr) ** 0.5
-    tx = bc.lattice_walk(lr, temperature=1.0)
+    tx = bc.samplers.lattice_walk(lr, temperature=1.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         state = tx.init(x)
@@ -73,7 +73,7 @@ def test_a_long_run_follows_the_law_of_detailed_balance():
 
 def test_a_steep_loss_cannot_throw_the_walk_away():
     x = torch.full((3,), 50.0)
-    walk, sgld = bc.lattice_walk(0.02, temperature=1.0), bc.sgld(0.02, temperature=1.0)
+    walk, sgld = bc.samplers.lattice_walk(0.02, temperature=1.0), bc.sgld(0.02, temperature=1.0)
     results = []
     for tx in (walk, sgld):
         y, state = x.clone(), tx.init(x)
@@ -86,4 +86,4 @@ def test_a_steep_loss_cannot_throw_the_walk_away():
 
 def test_temperature_zero_is_refused():
     with pytest.raises(ValueError, match=r"lattice_walk: temperature must be positive.*use bc\.sgd to optimise"):
-        bc.lattice_walk(0.1, temperature=0.0)
+        bc.samplers.lattice_walk(0.1, temperature=0.0)

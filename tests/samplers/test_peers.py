@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain import _random
+from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.testing import NormalProbe
 
 pytestmark = pytest.mark.peers
@@ -24,7 +24,7 @@ def test_the_stale_gradient_form_is_posteriors_sghmc():
     theirs = posteriors.sgmcmc.sghmc.build(
         log_posterior, lr=eps, alpha=alpha, beta=0.6, sigma=sigma, temperature=t, momenta=0.0
     )
-    tx = bc.sghmc_stale_gradient(**bc.sghmc_from_friction(eps, alpha, 0.6, sigma, t))
+    tx = bc.samplers.sghmc_euler(**bc.samplers.sghmc_from_friction(eps, alpha, 0.6, sigma, t))
     theta = torch.tensor([0.5, -1.0], dtype=torch.float64)
     state, other = tx.init(theta), theirs.init(theta)
     xi = torch.randn(10, 2, dtype=torch.float64)
@@ -40,11 +40,11 @@ def test_the_stale_gradient_form_is_posteriors_sghmc():
 def test_the_lattice_walk_is_posteriors_sglrw(monkeypatch):
     lr, t = 0.05, 0.7
     theirs = posteriors.sgmcmc.sglrw.build(log_posterior, lr=lr, temperature=t)
-    tx, theta = bc.lattice_walk(lr, temperature=t), torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64)
+    tx, theta = bc.samplers.lattice_walk(lr, temperature=t), torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64)
     state, other = tx.init(theta), theirs.init(theta)
     for _ in range(20):
         u = torch.rand(3, dtype=torch.float64)
-        monkeypatch.setattr(_random, "_seeded", lambda *args, u=u: u)
+        monkeypatch.setattr(keyed_stream, "_seeded", lambda *args, u=u: u)
         monkeypatch.setattr(torch, "rand_like", lambda p, u=u: u)
         updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
         theta = theta + updates
@@ -55,7 +55,7 @@ def test_the_lattice_walk_is_posteriors_sglrw(monkeypatch):
 def test_baoab_is_posteriors_baoa():
     eps, alpha, t = 0.3, 0.8, 0.7
     theirs = posteriors.sgmcmc.baoa.build(log_posterior, lr=eps, alpha=alpha, temperature=t, momenta=0.0)
-    tx, theta = bc.baoab(eps, alpha, temperature=t), torch.tensor([0.5, -1.0], dtype=torch.float64)
+    tx, theta = bc.samplers.baoab(eps, alpha, temperature=t), torch.tensor([0.5, -1.0], dtype=torch.float64)
     state, other = tx.init(theta), theirs.init(theta)
     for row in torch.randn(10, 2, dtype=torch.float64):
         with NormalProbe(-row):
@@ -82,7 +82,7 @@ def test_a_thermostat_of_theirs_leaves_a_bias_that_ours_does_not():
     )
     theta = torch.randn(4000, dtype=torch.float64)
     other, total = theirs.init(theta), 0.0
-    tx = bc.sgnht(eps**2, 1 - a, temperature=1.0)
+    tx = bc.samplers.sgnht(eps**2, 1 - a, temperature=1.0)
     state, ours = tx.init(theta), 0.0
     for t in range(2000):
         other, _ = theirs.update(other, None)

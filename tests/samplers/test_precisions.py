@@ -31,6 +31,6 @@ def build(structure: str):
 def test_a_precision_of_the_library_preconditions_exactly(structure):
     q, _ = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     curvature = q @ torch.diag(torch.logspace(-2, 0, 5, dtype=torch.float64)) @ q.T
-    tx = bc.langevin_with_precision(build(structure).factorised(), 0.3, 0.8, temperature=0.7)
+    tx = bc.samplers.langevin_with_precision(build(structure).factorised(), 0.3, 0.8, temperature=0.7)
     got = stationary_covariance(tx, curvature, PARAMS)
     torch.testing.assert_close(got, 0.7 * torch.linalg.inv(curvature), rtol=1e-8, atol=1e-9)

@@ -44,14 +44,17 @@ STEPS = (0.005, 0.01, 0.02)
 
 def test_the_drift_makes_a_preconditioner_of_the_position_first_order():
     want = target_moment(QUARTIC, 1.0)
-    biases = [grid_moment(bc.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian) - want for lr in STEPS]
+    biases = [
+        grid_moment(bc.samplers.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian) - want
+        for lr in STEPS
+    ]
     slope = np.polyfit(np.log(STEPS), np.log(np.abs(biases)), 1)[0]
     assert abs(slope - 1) < 0.1, (slope, biases)
 
 
 def test_without_the_drift_the_bias_stays_whatever_the_step():
     want = target_moment(QUARTIC, 1.0)
-    biases = [grid_moment(bc.psgld(lr, 0.0, 1.0, temperature=1.0, order=1)) - want for lr in STEPS]
+    biases = [grid_moment(bc.samplers.psgld(lr, 0.0, 1.0, temperature=1.0, order=1)) - want for lr in STEPS]
     assert min(biases) > 0.3 * want, biases
 
 
@@ -59,15 +62,15 @@ def test_without_the_drift_the_target_is_the_gibbs_law_over_the_preconditioner()
     x = np.linspace(-8, 8, 16001)
     law = np.exp(-(x**2 / 2 + x**4 / 4)) * (np.abs(x + x**3) + 1.0)
     want = (law * x**2).sum() / law.sum()
-    small, smaller = (grid_moment(bc.psgld(lr, 0.0, 1.0, temperature=1.0, order=1)) for lr in (0.01, 0.005))
+    small, smaller = (grid_moment(bc.samplers.psgld(lr, 0.0, 1.0, temperature=1.0, order=1)) for lr in (0.01, 0.005))
     assert 2 * smaller - small == pytest.approx(want, rel=2e-3)
 
 
 def test_the_drift_stops_where_the_preconditioner_freezes():
     p = torch.tensor([0.5]).double()
     plain, tx = (
-        bc.psgld(0.1, 0.9, temperature=1.0, freeze_after=2, order=1),
-        bc.psgld_corrected(0.1, 0.9, temperature=1.0, freeze_after=2),
+        bc.samplers.psgld(0.1, 0.9, temperature=1.0, freeze_after=2, order=1),
+        bc.samplers.psgld_corrected(0.1, 0.9, temperature=1.0, freeze_after=2),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -82,7 +85,7 @@ def test_the_drift_stops_where_the_preconditioner_freezes():
 
 def test_the_drift_is_the_derivative_of_the_preconditioner():
     p = torch.tensor([0.7, -1.3]).double()
-    tx = bc.psgld_corrected(0.1, 0.6, 0.3, temperature=0.9)
+    tx = bc.samplers.psgld_corrected(0.1, 0.6, 0.3, temperature=0.9)
 
     def scale(theta, before):
         g = QUARTIC.gradient(theta)
@@ -100,7 +103,7 @@ def test_the_drift_is_the_derivative_of_the_preconditioner():
 
 def test_the_drift_follows_a_temperature_schedule():
     p, heat = torch.tensor([0.5]).double(), bc.schedules.piecewise((2,), (0.5, 2.0))
-    tx = bc.psgld_corrected(0.1, 0.6, 1.0, temperature=heat)
+    tx = bc.samplers.psgld_corrected(0.1, 0.6, 1.0, temperature=heat)
     state, steps = tx.init(p), {}
     for t in range(4):
         for h in (0.0, 1.0):
@@ -114,7 +117,7 @@ def test_the_drift_follows_a_temperature_schedule():
 
 
 def test_the_correction_needs_the_hessian():
-    tx, p = bc.psgld_corrected(0.1, temperature=1.0), torch.zeros(2)
+    tx, p = bc.samplers.psgld_corrected(0.1, temperature=1.0), torch.zeros(2)
     with pytest.raises(ValueError, match="needs curvature=, the diagonal of the loss's Hessian"):
         tx.update(torch.ones(2), tx.init(p), params=p)
 
@@ -122,7 +125,7 @@ def test_the_correction_needs_the_hessian():
 def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
     """P is learned from 50 noisy gradients, then frozen: the moment is right to order lr^2, whatever P became."""
     x = torch.tensor([1.5]).double()
-    tx = bc.psgld(0.01, 0.9, temperature=1.0, freeze_after=50)
+    tx = bc.samplers.psgld(0.01, 0.9, temperature=1.0, freeze_after=50)
     state = tx.init(x)
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
@@ -136,7 +139,7 @@ def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
 
 
 def test_the_adaptive_window_is_the_published_recursion():
-    tx, p = bc.scale_by_adaptive_window(3), torch.zeros(2).double()
+    tx, p = bc.samplers.scale_by_adaptive_window(3), torch.zeros(2).double()
     state = tx.init(p)
     tau, m, v = torch.ones(2).double(), torch.zeros(2).double(), torch.ones(2).double()
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +157,7 @@ def test_the_paper_correction_with_memory_is_no_cure():
     want = target_moment(QUARTIC, 1.0)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, generator=generator, dtype=torch.float64)
-    tx = bc.psgld_corrected(0.01, 0.9, 1.0, temperature=1.0)
+    tx = bc.samplers.psgld_corrected(0.01, 0.9, 1.0, temperature=1.0)
     state, total = tx.init(x), 0.0
     for t in range(1500):
         updates, state = tx.update(QUARTIC.gradient(x), state, params=x, curvature=hessian(x), inplace=True)
@@ -167,7 +170,7 @@ def test_in_place_and_pure_agree_with_the_drift_in_float32():
     p = torch.tensor([0.5, -0.2])
     outs = []
     for inplace in (False, True):
-        tx = bc.psgld_corrected(0.1, 0.9, temperature=1.0)
+        tx = bc.samplers.psgld_corrected(0.1, 0.9, temperature=1.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = tx.init(p)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain import samplers
 from tests.samplers.registry import TreePrecision
 
 NAN = float("nan")
@@ -13,56 +14,68 @@ NAN = float("nan")
     ("build", "error", "words"),
     [
         (
-            lambda: bc.baoab(-0.1, 1.0, temperature=1.0),
+            lambda: samplers.baoab(-0.1, 1.0, temperature=1.0),
             ValueError,
             "step_size must be a positive, finite number, got -0.1",
         ),
         (
-            lambda: bc.obabo(0.1, 0.0, temperature=1.0),
+            lambda: samplers.obabo(0.1, 0.0, temperature=1.0),
             ValueError,
             "friction must be a positive, finite number, got 0.0",
         ),
-        (lambda: bc.ubu(0.1, NAN, temperature=1.0), ValueError, "ubu: friction must be a positive"),
+        (lambda: samplers.ubu(0.1, NAN, temperature=1.0), ValueError, "ubu: friction must be a positive"),
         (
-            lambda: bc.ubu(0.1, 1.0, temperature=-1.0),
+            lambda: samplers.ubu(0.1, 1.0, temperature=-1.0),
             ValueError,
             "temperature: must be finite and not negative, got -1.0",
         ),
         (
-            lambda: bc.sghmc_stale_gradient(0.1, 1.0, temperature=1.0),
+            lambda: samplers.sghmc_euler(0.1, 1.0, temperature=1.0),
             ValueError,
             r"momentum must lie in \[0, 1\), got 1.0",
         ),
-        (lambda: bc.sghmc_stale_gradient(0.0, temperature=1.0), ValueError, "lr must be a positive"),
-        (lambda: bc.sgnht(0.1, 1.0, temperature=1.0), ValueError, "sgnht: momentum must lie"),
-        (lambda: bc.sgnht(0.1, temperature=1.0, thermostat_mass=0.0), ValueError, "thermostat_mass must be a positive"),
-        (lambda: bc.badodab(0.1, -1.0, temperature=1.0), ValueError, "badodab: friction must be a positive"),
-        (lambda: bc.adaptive_sghmc(0.1, temperature=1.0, burn_in=0), ValueError, "burn-in updates, at least 1, got 0"),
+        (lambda: samplers.sghmc_euler(0.0, temperature=1.0), ValueError, "lr must be a positive"),
+        (lambda: samplers.sgnht(0.1, 1.0, temperature=1.0), ValueError, "sgnht: momentum must lie"),
         (
-            lambda: bc.sgfs(0.1, temperature=0.0, batch_size=1),
+            lambda: samplers.sgnht(0.1, temperature=1.0, thermostat_mass=0.0),
+            ValueError,
+            "thermostat_mass must be a positive",
+        ),
+        (lambda: samplers.badodab(0.1, -1.0, temperature=1.0), ValueError, "badodab: friction must be a positive"),
+        (
+            lambda: samplers.adaptive_sghmc(0.1, temperature=1.0, burn_in=0),
+            ValueError,
+            "burn-in updates, at least 1, got 0",
+        ),
+        (
+            lambda: samplers.sgfs(0.1, temperature=0.0, batch_size=1),
             ValueError,
             r"sgfs: temperature must be positive.*use bc\.sgd",
         ),
-        (lambda: bc.sgfs(0.1, temperature=1.0, batch_size=0), ValueError, "batch_size must be a positive"),
+        (lambda: samplers.sgfs(0.1, temperature=1.0, batch_size=0), ValueError, "batch_size must be a positive"),
         (
-            lambda: bc.sgfs_dense(0.1, temperature=1.0, batch_size=1, decay=1.0),
+            lambda: samplers.sgfs_dense(0.1, temperature=1.0, batch_size=1, decay=1.0),
             ValueError,
             r"decay must lie in \[0, 1\)",
         ),
         (
-            lambda: bc.langevin_with_precision(torch.eye(2), 0.1, temperature=1.0),
+            lambda: samplers.langevin_with_precision(torch.eye(2), 0.1, temperature=1.0),
             TypeError,
             "precision has no sqrt_solve.*got Tensor; pass a precision",
         ),
         (
-            lambda: bc.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0, order=3),
+            lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0, order=3),
             ValueError,
             "order must be 1 or 2, got 3",
         ),
-        (lambda: bc.make_estimated_step(None, torch.nn.ReLU()), TypeError, "make_estimated_step: tx is ReLU"),
-        (lambda: bc.cyclical(NAN, 10, 5, temperature=1.0), ValueError, "cyclical: lr must be a positive"),
-        (lambda: bc.cyclical(0.1, 10, 5, 1.5, temperature=1.0).init(torch.zeros(2)), ValueError, "momentum must lie"),
-        (lambda: bc.lattice_walk(-1.0, temperature=1.0), ValueError, "lattice_walk: lr must be a positive"),
+        (lambda: bc.gradients.make_estimated_step(None, torch.nn.ReLU()), TypeError, "make_estimated_step: tx is ReLU"),
+        (lambda: samplers.cyclical(NAN, 10, 5, temperature=1.0), ValueError, "cyclical: lr must be a positive"),
+        (
+            lambda: samplers.cyclical(0.1, 10, 5, 1.5, temperature=1.0).init(torch.zeros(2)),
+            ValueError,
+            "momentum must lie",
+        ),
+        (lambda: samplers.lattice_walk(-1.0, temperature=1.0), ValueError, "lattice_walk: lr must be a positive"),
     ],
 )
 def test_a_wrong_argument_is_named(build, error, words):
@@ -71,11 +84,11 @@ def test_a_wrong_argument_is_named(build, error, words):
 
 
 OWN_NOISE = {
-    "ubu": lambda: bc.ubu(0.1, 1.0, temperature=1.0),
-    "lattice_walk": lambda: bc.lattice_walk(0.1, temperature=1.0),
-    "sgfs": lambda: bc.sgfs(0.1, temperature=1.0, batch_size=1),
-    "badodab": lambda: bc.badodab(0.1, temperature=1.0),
-    "langevin_with_precision": lambda: bc.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0),
+    "ubu": lambda: samplers.ubu(0.1, 1.0, temperature=1.0),
+    "lattice_walk": lambda: samplers.lattice_walk(0.1, temperature=1.0),
+    "sgfs": lambda: samplers.sgfs(0.1, temperature=1.0, batch_size=1),
+    "badodab": lambda: samplers.badodab(0.1, temperature=1.0),
+    "langevin_with_precision": lambda: samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0),
 }
 
 
@@ -93,7 +106,7 @@ def test_integer_parameters_and_empty_trees_are_refused(name):
         OWN_NOISE[name]().init({})
 
 
-@pytest.mark.parametrize("build", [bc.sgfs, bc.sgfs_dense])
+@pytest.mark.parametrize("build", [samplers.sgfs, samplers.sgfs_dense])
 def test_fisher_scoring_needs_the_gradients_variance(build):
     tx, p = build(0.1, temperature=1.0, batch_size=1), torch.zeros(2)
     with pytest.raises(ValueError, match="needs curvature=, the variance of single-datum gradients"):
@@ -101,7 +114,7 @@ def test_fisher_scoring_needs_the_gradients_variance(build):
 
 
 def test_replica_exchange_needs_its_losses():
-    tx, p = bc.replica_exchange(0.1, temperatures=(0.5, 1.0)), torch.zeros(2, 3)
+    tx, p = samplers.replica_exchange(0.1, temperatures=(0.5, 1.0)), torch.zeros(2, 3)
     for loss, came in ((None, "nothing"), (torch.zeros(()), r"shape \(\)")):
         extra = {} if loss is None else {"loss": loss}
         with pytest.raises(ValueError, match=rf"update needs loss=.*\[2\], got {came}"):
@@ -110,7 +123,7 @@ def test_replica_exchange_needs_its_losses():
 
 def test_a_precision_needs_every_gradient():
     tx, p = (
-        bc.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0),
+        samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0),
         {"a": torch.zeros(2), "b": torch.zeros(1)},
     )
     with pytest.raises(ValueError, match="every parameter needs a gradient, since the precision couples them"):

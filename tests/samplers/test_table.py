@@ -65,4 +65,4 @@ def test_the_examples_run():
 
 def test_every_name_in_the_table_is_public():
     for name in table():
-        assert hasattr(bc, name.split("(")[0])
+        assert hasattr(bc.samplers, name.split("(")[0])

@@ -85,13 +85,13 @@ ELEMENTWISE = {
     "sgld": (lambda h: bc.sgld(h, temperature=1.0), 2, 0.4),
     "sghmc, order 1": (lambda h: bc.sghmc(h, 0.5, temperature=1.0, order=1), 1, 0.05),
     "sghmc": (lambda h: bc.sghmc(h, 0.5, temperature=1.0), 2, 0.1),
-    "sghmc_stale_gradient": (lambda h: bc.sghmc_stale_gradient(h, 0.5, temperature=1.0), 1, 0.04),
-    "baoab": (lambda h: bc.baoab(h, 1.0, temperature=1.0), 2, 0.6),
-    "obabo": (lambda h: bc.obabo(h, 1.0, temperature=1.0), 2, 0.4),
-    "ubu": (lambda h: bc.ubu(h, 1.0, temperature=1.0), 2, 0.4),
-    "sgnht_per_parameter": (lambda h: bc.sgnht_per_parameter(h, 0.5, temperature=1.0), 1, 0.05),
-    "badodab_per_parameter": (lambda h: bc.badodab_per_parameter(h, 1.0, temperature=1.0), 2, 0.4),
-    "lattice_walk": (lambda h: bc.lattice_walk(h, temperature=1.0), 1, 0.08),
+    "sghmc_euler": (lambda h: bc.samplers.sghmc_euler(h, 0.5, temperature=1.0), 1, 0.04),
+    "baoab": (lambda h: bc.samplers.baoab(h, 1.0, temperature=1.0), 2, 0.6),
+    "obabo": (lambda h: bc.samplers.obabo(h, 1.0, temperature=1.0), 2, 0.4),
+    "ubu": (lambda h: bc.samplers.ubu(h, 1.0, temperature=1.0), 2, 0.4),
+    "sgnht_per_parameter": (lambda h: bc.samplers.sgnht_per_parameter(h, 0.5, temperature=1.0), 1, 0.05),
+    "badodab_per_parameter": (lambda h: bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0), 2, 0.4),
+    "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.08),
     "three-point": (lambda h: cheap(h, 0.5, 1.0, "three_point"), 2, 0.1),
     "Rademacher": (lambda h: cheap(h, 0.5, 1.0, "rademacher"), 1, 0.05),
 }
@@ -144,9 +144,9 @@ TEN = {
     "sghmc": (lambda h: bc.sghmc(h, 0.9, temperature=1.0), 2, 1.0),
     "baoab": ELEMENTWISE["baoab"],
     "badodab_per_parameter": ELEMENTWISE["badodab_per_parameter"],
-    "badodab": (lambda h: bc.badodab(h, 1.0, temperature=1.0), 2, 0.4),
-    "sgnht": (lambda h: bc.sgnht(h, 0.9, temperature=1.0), 1, 0.1),
-    "lattice_walk": (lambda h: bc.lattice_walk(h, temperature=1.0), 1, 0.2),
+    "badodab": (lambda h: bc.samplers.badodab(h, 1.0, temperature=1.0), 2, 0.4),
+    "sgnht": (lambda h: bc.samplers.sgnht(h, 0.9, temperature=1.0), 1, 0.1),
+    "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.2),
 }
 
 

@@ -4,12 +4,16 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain import samplers
 from bayesopt_chain.samplers.thermostats import NoseHoover
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
 from tests.samplers.transfer import QUARTIC, Probe, fitted_slope, stationary_moment, target_moment
 
-SCALAR_AND_PER_PARAMETER = [(bc.sgnht, bc.sgnht_per_parameter), (bc.badodab, bc.badodab_per_parameter)]
+SCALAR_AND_PER_PARAMETER = [
+    (samplers.sgnht, samplers.sgnht_per_parameter),
+    (samplers.badodab, samplers.badodab_per_parameter),
+]
 
 
 @pytest.mark.parametrize(("scalar", "own"), SCALAR_AND_PER_PARAMETER, ids=["sgnht", "badodab"])
@@ -21,7 +25,7 @@ def test_with_one_parameter_both_kinds_are_the_same(scalar, own):
 
 
 def test_the_scalar_thermostat_follows_the_mean_over_all_leaves():
-    tx = bc.sgnht(0.1, 0.8, temperature=2.0, thermostat_mass=3.0)
+    tx = samplers.sgnht(0.1, 0.8, temperature=2.0, thermostat_mass=3.0)
     params = {"a": torch.zeros(3).double(), "b": torch.zeros(2, 2).double()}
     state = tx.init(params)
     updates, state = tx.update(
@@ -34,7 +38,10 @@ def test_the_scalar_thermostat_follows_the_mean_over_all_leaves():
 
 def test_badodab_is_its_splitting_step_by_step():
     h, gamma, q, t = 0.3, 0.8, 2.0, 1.5
-    tx, theta = bc.badodab_per_parameter(h, gamma, temperature=t, thermostat_mass=q), torch.tensor([0.7]).double()
+    tx, theta = (
+        samplers.badodab_per_parameter(h, gamma, temperature=t, thermostat_mass=q),
+        torch.tensor([0.7]).double(),
+    )
     state, p, xi, x = (
         tx.init(theta),
         torch.zeros(1).double(),
@@ -66,21 +73,21 @@ class PaperKinetic(NoseHoover):
 
 def test_the_kinetic_factor_is_what_makes_the_bias_vanish_with_lr():
     want, lr = target_moment(QUARTIC, 1.0), 0.002
-    ours = stationary_moment(Probe(bc.sgnht_per_parameter(lr, 0.5, temperature=1.0)), 1.0, degree=9)
+    ours = stationary_moment(Probe(samplers.sgnht_per_parameter(lr, 0.5, temperature=1.0)), 1.0, degree=9)
     paper = stationary_moment(Probe(bc.Chain((PaperKinetic(lr, 0.5, 1.0, 1.0, True),))), 1.0, degree=9)
     assert abs(ours / want - 1) < 0.01
     assert abs(paper / want - 1) > 0.05
 
 
 def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
-    build = lambda h: Probe(bc.badodab_per_parameter(h, 0.7 / h, temperature=1.0))  # noqa: E731
+    build = lambda h: Probe(samplers.badodab_per_parameter(h, 0.7 / h, temperature=1.0))  # noqa: E731
     slope, biases = fitted_slope(build, (0.1, 0.14, 0.2), degree=9)
     assert abs(slope / 2 - 2) < 0.1, biases
 
 
 @pytest.mark.parametrize("momentum", [0.2, 0.5])
 def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
-    build = lambda lr: Probe(bc.sgnht_per_parameter(lr, momentum, temperature=1.0))  # noqa: E731
+    build = lambda lr: Probe(samplers.sgnht_per_parameter(lr, momentum, temperature=1.0))  # noqa: E731
     slope, biases = fitted_slope(build, (0.005, 0.01, 0.02), degree=9)
     assert abs(slope - 1) < 0.1, biases
 
@@ -88,10 +95,10 @@ def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda t: bc.sgnht(0.0009, 0.97, temperature=t),
-        lambda t: bc.sgnht_per_parameter(0.0009, 0.97, temperature=t),
-        lambda t: bc.badodab(0.03, temperature=t),
-        lambda t: bc.badodab_per_parameter(0.03, temperature=t),
+        lambda t: samplers.sgnht(0.0009, 0.97, temperature=t),
+        lambda t: samplers.sgnht_per_parameter(0.0009, 0.97, temperature=t),
+        lambda t: samplers.badodab(0.03, temperature=t),
+        lambda t: samplers.badodab_per_parameter(0.03, temperature=t),
     ],
     ids=["sgnht", "sgnht_per_parameter", "badodab", "badodab_per_parameter"],
 )
@@ -119,7 +126,10 @@ def test_gradient_noise_of_unknown_strength_is_absorbed(build):
     assert state[0].friction[0].mean().item() > 1.2 * (1.0 if "badodab" in repr(tx) else 0.03)
 
 
-@pytest.mark.parametrize("build", [bc.sgnht, bc.sgnht_per_parameter, bc.badodab, bc.badodab_per_parameter])
+@pytest.mark.parametrize(
+    "build",
+    [samplers.sgnht, samplers.sgnht_per_parameter, samplers.badodab, samplers.badodab_per_parameter],
+)
 def test_temperature_zero_is_refused_with_the_reason(build):
     for zero in (0, 0.0, torch.zeros(())):
         with pytest.raises(ValueError, match=r"temperature must be positive.*no limit as T -> 0; use bc\.sghmc"):
@@ -127,6 +137,6 @@ def test_temperature_zero_is_refused_with_the_reason(build):
 
 
 def test_a_thermostat_takes_no_second_noise():
-    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.sgnht(0.1, temperature=1.0))
+    tx = bc.chain(bc.inject_langevin_noise(1.0), samplers.sgnht(0.1, temperature=1.0))
     with pytest.raises(ValueError, match="it brings noise of its own; leave inject_langevin_noise out"):
         tx.init(torch.zeros(2))

@@ -20,19 +20,21 @@ import numpy as np
 import optree
 import torch
 
-from bayesopt_chain import _random
+from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.testing import NormalProbe
 
 
 @contextlib.contextmanager
 def every_draw_as_a_normal():
     """Cheap variables are drawn as normals, which a :class:`NormalProbe` replaces by the values it is given."""
-    original = _random._seeded
-    _random._seeded = lambda key, step, salt, size, dtype, kind, scale: torch.empty(size, dtype=dtype).normal_(0, scale)
+    original = keyed_stream._seeded
+    keyed_stream._seeded = lambda key, step, salt, size, dtype, kind, scale: torch.empty(size, dtype=dtype).normal_(
+        0, scale
+    )
     try:
         yield
     finally:
-        _random._seeded = original
+        keyed_stream._seeded = original
 
 
 class Potential(NamedTuple):

@@ -1,0 +1,1 @@
+"""The fast path: runs of links as one sweep over memory."""

@@ -1,1 +1,0 @@
-"""Hand-written device kernels, each imported only where its compiler is."""

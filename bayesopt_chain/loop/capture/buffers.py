@@ -1,0 +1,232 @@
+"""Static buffers: what a captured step reads and writes, between the user's trees and flat lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.loop.capture.errors import CaptureError, describe
+from bayesopt_chain.loop.step import Info
+
+
+class Steps(NamedTuple):
+    """What a captured run of several steps reports, stacked on axis 0; ``draws`` is ``()`` unless asked for."""
+
+    loss: Tensor
+    aux: Any
+    draws: Any = ()
+
+
+class Slots:
+    """Static buffers for the leaves of one tree. Leaves that are one tensor share one buffer."""
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self.spec = optree.tree_flatten(tree)
+        for leaf in leaves:
+            if not torch.is_tensor(leaf):
+                raise TypeError(f"capture: params and state must hold tensors only, found {leaf!r}")
+        first: dict[int, int] = {}
+        self.index = [first.setdefault(id(leaf), len(first)) for leaf in leaves]
+        unique = {i: leaf for i, leaf in zip(self.index, leaves)}
+        self.buffers = [unique[i].detach().clone() for i in range(len(unique))]
+        self.leaves = [self.buffers[i] for i in self.index]
+        self.own = self.tree(self.buffers) if _is_immutable(tree) else None
+
+    def tree(self, buffers: Sequence[Tensor]) -> Any:
+        return optree.tree_unflatten(self.spec, [buffers[i] for i in self.index])
+
+    def give(self) -> Any:
+        """The tree of the buffers. Where nobody can change its containers, it is the same object every time."""
+        return self.own if self.own is not None else optree.tree_unflatten(self.spec, self.leaves)
+
+    def take(self, tree: Any, what: str) -> None:
+        """Have the buffers hold the values of ``tree``: nothing to do if it is what :meth:`give` gave."""
+        if self.own is None or tree is not self.own:
+            leaves, spec = optree.tree_flatten(tree)
+            if not (len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)) and spec == self.spec):
+                self.load(leaves, spec, what)
+
+    def collect(self, tree: Any, what: str) -> list[Tensor]:
+        """One tensor for each buffer from a tree that the step made."""
+        out: list[Tensor | None] = [None] * len(self.buffers)
+        leaves, spec = optree.tree_flatten(tree)
+        if spec != self.spec or any(
+            not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype
+            for x, mine in zip(leaves, self.leaves)
+        ):
+            raise CaptureError(
+                f"capture: the step returns {what} of another structure, shape or dtype than it was given: run a step or two "
+                "before capturing, and use no state that grows (curvature with structure='root')"
+            )
+        for i, leaf in zip(self.index, leaves):
+            if out[i] is not None and out[i] is not leaf:
+                raise CaptureError(
+                    "capture: leaves of the state that were one tensor became two; give the step a state with "
+                    "tensors of its own (copy.deepcopy leaf by leaf) and capture again"
+                )
+            out[i] = leaf
+        return out
+
+    def load(self, leaves: list, spec: Any, what: str) -> None:
+        """Copy the user's leaves in."""
+        if spec != self.spec:
+            raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
+        written: dict[int, Tensor] = {}
+        for n, (i, x) in enumerate(zip(self.index, leaves)):
+            mine = self.buffers[i]
+            if not torch.is_tensor(x) or x.shape != mine.shape or x.dtype != mine.dtype or x.device != mine.device:
+                raise ValueError(
+                    f"capture: {what}, leaf {n}: {describe(x)}, captured was {describe(mine)}; capture again"
+                )
+            if i in written and written[i] is not x and not torch.equal(written[i], x):
+                raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
+            written[i] = x
+        copies = {
+            i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]
+        }  # x may be a view of one
+        for i, x in copies.items():
+            self.buffers[i].copy_(x)
+
+
+class Batch:
+    """What batches look like, and their tensors with the strides they were captured with, none of them in a static buffer."""
+
+    def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
+        self.leaves, self.spec = optree.tree_flatten(batch)
+        self.dim = dim
+        self.written = {x.untyped_storage().data_ptr() for x in static}  # memory that the step overwrites
+        if dim is not None:
+            for n, x in enumerate(self.leaves):
+                if torch.is_tensor(x) and x.shape[dim] != steps:
+                    raise ValueError(f"capture: batch, leaf {n}: {describe(x)} has no {steps} steps along axis {dim}")
+        self.strides = [x.stride() if torch.is_tensor(x) else None for x in self.leaves]
+        self.immutable = _is_immutable(batch)
+        self.last: tuple[Any, list, list[Tensor] | None] = (self, [], None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.leaves if torch.is_tensor(x)]
+
+    def take(self, batch: Any) -> list[Tensor]:
+        """The tensors of ``batch``, once it is known to look like the first one."""
+        seen, leaves, tensors = self.last
+        if not (self.immutable and batch is seen):
+            before, (leaves, spec) = leaves, optree.tree_flatten(batch)
+            if not (len(leaves) == len(before) and all(map(is_, leaves, before)) and spec == self.spec):
+                self.check(leaves, spec)
+            mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
+            tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
+            self.last = batch, leaves, tensors
+        return tensors if tensors is not None else self.laid_out(leaves)
+
+    def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
+        return x.stride() == stride and x.untyped_storage().data_ptr() not in self.written
+
+    def laid_out(self, leaves: list) -> list[Tensor]:
+        """Copies with the first batch's strides of the tensors that have others, or that lie in a static buffer."""
+        return [
+            x
+            if self.fits(x, stride)
+            else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x.detach())
+            for x, stride in zip(leaves, self.strides)
+            if stride is not None
+        ]
+
+    def check(self, leaves: list, spec: Any) -> None:
+        if spec != self.spec:
+            raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
+        for n, (x, mine) in enumerate(zip(leaves, self.leaves)):
+            if torch.is_tensor(mine):
+                same = torch.is_tensor(x) and (x.shape, x.dtype, x.device) == (mine.shape, mine.dtype, mine.device)
+            else:
+                same = type(x) is type(mine) and x == mine
+            if not same:
+                raise ValueError(
+                    f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
+                    "(drop_last=True) and numbers constant, or capture again"
+                )
+
+    def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
+        """The tensors that step ``k`` sees."""
+        return tensors if self.dim is None else [x.select(self.dim, k) for x in tensors]
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        given = iter(tensors)
+        return optree.tree_unflatten(self.spec, [next(given) if torch.is_tensor(x) else x for x in self.leaves])
+
+
+def _is_immutable(tree: Any) -> bool:
+    """Whether the containers are tuples all the way down, so that the same object holds the same leaves."""
+    if isinstance(tree, tuple):
+        return all(map(_is_immutable, tree))
+    return tree is None or optree.tree_is_leaf(tree)
+
+
+class Body:
+    """The step as a function of flat lists of tensors, and what is needed to go between lists and trees."""
+
+    def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
+        self.step, self.steps, self.draws = step, steps, draws
+        self.params, self.state = Slots(params), Slots(state)
+        self.batch = Batch(batch, steps, batch_dim, self.static)
+
+    @property
+    def static(self) -> list[Tensor]:
+        return [*self.params.buffers, *self.state.buffers]
+
+    def advance(
+        self, static: Sequence[Tensor], batch: Sequence[Tensor], step: Callable | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """One step: new values of the static buffers, and its report: the tensors of loss and aux, and of a draw."""
+        n = len(self.params.buffers)
+        params, state, info = (step or self.step)(
+            self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
+        )
+        report = info
+        if self.draws:
+            report = Steps(*info, params)
+        elif self.steps > 1:
+            report = Steps(*info)
+        leaves, self._info_spec = optree.tree_flatten(report)
+        self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
+        self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
+        new = [*self.params.collect(params, "params"), *self.state.collect(state, "a state")]
+        return new, [x for x in leaves if torch.is_tensor(x)]
+
+    def write(self, static: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Write new values into the static buffers. What shares memory with one (an old value kept, two that change places)
+        is copied before any is written."""
+        mine = {buffer.untyped_storage()._cdata for buffer in static}
+        values = [x if x is b or x.untyped_storage()._cdata not in mine else kept(x) for b, x in zip(static, new)]
+        for buffer, value in zip(static, values):
+            if value is not buffer:
+                buffer.copy_(value)
+
+    def together(self, reports: list[Sequence[Tensor]]) -> list[Tensor]:
+        """The reports of all steps, stacked on axis 0; of a single step only the draws are."""
+        if len(reports[0]) == self._single:
+            return reports[0]
+        return [xs[0] if i < self._single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
+
+    def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
+        if self._constants:
+            tensors = list(tensors)
+            for i, constant in self._constants.items():
+                tensors.insert(i, constant)
+        return optree.tree_unflatten(self._info_spec, tensors)
+
+
+@torch.library.custom_op("bayesopt_chain::kept", mutates_args=())
+def kept(x: Tensor) -> Tensor:
+    """A copy that no compiler takes away: inductor drops a clone of an input even where that is overwritten before."""
+    return x.clone()
+
+
+@kept.register_fake
+def _(x):
+    return torch.empty_like(x)

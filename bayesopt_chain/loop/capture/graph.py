@@ -1,0 +1,141 @@
+"""One step as a graph of ATen operations, every tensor that it closes over among its inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
+
+
+def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """One step's graph over (static buffers, batch, closed-over tensors), writing the buffers; and those tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    n = len(body.static)
+    batch = [x.detach() for x in body.batch.of_step(body.batch.tensors, 0)]  # a tensor given twice is two inputs
+    mutations = _Mutations()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols: a value or shape it does not know is an error
+
+    def function(*flat):
+        with mutations:
+            new, report = body.advance(flat[:n], flat[n:])
+            report = [x.clone() for x in report]
+        body.write(flat[:n], new)
+        return report
+
+    try:
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in (*body.static, *batch)]
+        with torch.no_grad(), mode:
+            graph = make_fx(function)(*fakes)
+    except CaptureError:
+        raise
+    except Exception as err:
+        line = users_line(err)
+        if line is None or not is_about_values(err):
+            raise
+        raise CaptureError(
+            f"capture: {line} needs a value or a shape that is known only when the step runs ({first_line(err)}). "
+            "Write it with tensors (torch.where for a branch, a schedule that is a function of the count), "
+            "or leave this step uncaptured"
+        ) from err
+    finally:
+        mutations.undo()
+    return graph, _lift_constants(graph)
+
+
+class _Mutations(TorchDispatchMode):
+    """Remembers the closed-over tensors that the traced step writes (BatchNorm's statistics), to put them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            with _disable_current_modes():
+                for x in args:
+                    if type(x) in (Tensor, torch.nn.Parameter) and id(x) not in self.before:
+                        self.before[id(x)] = x, x.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for x, old in self.before.values():
+                x.copy_(old)
+
+
+def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
+    """Turn the tensors that the graph holds into inputs, so that they are read at every replay."""
+    lifted: dict[int, tuple[torch.fx.Node, Tensor]] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and torch.is_tensor(value := getattr(graph, node.target, None)):
+            if id(value) not in lifted:
+                lifted[id(value)] = _new_input(graph, f"closed_over_{len(lifted)}", node.meta), value
+            node.replace_all_uses_with(lifted[id(value)][0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return [value for _, value in lifted.values()]
+
+
+def _new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.Node:
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None):
+        placeholder = graph.graph.placeholder(name)
+    placeholder.meta.update(meta)
+    return placeholder
+
+
+def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
+    """Have the graph draw into inputs, so that no call allocates (and page-faults) its noise anew; and those buffers."""
+    buffers = []
+    ops = torch.ops.bayesopt_chain
+    for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
+        key, step, sizes, first, dtype = node.args
+        place = _new_input(graph, f"draw_{len(buffers)}", node.meta)
+        with graph.graph.inserting_before(node):
+            graph.graph.call_function(ops.philox_normals_.default, (place, key, step, sizes, first))
+        node.replace_all_uses_with(place)
+        graph.graph.erase_node(node)
+        buffers.append(torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device))
+    graph.recompile()
+    return buffers
+
+
+def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:
+    """The closed-over tensors into whose memory the step writes."""
+    written = set()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for n, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
+                for x in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(x, torch.fx.Node):
+                        written.add(x.meta["val"].untyped_storage()._cdata)
+    placeholders = graph.graph.find_nodes(op="placeholder")[-len(closed_over) :] if closed_over else []
+    return [x for x, node in zip(closed_over, placeholders) if node.meta["val"].untyped_storage()._cdata in written]
+
+
+def check_devices(graph: torch.fx.GraphModule, body: Body) -> None:
+    """Refuse tensors on the CPU that a CUDA graph would read once and never again. Literals of the code may be there."""
+    device = body.static[0].device
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    first = len(body.static) + len(body.batch.tensors)
+    for n, node in enumerate(placeholders):
+        literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        if not node.users:  # what the state keeps for absent parameters stays as it is
+            continue
+        if node.meta["val"].device != device and not (n >= first and literal):
+            what = (
+                "batch" if len(body.static) <= n < first else "params or state" if n < first else "a closed-over tensor"
+            )
+            raise CaptureError(
+                f"capture: {what}: {describe(node.meta['val'])} is not on {device}, so that replays would not see it change; "
+                f"move it there first (.to({str(device)!r}))"
+            )

@@ -1,0 +1,180 @@
+"""Three ways to run a captured step again: as compiled code, as a CUDA graph, or as it is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
+from bayesopt_chain.loop.capture.graph import lift_draws
+
+
+class Compiled:
+    """The graph of one step, compiled, and called once for each step.
+
+    What inductor generates takes the graph's inputs in some order and returns its outputs; torch wraps it in functions that
+    see to views, aliases and gradients. The first call goes through them and watches: where the generated function
+    was handed our tensors themselves and its results came back untouched, later calls go to it directly.
+    """
+
+    def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def remember(*args, **options):
+            self.generated.append(compile_fx_inner(*args, **options))
+            return self.generated[-1]
+
+        self.body = body
+        self.generated: list = []
+        example = [  # shares no memory with anything, as the batches to come
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in body.batch.of_step(body.batch.tensors, 0)
+        ]
+        self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
+        self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
+        with torch.no_grad():
+            self.whole = compile_fx(graph, self.inputs, inner_compile=remember)
+        self.program = self._first
+
+    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without its 1 us
+        try:
+            return self.body.together([self._step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
+        finally:
+            torch._C._set_grad_enabled(graded)
+
+    def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        args = self.inputs.copy()
+        for places, x in zip(self.batch_at, batch):
+            for i in places:
+                args[i] = x
+        return self.program(args)
+
+    def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
+        self.program = lambda args: self.whole(*args)
+        made = self.generated[0] if len(self.generated) == 1 else None
+        function = getattr(made, "current_callable", None)
+        if function is None:
+            return self.program(args)
+        handed: list = []
+        returned: list = []
+
+        def watch(inner_args: list[Tensor]) -> Sequence[Tensor]:
+            handed.extend(inner_args)
+            returned.extend(function(inner_args))
+            return tuple(returned)
+
+        made.current_callable = watch
+        try:
+            out = self.whole(*args)
+        finally:
+            made.current_callable = function
+        place = {id(x): i for i, x in enumerate(args)}
+        order = [place.get(id(x), -1) for x in handed]
+        untouched = len(out) == len(returned) and all(map(is_, out, returned))
+        if untouched and len(place) == len(args) and set(order) == set(range(len(args))):
+            self.program = function
+            self.inputs = [self.inputs[i] for i in order]
+            self.batch_at = [tuple(k for k, o in enumerate(order) if o == i) for (i,) in self.batch_at]
+        return out
+
+
+class Eager:
+    """The same program without a compiler, all steps in one; ``step`` may move the buffers in place."""
+
+    def __init__(self, body: Body, step: Callable | None = None) -> None:
+        self.body, self.step = body, step
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        body, static = self.body, self.body.static
+        new, reports = static, []
+        with torch.no_grad():
+            for k in range(body.steps):
+                new, report = body.advance(new, body.batch.of_step(batch, k), self.step)
+                reports.append([x.clone() for x in report] if body.steps == 1 or self.step else report)
+            info = body.together(reports)
+            body.write(static, new)
+        return info
+
+
+class CudaGraph:
+    """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded.
+
+    A graph knows addresses, not tensors. So this holds whatever the step may read: its own batch, the program with the
+    buffers that it keeps, and the memory of the closed-over tensors, also where their owners let go of them.
+    """
+
+    def __init__(
+        self, body: Body, closed_over: list[Tensor], overwritten: list[Tensor], step: Callable, warmups: int = 3
+    ) -> None:
+        self.batch = [x.detach().clone() for x in body.batch.tensors]
+        self.program = Eager(body, step)
+        self.read = [x.detach() for x in closed_over]
+        touched = [*body.static, *overwritten]
+        before = [t.clone() for t in touched]
+        device = body.static[0].device
+        rng = torch.cuda.get_rng_state(device)
+        with torch.cuda.device(device):
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(warmups):
+                    self.program(self.batch)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.no_grad():
+                for t, old in zip(touched, before):
+                    t.copy_(old)
+            torch.cuda.set_rng_state(rng, device)
+            torch.cuda.synchronize()
+            gc.collect()  # so that nothing of the device is freed while the graph is being recorded
+            self.graph = torch.cuda.CUDAGraph()
+            self.info = self.recorded(side)
+
+    def recorded(self, stream: Any) -> list[Tensor]:
+        """Record the program on a stream of the tensors' device. Other threads, such as loaders, may go on meanwhile."""
+        cause: list[Exception] = []
+        try:
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    return self.program(self.batch)
+                except Exception as err:
+                    cause.append(err)  # the end of the recording fails too, with less to say
+                    raise
+        except Exception as err:
+            first = cause[0] if cause else err
+            raise CaptureError(
+                f"capture: {users_line(first) or 'the step'} cannot be recorded in a CUDA graph ({first_line(first)}). It "
+                "must not wait for the device (a decomposition that checks its result, .item()) or copy from the host "
+                "(torch.tensor(number, device=...); torch.full fills in on the device): rewrite it, or leave this step "
+                "uncaptured"
+            ) from first
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        for mine, x in zip(self.batch, batch):
+            mine.copy_(x.detach())
+        self.graph.replay()
+        return [x.clone() for x in self.info]  # the next replay overwrites them, and losses are there to be collected
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """One stream a device for all warm-ups and recordings: every further one would keep a cuBLAS workspace of its own."""
+    return torch.cuda.Stream(device)
+
+
+def compiler_found() -> bool:
+    """Whether inductor can compile for the CPU here."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        return False

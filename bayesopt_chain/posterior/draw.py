@@ -1,0 +1,107 @@
+"""A draw from a posterior that a transform carries: where the gradient is taken, and the noise that led there.
+
+    theta_s = mean + displacement(noise_s),    s = 1 ... S
+
+The noise travels with the draw, since ``theta_s - mean`` cancels in low precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.posterior.state import is_concrete
+from bayesopt_chain.random import stream as keyed_stream
+
+
+class Draw(NamedTuple):
+    """``params``: the drawn tree, leaves ``[*leaf.shape]``, or ``[S, *leaf.shape]`` for ``S > 1`` samples.
+
+    ``noise``: the standard normals behind it, ``[S, ...]`` each. ``key``, ``count`` (0-d int64): the stream's, which tell
+    what state it was drawn from.
+    """
+
+    params: Any
+    noise: tuple[Tensor, ...]
+    key: Tensor
+    count: Tensor
+
+
+def standard_normals(
+    key: Tensor, count: Tensor, templates: list[Tensor], samples: int, antithetic: bool
+) -> tuple[Tensor, ...]:
+    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``."""
+    drawn = samples // 2 if antithetic else samples
+    shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
+    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes))]
+    return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
+
+
+def require_drawn_from(draw: Any, state: Any, who: str) -> None:
+    """Refuse what is no draw, or a draw of another state."""
+    if not isinstance(draw, Draw):
+        came = "no draw" if draw is None else f"draw={type(draw).__name__}"
+        raise ValueError(
+            f"{who}: update got {came}: call draw = tx.sample(state, params), take the gradient at draw.params and pass "
+            "draw=draw (make_step does)"
+        )
+    if not (is_concrete(draw.count) and is_concrete(state.count)):
+        return
+    if not (torch.equal(draw.key, state.key) and torch.equal(draw.count, state.count)):
+        raise ValueError(
+            f"{who}: the draw comes from another state (its count {draw.count.tolist()}, the state's "
+            f"{state.count.tolist()}): draw from the state that is passed to update, once for each update"
+        )
+
+
+def along_samples(g: list, params: list, samples: int, who: str) -> list:
+    """Gradients with a leading axis of ``samples``; ``None`` stays."""
+    out = []
+    for i, (x, p) in enumerate(zip(g, params)):
+        if x is None or p is None:
+            out.append(None)
+            continue
+        wanted = tuple(p.shape) if samples == 1 else (samples, *p.shape)
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"{who}: the gradient of leaf {i} has shape {tuple(x.shape)}, not {wanted}: take one gradient at each "
+                f"of the {samples} samples in draw.params"
+            )
+        out.append(x[None] if samples == 1 else x)
+    return out
+
+
+def drawn(tx: Any, i: int, state: tuple, params: Any) -> tuple[Draw, list]:
+    """The draw that rule ``i`` of a chain asks for, and the trees of parameters to take gradients at.
+
+    Leaves that a mask keeps from the rule stay at the parameters in each of these trees.
+    """
+    rule = tx.rules[i]
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    idx = tx.positions(params)[i]
+    idx = range(len(leaves)) if idx is None else idx
+    draw = rule.sample(state[i], [leaves[j] for j in idx])
+    points = []
+    for s in range(rule.n_samples):
+        point = list(leaves)
+        for j, leaf in zip(idx, draw.params):
+            point[j] = leaf if leaf is None or rule.n_samples == 1 else leaf[s]
+        points.append(optree.tree_unflatten(spec, point))
+    return draw, points
+
+
+def gathered(tx: Any, i: int, trees: list, params: Any) -> Any:
+    """Gradients at the trees of :func:`drawn` as rule ``i`` wants them: stacked where it drew, averaged elsewhere."""
+    if len(trees) == 1:
+        return trees[0]
+    leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in trees]
+    idx = tx.positions(params)[i]
+    mine = set(range(len(leaves[0])) if idx is None else idx)
+    out = [
+        None if xs[0] is None else torch.stack(xs) if j in mine else torch.stack(xs).mean(0)
+        for j, xs in enumerate(zip(*leaves))
+    ]
+    return optree.tree_unflatten(optree.tree_structure(params, none_is_leaf=True), out)

@@ -1,0 +1,242 @@
+r"""The Gaussian families of variational inference: how noise displaces the mean, and the derivatives of that.
+
+    mean field     theta - mu = sigma * z,          phi = log sigma,         Lambda = diag(sigma^-2)
+    dense          theta - mu = L z,                phi = L below its diagonal and log diag L,   Lambda = (L L^T)^-1
+    low rank       theta - mu = B z + d * eps,      phi = (B, log d),        Lambda = (B B^T + diag d^2)^-1
+
+A family is asked for the displacement of a noise, for ``score = Lambda (theta - mu)``, for ``pullback``, the transposed
+derivative of the displacement by phi applied to gradients at the draws and averaged over them, and for the entropy
+``H = P/2 log(2 pi e) + log |Sigma| / 2`` with its gradient. No matrix is ever factorised: the dense family carries L
+itself, whose diagonal is positive because it is the exponential of what is optimized.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.posterior.draw import standard_normals
+from bayesopt_chain.precision import (
+    Cholesky,
+    Diagonal,
+    LowRankCovariance,
+    Precision,
+    flatten,
+    low_rank_covariance,
+    shape_only,
+    unflatten,
+)
+from bayesopt_chain.precision._triangular import lower_root
+from bayesopt_chain.trees import combine, common_dtype, size
+
+Scale = tuple[Tensor, ...]
+Noise = tuple[Tensor, ...]
+
+
+class Family:
+    """What a family answers. Leaves are those that are present; samples stand on axis 0 of noise and gradients."""
+
+    name: str
+    init_scale: float
+
+    def start(self, leaves: list[Tensor], key: Tensor) -> Scale:
+        """The first phi."""
+        raise NotImplementedError
+
+    def noise_like(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Templates of one sample's standard normals."""
+        raise NotImplementedError
+
+    def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
+        """``theta - mu``: ``[S, *leaf.shape]`` for each leaf."""
+        raise NotImplementedError
+
+    def score(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
+        """``Lambda (theta - mu)``, shaped like the displacement."""
+        raise NotImplementedError
+
+    def pullback(self, scale: Scale, noise: Noise, gradients: list[Tensor]) -> Scale:
+        """Gradient by phi of ``mean_s gradients_s . displacement_s``."""
+        raise NotImplementedError
+
+    def entropy(self, scale: Scale) -> Tensor:
+        """In nats, 0-d."""
+        raise NotImplementedError
+
+    def entropy_gradient(self, scale: Scale) -> Scale:
+        """Gradient of the entropy by phi."""
+        raise NotImplementedError
+
+    def only(self, gradient: Scale, leaves: list[Tensor], moves: list[bool]) -> list:
+        """The gradient by phi without the part of the leaves that do not move."""
+        raise NotImplementedError
+
+    def shapes(self, scale: Scale) -> list | int:
+        """The parameters' shapes that phi remembers, or their number."""
+        return [s.shape for s in scale]
+
+    def precision(self, scale: Scale, params: Any, count: Tensor) -> Precision:
+        """``Lambda`` over the tree of params."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MeanField(Family):
+    init_scale: float
+    name = "vi.mean_field"
+
+    def start(self, leaves, key):
+        return tuple(torch.full_like(leaf, math.log(self.init_scale)).detach() for leaf in leaves)
+
+    def noise_like(self, leaves):
+        return leaves
+
+    def displace(self, scale, noise, leaves):
+        return [s.exp() * z for s, z in zip(scale, noise)]
+
+    def score(self, scale, noise, leaves):
+        return [z * (-s).exp() for s, z in zip(scale, noise)]
+
+    def pullback(self, scale, noise, gradients):
+        return tuple((g * z).mean(0) * s.exp() for s, z, g in zip(scale, noise, gradients))
+
+    def entropy(self, scale):
+        return sum(s.sum() for s in scale) + _constant(sum(s.numel() for s in scale))
+
+    def entropy_gradient(self, scale):
+        return tuple(torch.ones_like(s) for s in scale)
+
+    def only(self, gradient, leaves, moves):
+        return [x if m else None for x, m in zip(gradient, moves)]
+
+    def precision(self, scale, params, count):
+        values = [(-2 * s).exp() for s in scale]
+        return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), count)
+
+
+@dataclass(frozen=True)
+class Dense(Family):
+    init_scale: float
+    name = "vi.dense"
+
+    def start(self, leaves, key):
+        dtype, parameters = common_dtype(leaves), size(leaves)
+        device = leaves[0].device
+        require_dense_fits(parameters, dtype, device)
+        return (math.log(self.init_scale) * torch.eye(parameters, dtype=dtype, device=device),)
+
+    def noise_like(self, leaves):
+        return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))]
+
+    def displace(self, scale, noise, leaves):
+        return unflatten(noise[0] @ cholesky(scale[0]).mT, leaves)
+
+    def score(self, scale, noise, leaves):
+        lower = cholesky(scale[0])
+        return unflatten(torch.linalg.solve_triangular(lower.mT, noise[0].mT, upper=True).mT, leaves)
+
+    def pullback(self, scale, noise, gradients):
+        like = [g[0] for g in gradients]
+        by_factor = (flatten(gradients, like).mT @ noise[0] / noise[0].shape[0]).tril()
+        diagonal = by_factor.diagonal() * scale[0].diagonal().exp()
+        return (by_factor.tril(-1) + torch.diag_embed(diagonal),)
+
+    def entropy(self, scale):
+        return scale[0].diagonal().sum() + _constant(scale[0].shape[-1])
+
+    def entropy_gradient(self, scale):
+        return (torch.eye(scale[0].shape[-1], dtype=scale[0].dtype, device=scale[0].device),)
+
+    def only(self, gradient, leaves, moves):
+        if all(moves):
+            return list(gradient)
+        rows = torch.cat([torch.full((leaf.numel(),), m, device=leaf.device) for leaf, m in zip(leaves, moves)])
+        return [torch.where(rows[:, None], gradient[0], 0)]
+
+    def shapes(self, scale):
+        return scale[0].shape[-1]
+
+    def precision(self, scale, params, count):
+        lower = cholesky(scale[0])
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+        return Cholesky(lower_root(inverse), shape_only(params), count)
+
+
+@dataclass(frozen=True)
+class LowRank(Family):
+    init_scale: float
+    rank: int
+    name = "vi.low_rank"
+
+    def start(self, leaves, key):
+        if self.rank > size(leaves):
+            raise ValueError(f"vi.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
+        half = self.init_scale / math.sqrt(2)
+        zero = torch.zeros((), dtype=torch.int64, device=key.device)
+        rows = standard_normals(key, zero, leaves, self.rank, False)
+        rows = tuple(row * (half / math.sqrt(self.rank)) for row in rows)
+        return (*rows, *(torch.full_like(leaf, math.log(half)).detach() for leaf in leaves))
+
+    def noise_like(self, leaves):
+        dtype = common_dtype(leaves)
+        return [*leaves, leaves[0].new_empty((), dtype=dtype).expand(self.rank)]
+
+    def displace(self, scale, noise, leaves):
+        (rows, log_d), (*eps, z) = _halves(scale), noise
+        return [d.exp() * e + along for d, e, along in zip(log_d, eps, combine(z, rows))]
+
+    def score(self, scale, noise, leaves):
+        return self._covariance(scale).times(self.displace(scale, noise, leaves))
+
+    def pullback(self, scale, noise, gradients):
+        (_, log_d), (*eps, z) = _halves(scale), noise
+        samples = z.shape[0]
+        by_rows = tuple(torch.tensordot(z.to(g.dtype), g, dims=([0], [0])) / samples for g in gradients)
+        by_log_d = tuple((g * e).mean(0) * d.exp() for g, e, d in zip(gradients, eps, log_d))
+        return (*by_rows, *by_log_d)
+
+    def entropy(self, scale):
+        log_d = _halves(scale)[1]
+        return -0.5 * self._covariance(scale).logdet() + _constant(sum(d.numel() for d in log_d))
+
+    def entropy_gradient(self, scale):
+        rows, log_d = _halves(scale)
+        covariance = self._covariance(scale)
+        by_rows = covariance.times(list(rows))
+        by_log_d = [v * (2 * d).exp() for v, d in zip(covariance.diag(), log_d)]
+        return (*by_rows, *by_log_d)
+
+    def only(self, gradient, leaves, moves):
+        return [x if m else None for x, m in zip(gradient, [*moves, *moves])]
+
+    def shapes(self, scale):
+        return [s.shape for s in _halves(scale)[1]]
+
+    def precision(self, scale, params, count):
+        rows, log_d = (optree.tree_unflatten(optree.tree_structure(params), half) for half in _halves(scale))
+        return low_rank_covariance(optree.tree_map(lambda d: (2 * d).exp(), log_d), rows, count)
+
+    def _covariance(self, scale: Scale) -> LowRankCovariance:
+        rows, log_d = _halves(scale)
+        return low_rank_covariance([(2 * d).exp() for d in log_d], list(rows), torch.ones((), dtype=torch.float64))
+
+
+def cholesky(raw: Tensor) -> Tensor:
+    """L from what is optimized: itself below the diagonal, its exponential on it."""
+    return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
+
+
+def _halves(scale: Scale) -> tuple[Scale, Scale]:
+    """The rows of B^T and log d."""
+    return scale[: len(scale) // 2], scale[len(scale) // 2 :]
+
+
+def _constant(parameters: int) -> float:
+    return parameters * (1 + math.log(2 * math.pi)) / 2

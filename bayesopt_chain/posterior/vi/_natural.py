@@ -1,0 +1,439 @@
+r"""Natural-gradient variational inference: Newton's method on the expected loss, whose Hessian is the precision.
+
+For the mean loss per datum at temperature T, weight decay delta (a prior of precision ``delta / T`` about zero) and
+theta ~ N(m, T (H + delta)^-1), with g and H-hat the loss's gradient and curvature per datum at the draws,
+
+    v <- beta1 v + (1 - beta1) g                          v-bar = v / (1 - beta1^t)
+    H <- beta2 H + (1 - beta2) H-hat
+    m <- m - lr (H + delta)^-1 (v-bar + delta m).
+
+VON takes H-hat from an estimator of curvature, in any structure (Khan et al., 2018; Khan and Rue, 2023); VOGN from
+squared gradients of single data (Khan et al., 2018; Osawa et al., 2019); IVON (Shen et al., 2024, algorithm 1) from the
+gradient and the noise, by Stein's identity, and corrects the average so that it stays positive:
+
+    h-hat = g (theta - m) / sigma^2,    sigma^2 = T / (h + delta)
+    h <- beta2 h + (1 - beta2) h-hat + (1 - beta2)^2 (h - h-hat)^2 / (2 (h + delta)).
+
+In the paper's letters ``lambda = 1 / T``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.core.leaves import keep
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.state import (
+    Dial,
+    device_of,
+    is_concrete,
+    now,
+    present,
+    spread_over,
+    tensor_on,
+    times,
+    written,
+)
+from bayesopt_chain.posterior.vi._gaussian_families import require_samples
+from bayesopt_chain.posterior.vi._transform import DrawnPosterior
+from bayesopt_chain.precision import Diagonal, Precision
+from bayesopt_chain.random import stream as keyed_stream
+
+
+class NaturalState(NamedTuple):
+    """``momentum``: v, one tensor for each parameter. ``hessian``: H per datum; for IVON a tensor for each parameter, else
+    a precision. ``key``, ``count``: 0-d int64, of the random stream.
+    """
+
+    momentum: tuple[Tensor, ...]
+    hessian: Any
+    key: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class Natural(Rule):
+    """What the natural-gradient rules share: the stream, the momentum, the gradient over several draws."""
+
+    lr: Dial
+    temperature: Dial
+    weight_decay: float
+    betas: tuple[float, float]
+    init_hessian: float
+    n_samples: int
+    antithetic: bool
+    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    state = NaturalState
+    on_trees = True
+    needs_params = True
+    accepts = frozenset({"draw"})
+    name = "vi"
+
+    @property
+    def is_cold(self) -> bool:
+        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts - {"draw"} if self.is_cold else self.accepts
+
+    @property
+    def response(self) -> Response:
+        return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
+
+    def init_tree(self, params: Any) -> NaturalState:
+        leaves = optree.tree_leaves(params)
+        checks.parameters(leaves, optree.tree_paths(params))
+        device = device_of(leaves)
+        key = torch.zeros((), dtype=torch.int64, device=device)
+        if not self.is_cold:
+            key = keyed_stream.new_key(self.generator, device)
+        momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
+        return NaturalState(momentum, self.first_hessian(params), key, torch.zeros_like(key))
+
+    def first_hessian(self, params: Any) -> Any:
+        raise NotImplementedError
+
+    def sample(self, state: NaturalState, params: list) -> Draw:
+        """A draw for parameters given as leaves."""
+        leaves = present(params)
+        if self.is_cold:
+            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
+            return Draw(spread_over(same, params), (), state.key, state.count)
+        noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic)
+        moves = self.displace(state, noise, leaves)
+        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
+        return Draw(spread_over(drawn, params), noise, state.key, state.count)
+
+    def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
+        raise NotImplementedError
+
+    def shapes(self, state: NaturalState) -> list:
+        """The parameters' shapes that the state remembers."""
+        return [v.shape for v in state.momentum]
+
+    def posterior(self, state: NaturalState, params: Any) -> Gaussian:
+        if self.is_cold:
+            raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
+        mean = optree.tree_map(torch.Tensor.detach, params)
+        return Gaussian(mean, self.precision(state, params).factorised())
+
+    def precision(self, state: NaturalState, params: Any) -> Precision:
+        raise NotImplementedError
+
+    def _samples(self, g: list, draw: Any, state: NaturalState, params: list) -> list:
+        """Present leaves' gradients, samples on axis 0."""
+        if not self.is_cold:
+            require_drawn_from(draw, state, self.name)
+        elif self.n_samples > 1:
+            g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, params)]
+        return [x for x, p in zip(along_samples(g, params, self.n_samples, self.name), params) if p is not None]
+
+    def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
+        """``v-bar + delta m``, ``None`` without a gradient, and the next momentum."""
+        beta = self.betas[0]
+        momentum = keep(lambda v, g: v * beta + g * (1 - beta), means, state.momentum)
+        correction = 1 - beta ** (state.count + 1).to(torch.float64)
+        force = [
+            None if g is None else times(v, 1 / correction) + p * self.weight_decay
+            for g, v, p in zip(means, momentum, leaves)
+        ]
+        return force, momentum
+
+    def __str__(self) -> str:
+        words = [checks.show(self.lr), f"temperature={checks.show(self.temperature)}", f"betas={self.betas}"]
+        words += [f"weight_decay={self.weight_decay}"] if self.weight_decay else []
+        words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
+        return f"{self.name}({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class IVON(Natural):
+    rescale_lr: bool = True
+    clip_radius: float = math.inf
+    name = "vi.ivon"
+
+    def first_hessian(self, params):
+        return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(params))
+
+    def displace(self, state, noise, leaves):
+        return [s * z for s, z in zip(self._sigma(state), noise)]
+
+    def _sigma(self, state: NaturalState) -> list[Tensor]:
+        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
+
+    def update(self, g, state, params, ctx):
+        draw, leaves = ctx.extra.get("draw"), present(params)
+        samples = self._samples(g, draw, state, params)
+        means = [None if x is None else x.mean(0) for x in samples]
+        hessian = state.hessian
+        if not self.is_cold:
+            estimates = [
+                None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
+            ]
+            warm = tensor_on(now(self.temperature, state.count), state.key.device) > 0
+            hessian = keep(lambda h, x: torch.where(warm, self._averaged(h, x), h), estimates, state.hessian)
+        force, momentum = self._force(means, state, leaves)
+        lr = now(self.lr, state.count)
+        if self.rescale_lr:
+            lr = lr * (self.init_hessian + self.weight_decay)
+        steps = [
+            None if f is None else -times((f / (h + self.weight_decay)).clamp(-self.clip_radius, self.clip_radius), lr)
+            for f, h in zip(force, hessian)
+        ]
+        new = NaturalState(momentum, hessian, state.key, state.count + 1)
+        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+
+    def _averaged(self, h: Tensor, estimate: Tensor) -> Tensor:
+        rho = 1 - self.betas[1]
+        if rho == 0:
+            return h
+        gap = h - estimate
+        return self.betas[1] * h + rho * estimate + 0.5 * rho**2 * gap.square() / (h + self.weight_decay)
+
+    def precision(self, state, params):
+        temperature = now(self.temperature, state.count)
+        values = [times(h + self.weight_decay, 1 / temperature) for h in state.hessian]
+        data = 1 / tensor_on(temperature, state.key.device)
+        return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), data)
+
+
+@dataclass(frozen=True)
+class VON(Natural):
+    accepts = frozenset({"draw", "curvature"})
+    name = "vi.von"
+
+    def first_hessian(self, params):
+        one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
+        return Diagonal(optree.tree_map(lambda p: torch.full_like(p, self.init_hessian).detach(), params), one)
+
+    def displace(self, state, noise, leaves):
+        precision = state.hessian.add_diagonal(self.weight_decay)
+        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
+        return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
+
+    def update(self, g, state, params, ctx):
+        draw, leaves = ctx.extra.get("draw"), present(params)
+        samples = self._samples(g, draw, state, params)
+        means = [None if x is None else x.mean(0) for x in samples]
+        hessian = self._averaged(state, self._increment(ctx.extra, params, ctx))
+        force, momentum = self._force(means, state, leaves)
+        tree = optree.tree_unflatten(
+            optree.tree_structure(hessian.diag()),
+            [torch.zeros_like(p) if f is None else f for f, p in zip(force, leaves)],
+        )
+        solved = optree.tree_leaves(hessian.add_diagonal(self.weight_decay).solve(tree))
+        lr = now(self.lr, state.count)
+        steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
+        new = NaturalState(momentum, hessian, state.key, state.count + 1)
+        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+
+    def _increment(self, extra: Any, params: list, ctx: Any) -> Precision:
+        increment = extra.get("curvature")
+        if not isinstance(increment, Precision):
+            raise ValueError(
+                f"{self.name}: update got curvature={type(increment).__name__}: pass an increment of an estimator of "
+                "bc.curvature at draw.params (make_step does, given curvature=)"
+            )
+        return increment
+
+    def _averaged(self, state: NaturalState, increment: Precision) -> Precision:
+        beta = self.betas[1]
+        new = increment.scale((1 - beta) / increment.count)
+        if type(state.hessian) is Diagonal and not isinstance(increment, Diagonal):
+            if is_concrete(state.count) and state.count > 0:
+                raise TypeError(
+                    f"{self.name}: the state is diagonal, the increment {type(increment).__name__}: the first increment "
+                    "decides the structure; build every estimator with the same structure="
+                )
+            return new.add_diagonal(self.init_hessian * beta)
+        return state.hessian.scale(beta).add(new)
+
+    def precision(self, state, params):
+        return state.hessian.add_diagonal(self.weight_decay).scale(1 / now(self.temperature, state.count))
+
+
+@dataclass(frozen=True)
+class VOGN(VON):
+    accepts = frozenset({"draw", "per_sample_gradients"})
+    name = "vi.vogn"
+
+    def _increment(self, extra, params, ctx):
+        gradients = extra.get("per_sample_gradients")
+        if gradients is None:
+            raise ValueError(
+                f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
+                "leaves [B, *leaf.shape] (make_step does)"
+            )
+        leaves = present(ctx.from_tree(gradients))
+        lead = [x.ndim - p.ndim for x, p in zip(leaves, present(params))]
+        wanted = 1 if self.n_samples == 1 else 2
+        if any(n != wanted for n in lead):
+            raise ValueError(
+                f"{self.name}: per_sample_gradients must have leaves {'[B' if wanted == 1 else '[S, B'}, *leaf.shape], got "
+                f"{[tuple(x.shape) for x in leaves]}"
+            )
+        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in leaves]
+        count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
+        values = spread_over([x.sum(0) for x in squares], params)
+        return Diagonal(ctx.to_tree(values), count)
+
+
+def ivon(
+    lr: Dial,
+    *,
+    temperature: Dial,
+    betas: tuple[float, float] = (0.9, 0.99999),
+    weight_decay: float = 0.0,
+    init_hessian: float = 1.0,
+    rescale_lr: bool = True,
+    clip_radius: float = math.inf,
+    n_samples: int = 1,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
+) -> DrawnPosterior:
+    """Improved variational online Newton: a diagonal Gaussian at the cost of Adam (Shen et al., 2024).
+
+    Args:
+        lr: learning rate; a number, a 0-d tensor or a schedule of the update count.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data (the paper's ``1 / lambda``). At the number 0
+            nothing is drawn and the Hessian stays as it began: momentum SGD.
+        betas: weights of the past in the averages of gradients (bias-corrected) and Hessians; the second may be 1.
+        weight_decay: delta per datum, the prior of precision ``delta / temperature`` about zero, which the loss then
+            leaves out; 0 where the loss contains the prior.
+        init_hessian: first Hessian per datum, positive.
+        rescale_lr: multiply lr by ``init_hessian + weight_decay``, so that at first it is SGD's.
+        clip_radius: bound on each entry of the preconditioned gradient.
+        n_samples, antithetic, generator: as in :func:`mean_field`.
+
+    Returns:
+        A transformation with ``sample`` and ``posterior``. ``update`` needs ``params=`` and ``draw=``. Its state holds two
+        tensors for each parameter.
+
+    Raises:
+        ValueError: numbers out of range; at ``update``, no draw, or one from another state.
+        TypeError: at ``init``, parameters that are not floating point.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.vi.ivon(0.1, temperature=1 / 100, weight_decay=1e-3)
+        >>> step = bc.make_step(lambda params, batch: (params - batch).square().mean(), tx)
+        >>> params = torch.zeros(2)
+        >>> params, state, info = step(params, tx.init(params), torch.ones(2))
+        >>> tx.posterior(state, params).marginal_variance.shape
+        torch.Size([2])
+    """
+    checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
+    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)
+    return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
+
+
+def von(
+    lr: Dial,
+    *,
+    temperature: Dial,
+    betas: tuple[float, float] = (0.0, 0.999),
+    weight_decay: float = 0.0,
+    init_hessian: float = 1.0,
+    n_samples: int = 1,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
+) -> DrawnPosterior:
+    """Variational online Newton with a precision of any structure (Khan et al., 2018; Khan and Rue, 2023).
+
+    The precision has the structure of the increments that ``update`` is given as ``curvature=`` (an estimator of
+    ``bc.curvature`` at the draw); until the first, it is diagonal. ``lr=1`` with ``betas=(0, 0)`` is Newton's method on
+    the expected loss. Without momentum and for a convex loss the fixed point is the best Gaussian of the structure.
+
+    Args:
+        lr: learning rate in units of Newton steps, at most 1.
+        betas: weights of the past in the averages of gradients (bias-corrected) and curvature.
+        init_hessian: the curvature per datum before the first increment, positive.
+        temperature, weight_decay, n_samples, antithetic, generator: as in :func:`ivon`.
+
+    Returns:
+        A transformation with ``sample`` and ``posterior``. ``update`` needs ``params=``, ``draw=`` and ``curvature=``.
+
+    Raises:
+        ValueError: numbers out of range; at ``update``, no draw, one from another state, or no curvature.
+        TypeError: at ``update``, an increment of another structure than the state's.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> forward, likelihood = lambda params, batch: batch[0] @ params, bc.likelihoods.bernoulli()
+        >>> tx = bc.vi.von(0.5, temperature=1 / 8, weight_decay=1 / 8)
+        >>> step = bc.make_step(
+        ...     lambda params, batch: likelihood.nll(forward(params, batch), batch[1]).mean(),
+        ...     tx,
+        ...     curvature=bc.curvature.ggn(forward, likelihood, "dense"),
+        ... )
+        >>> params = torch.zeros(2, 1)
+        >>> params, state, info = step(params, tx.init(params), (torch.randn(8, 2), torch.ones(8, 1)))
+        >>> tx.posterior(state, params).precision.to_dense().shape
+        torch.Size([2, 2])
+    """
+    return DrawnPosterior(
+        (VON(*_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)),)
+    )
+
+
+def vogn(
+    lr: Dial,
+    *,
+    temperature: Dial,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    init_hessian: float = 1.0,
+    n_samples: int = 1,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
+) -> DrawnPosterior:
+    """Variational online Gauss-Newton: VON whose curvature is the mean square of single data's gradients.
+
+    ``update`` needs them as ``per_sample_gradients=``, leaves ``[B, *leaf.shape]`` (``[S, B, *leaf.shape]`` for several
+    samples), besides their mean; ``make_step`` differentiates the loss datum by datum. The loss should leave the prior to
+    ``weight_decay``, or its gradient is squared into the curvature. Other arguments, results and errors: :func:`von`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.vi.vogn(0.1, temperature=1 / 8, weight_decay=1 / 8)
+        >>> step = bc.make_step(lambda params, batch: ((batch[0] @ params - batch[1]) ** 2).mean() / 2, tx)
+        >>> params = torch.zeros(2)
+        >>> params, state, info = step(params, tx.init(params), (torch.randn(8, 2), torch.ones(8)))
+        >>> tx.posterior(state, params).marginal_variance.shape
+        torch.Size([2])
+    """
+    return DrawnPosterior(
+        (
+            VOGN(
+                *_common(
+                    "vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator
+                )
+            ),
+        )
+    )
+
+
+def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator) -> tuple:
+    if not callable(lr) and not lr >= 0:
+        raise ValueError(f"{who}: lr must be a number >= 0, a 0-d tensor or a schedule, got {lr!r}")
+    checks.temperature(temperature)
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
+    if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
+        raise ValueError(f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}")
+    checks.positive(f"{who}: init_hessian", init_hessian)
+    require_samples(who, n_samples, antithetic)
+    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic, generator

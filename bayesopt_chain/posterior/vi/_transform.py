@@ -1,0 +1,260 @@
+r"""Variational inference as a gradient transformation: the loss's gradient at a draw moves a Gaussian.
+
+For q = N(mu, Sigma) in a family with parameters phi, and the mean loss per datum at temperature T, it descends
+
+    F(mu, phi) = E_q[loss(theta)] - T H[q],      theta = mu + displacement(phi, noise),
+
+the negative ELBO divided by the number of data when ``T = 1 / N`` and the loss is the mean negative log posterior. With
+``g`` the loss's gradient at the draw and ``Lambda = Sigma^-1``, its gradient is, in closed form,
+
+    stick the landing     g' = g - T Lambda (theta - mu),   dF/dmu = g',   dF/dphi = pullback(g')
+    otherwise             dF/dmu = g,                       dF/dphi = pullback(g) - T dH/dphi,
+
+where ``pullback`` is the transposed derivative of the displacement by phi. Both are unbiased. The first is exactly zero,
+for every draw, where q is the posterior (Roeder, Wu and Duvenaud, 2017). The optimizer then sees a gradient of mu and one
+of phi. Gradients of the reparameterised ELBO: Kucukelbir et al. 2017 (mean field and dense); Ong, Nott and Smith 2018
+(low rank plus diagonal).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.state import (
+    Dial,
+    device_of,
+    find,
+    now,
+    present,
+    require_these,
+    spread_over,
+    tensor_on,
+    times,
+    written,
+)
+from bayesopt_chain.posterior.vi._families import Family
+from bayesopt_chain.random import stream as keyed_stream
+
+
+class VariationalState(NamedTuple):
+    """``scale``: the family's parameters phi. The optimizer's states for the mean and for phi. ``key``, ``count``: 0-d
+    int64, of the random stream.
+    """
+
+    scale: tuple[Tensor, ...]
+    mean_optimizer: Any
+    scale_optimizer: Any
+    key: Tensor
+    count: Tensor
+
+
+class VariationalInfo(NamedTuple):
+    """What a step reports: the mean loss over the draws, the loss's auxiliary output, and the negative ELBO per datum.
+
+    With several samples each tensor of ``aux`` has them on axis 0.
+    """
+
+    loss: Tensor
+    aux: Any
+    negative_elbo: Tensor
+
+
+@dataclass(frozen=True)
+class Variational(Rule):
+    """The rule behind the variational families."""
+
+    family: Family
+    mean_optimizer: Chain
+    scale_optimizer: Chain
+    temperature: Dial
+    n_samples: int = 1
+    antithetic: bool = False
+    stick_the_landing: bool = True
+    weight_decay: float = 0.0
+    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
+    state = VariationalState
+    on_trees = True
+    needs_params = True
+    accepts = frozenset({"draw"})
+
+    @property
+    def is_cold(self) -> bool:
+        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.is_cold else self.accepts
+
+    @property
+    def response(self) -> Response:
+        return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
+
+    def init_tree(self, params: Any) -> VariationalState:
+        leaves = optree.tree_leaves(params)
+        device = device_of(leaves)
+        if self.is_cold:
+            key = torch.zeros((), dtype=torch.int64, device=device)
+        else:
+            checks.parameters(leaves, optree.tree_paths(params))
+            key = keyed_stream.new_key(self.generator, device)
+        scale = self.family.start(leaves, key)  # from the stream's first value; the draws begin with the second
+        count = torch.ones((), dtype=torch.int64, device=device)
+        return VariationalState(scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, count)
+
+    def sample(self, state: VariationalState, params: list) -> Draw:
+        """A draw for parameters given as leaves."""
+        leaves = present(params)
+        if self.is_cold:
+            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
+            return Draw(spread_over(same, params), (), state.key, state.count)
+        noise = standard_normals(
+            state.key, state.count, self.family.noise_like(leaves), self.n_samples, self.antithetic
+        )
+        moves = self.family.displace(state.scale, noise, leaves)
+        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
+        return Draw(spread_over(drawn, params), noise, state.key, state.count)
+
+    def update(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, VariationalState]:
+        if self.is_cold:
+            if self.n_samples > 1:
+                g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
+            if self.weight_decay:
+                g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
+            moves, optimizer = self._move_mean(g, state, params, ctx)
+            return moves, state._replace(mean_optimizer=optimizer)
+        draw = ctx.extra.get("draw")
+        require_drawn_from(draw, state, self.family.name)
+        by_mean, by_scale = self._gradients(g, draw.noise, state, params)
+        moves, mean_optimizer = self._move_mean(by_mean, state, params, ctx)
+        steps, scale_optimizer = self.scale_optimizer.update(
+            by_scale, state.scale_optimizer, params=state.scale, inplace=ctx.inplace
+        )
+        scale = tuple(s if step is None else s + step for s, step in zip(state.scale, steps))
+        new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.count + 1)
+        return moves, written(state, new) if ctx.inplace else new
+
+    def _gradients(self, g: list, noise: Any, state: VariationalState, params: list) -> tuple[list, tuple]:
+        """Of F by the mean, ``None`` where there is none, and by phi."""
+        leaves, family = present(params), self.family
+        samples = [x for x, p in zip(along_samples(g, params, self.n_samples, family.name), params) if p is not None]
+        moves = [x is not None for x in samples]
+        filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
+        temperature = now(self.temperature, state.count - 1)
+        if self.weight_decay:
+            theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
+            filled = [x + self.weight_decay * y if m else x for x, y, m in zip(filled, theta, moves)]
+        if self.stick_the_landing:
+            score = family.score(state.scale, noise, leaves)
+            filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
+        by_scale = family.pullback(state.scale, noise, filled)
+        if not self.stick_the_landing:
+            entropy = family.entropy_gradient(state.scale)
+            by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
+        by_mean = spread_over([x.mean(0) if m else None for x, m in zip(filled, moves)], params)
+        return by_mean, tuple(family.only(by_scale, leaves, moves))
+
+    def _move_mean(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, Any]:
+        moves, optimizer = self.mean_optimizer.update(
+            ctx.to_tree(g), state.mean_optimizer, params=ctx.to_tree(params), inplace=ctx.inplace
+        )
+        if ctx.inplace:
+            optimizer = written(state.mean_optimizer, optimizer)
+        return ctx.from_tree(moves), optimizer
+
+    def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
+        """What a step from this state says about itself."""
+        return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
+
+    def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
+        """``loss - T H[q]``, and the weight decay's prior at the draw."""
+        if self.weight_decay:
+            if draw is None:
+                raise ValueError(
+                    f"{self.family.name}: with weight_decay the negative ELBO needs draw=, the draw of the loss"
+                )
+            squares = sum(x.square().sum() for x in optree.tree_leaves(draw.params))
+            loss = loss + times(squares.to(loss), 0.5 * self.weight_decay / self.n_samples)
+        if self.is_cold:
+            return loss
+        return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
+
+    def shapes(self, state: VariationalState) -> list | int:
+        """The parameters' shapes that the state remembers, or their number."""
+        return self.family.shapes(state.scale)
+
+    def posterior(self, state: VariationalState, params: Any) -> Gaussian:
+        if self.is_cold:
+            raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
+        temperature = now(self.temperature, state.count - 1)
+        data = 1 / tensor_on(temperature, state.count.device)
+        precision = self.family.precision(state.scale, params, data)
+        return Gaussian(optree.tree_map(torch.Tensor.detach, params), precision.factorised())
+
+    def __str__(self) -> str:
+        words = [str(self.mean_optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
+        words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
+        return f"{self.family.name}({', '.join(words)})"
+
+
+class DrawnPosterior(Chain):
+    """What the functions of :mod:`bayesopt_chain.posterior.vi` return: a chain with questions for its state.
+
+    Each takes the state of this transformation, or of a chain that has it as a link.
+    """
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.rules,)
+
+    @property
+    def _rule(self) -> Any:
+        return self.rules[0]
+
+    def sample(self, state: Any, params: Any) -> Draw:
+        """Draw parameters from the posterior, to take the loss's gradient at.
+
+        Args:
+            state: from ``init`` or ``update``. One state gives one draw: it does not change by drawing.
+            params: the mean.
+
+        Returns:
+            A :class:`Draw`; the leaves of ``draw.params`` are like the parameters for ``n_samples=1``, else they have
+            the samples on axis 0.
+        """
+        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        draw = self._rule.sample(self._state(state), leaves)
+        return draw._replace(params=optree.tree_unflatten(spec, draw.params))
+
+    def posterior(self, state: Any, params: Any) -> Gaussian:
+        """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
+
+        Raises:
+            ValueError: at ``temperature=0``, where there is none.
+        """
+        mine = self._state(state)
+        require_these(self._rule.shapes(mine), params, str(self._rule))
+        return self._rule.posterior(mine, params)
+
+    def _state(self, state: Any) -> Any:
+        return find(state, self._rule.state, str(self._rule))
+
+
+class VariationalTransform(DrawnPosterior):
+    """What ``mean_field``, ``dense`` and ``low_rank`` return."""
+
+    def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
+        """The negative ELBO per datum, 0-d, in nats: ``loss - T H[q]`` for the mean loss over the draws from ``state``.
+
+        With ``weight_decay`` it needs the draw too, for the prior there (without the prior's normaliser, a constant).
+        """
+        return self._rule.negative_elbo(self._state(state), loss, draw)

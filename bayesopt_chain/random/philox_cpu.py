@@ -1,0 +1,195 @@
+r"""The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a CPU, as one C++ kernel.
+
+Written as tensor operations Philox needs 64-bit words and over 200 passes; here the words are 32 bits wide and 64
+neighbouring blocks stay in registers and first-level cache from counter to normal (the row ``noise`` of the benchmarks
+compares them). The integers are the stream's; float32 logarithm, sine and cosine are polynomials good to a unit in the
+last place, so that the normals are within 1e-6 of every other back end's; in float64 they are libm's. The kernel is
+compiled at the first draw by torch's own compiler driver and kept in its cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_SOURCE = r"""
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("tree-loop-vectorize")
+#endif
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int RUN = 64;
+
+struct Stream {
+  uint32_t draw, step[2], key[2];
+};
+
+template <class To, class From>
+To bits(From x) {
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// u = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); log(1 + f) = f - f^2/2 + s (f^2/2 + r(s^2)), s = f / (2 + f)
+float log_of(float u) {
+  const int32_t i = bits<int32_t>(u) + (0x3f800000 - 0x3f3504f3);
+  const float k = float((i >> 23) - 127), f = bits<float>((i & 0x7fffff) + 0x3f3504f3) - 1.0f;
+  const float s = f / (2.0f + f), z = s * s, half = 0.5f * f * f;
+  const float r = z * (0.66666662693f + z * (0.40000972152f + z * (0.28498786688f + z * 0.24279078841f)));
+  return k * 6.9313812256e-1f - ((half - (s * (half + r) + k * 9.0580006145e-6f)) - f);
+}
+
+// on [-pi/4, pi/4]
+float cos_of(float x) {
+  const float z = x * x;
+  return 1.0f - 0.5f * z + z * z * (4.166664568e-2f + z * (-1.388731626e-3f + z * 2.443315712e-5f));
+}
+
+float sin_of(float x) {
+  const float z = x * x;
+  return x + x * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+}
+
+double log_of(double u) { return std::log(u); }
+double cos_of(double x) { return std::cos(x); }
+double sin_of(double x) { return std::sin(x); }
+
+void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    uint32_t c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
+    for (int i = 0; i < 10; ++i) {
+      const uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
+      c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+      c1 = uint32_t(p1);
+      c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+      c3 = uint32_t(p0);
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    words[0][r] = c0;
+    words[1][r] = c1;
+    words[2][r] = c2;
+    words[3][r] = c3;
+  }
+}
+
+template <class Real>
+void box_muller(const uint32_t* first, const uint32_t* second, int n, Real* x, Real* y) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    const Real u = (Real(int32_t(first[r] >> 9)) + Real(0.5)) * Real(1.1920928955078125e-7);
+    const Real angle = (Real(int32_t((second[r] & 0x3FFFFFFF) >> 7)) - Real(4194303.5)) * Real(1.8725351414619535e-7);
+    const Real length = std::sqrt(Real(-2) * log_of(u)), radius = second[r] >> 31 ? -length : length;
+    const Real c = radius * cos_of(angle), s = radius * sin_of(angle);
+    const bool odd = second[r] >> 30 & 1;
+    x[r] = odd ? -s : c;
+    y[r] = odd ? c : s;
+  }
+}
+
+// the elements that come from blocks 64 q to 64 q + 63: at most 256, `left` where the leaf ends before
+template <class Real>
+void row(int64_t q, int64_t left, const Stream& s, Real* out) {
+  uint32_t words[4][RUN];
+  Real z[4 * RUN];
+  const bool whole = left >= 4 * RUN;
+  Real* to = whole ? out : z;
+  const int n = left < RUN ? int(left) : RUN;
+  philox(uint32_t(RUN * q), n, s, words);
+  box_muller(words[0], words[1], n, to, to + RUN);
+  if (left > 2 * RUN) box_muller(words[2], words[3], n, to + 2 * RUN, to + 3 * RUN);
+  if (!whole) std::memcpy(out, z, sizeof(Real) * left);
+}
+
+template <class Real>
+void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
+             int64_t chains, const int64_t* sizes, int64_t leaves, int64_t first, int threads) {
+  int64_t total = 0, offset = 0;
+  for (int64_t i = 0; i < leaves; ++i) total += sizes[i];
+#pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
+  for (int64_t i = 0; i < leaves; offset += sizes[i++]) {
+    const int64_t rows = (sizes[i] + 4 * RUN - 1) / (4 * RUN);
+#pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t c = 0; c < chains; ++c)
+      for (int64_t q = 0; q < rows; ++q) {
+        const uint64_t key = keys[c * key_stride], step = steps[c * step_stride];
+        const Stream s = {
+            uint32_t(first + i), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
+        row(q, sizes[i] - 4 * RUN * q, s, out + c * total + offset + 4 * RUN * q);
+      }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(name, Real)                                                                                            \
+  extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
+                       int64_t chains, const int64_t* sizes, int64_t leaves, int64_t first, int threads) {            \
+    normals(out, keys, key_stride, steps, step_stride, chains, sizes, leaves, first, threads);                        \
+  }
+EXPORT(normals_float, float)
+EXPORT(normals_double, double)
+"""
+
+_PARALLEL = 2**15  # normals below which threads cost more than they save
+
+
+@cache
+def normals_kernel() -> Callable | None:
+    """``fill(out, keys, steps, sizes, first)``, or ``None`` where nothing compiles.
+
+    ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
+    row of it.
+    """
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        library = CppCodeCache.load(_SOURCE, extra_flags=("-fno-math-errno",))
+        kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
+    except Exception:  # no compiler, one that refuses, or nowhere to write: there are tensor operations
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    for kernel in kernels.values():
+        kernel.restype = None
+        kernel.argtypes = [
+            pointer,
+            pointer,
+            integer,
+            pointer,
+            integer,
+            integer,
+            pointer,
+            integer,
+            integer,
+            ctypes.c_int,
+        ]
+
+    @cache
+    def array(sizes: tuple[int, ...]):
+        return (integer * len(sizes))(*sizes)
+
+    def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: tuple[int, ...], first: int) -> None:
+        kernels[out.dtype](
+            out.data_ptr(),
+            keys.data_ptr(),
+            keys.stride(0) if keys.ndim else 0,
+            steps.data_ptr(),
+            steps.stride(0) if steps.ndim else 0,
+            out.shape[:-1].numel(),
+            array(sizes),
+            len(sizes),
+            first,
+            torch.get_num_threads() if out.numel() > _PARALLEL else 1,
+        )
+
+    return fill

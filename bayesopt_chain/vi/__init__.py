@@ -1,8 +1,0 @@
-"""Variational inference as gradient transformations (see `_transform.py` and `_natural.py`)."""
-
-from bayesopt_chain._draw import Draw
-from bayesopt_chain.vi._gaussian_families import dense, low_rank, mean_field
-from bayesopt_chain.vi._natural import ivon, vogn, von
-from bayesopt_chain.vi._transform import VariationalInfo
-
-__all__ = ["Draw", "VariationalInfo", "dense", "ivon", "low_rank", "mean_field", "vogn", "von"]

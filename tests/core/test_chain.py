@@ -1,0 +1,277 @@
+"""Composition: chains associate, print, compare, copy, warm-start and take what others wrote."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+import torchopt
+from torchopt.base import ChainedGradientTransformation, GradientTransformation
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
+from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
+
+T = 0.3
+
+
+def links():
+    return bc.add_momentum(0.9), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1)
+
+
+def test_chains_associate_in_law_state_and_update():
+    a, b, c = links()
+    flat, left, right = bc.chain(a, b, c), bc.chain(bc.chain(a, b), c), bc.chain(a, bc.chain(b, c))
+    assert flat == left == right and hash(flat) == hash(left)
+    params = example_params()
+    want = run(flat, params, smooth_gradient, 5)
+    for other in (left, right, a.chain(b).chain(c)):
+        assert_bitwise_equal(run(other, params, smooth_gradient, 5)[0], want[0])
+    torch.manual_seed(0)
+    one = flat.init(params)
+    torch.manual_seed(0)
+    assert_bitwise_equal(left.init(params), one)
+
+
+def test_a_chain_is_a_pair_that_torchopt_can_unpack_and_does_not_flatten():
+    tx = bc.chain(*links())
+    init, update = tx
+    assert isinstance(tx, GradientTransformation) and not isinstance(tx, ChainedGradientTransformation)
+    params = [torch.ones(2)]
+    updates, _ = update([torch.ones(2)], init(params), params=params)
+    assert torch.isfinite(updates[0]).all()
+    torchopt.chain(torchopt.clip_grad_norm(1.0), tx).init(params)
+    replaced = tx._replace(init=lambda params: "mine")
+    assert replaced.init(params) == "mine" and replaced.update is tx.update
+
+
+def test_chains_pickle_copy_and_compare():
+    tx = bc.sgd(0.1, 0.9, temperature=T, weight_decay=0.1)
+    for twin in (pickle.loads(pickle.dumps(tx)), copy.deepcopy(tx), copy.copy(tx)):
+        assert twin == tx and hash(twin) == hash(tx) and repr(twin) == repr(tx)
+    assert tx != bc.sgd(0.2, 0.9, temperature=T, weight_decay=0.1)
+    assert tx != torchopt.sgd(0.1)
+    assert bc.chain() == bc.chain()
+
+
+def test_masks_labels_and_preconditioners_tell_chains_apart():
+    a, b = {"a": True, "b": False}, {"a": False, "b": True}
+    assert bc.masked(bc.scale(2.0), a) == bc.masked(bc.scale(2.0), dict(a)) != bc.masked(bc.scale(2.0), b)
+    one, five = ([k * torch.ones(1)] for k in (1.0, 5.0))
+    assert bc.scale_by_preconditioner(one) == bc.scale_by_preconditioner([torch.ones(1)])
+    assert bc.scale_by_preconditioner(one) != bc.scale_by_preconditioner(five)
+    groups = {"x": bc.sgd(0.1), "y": bc.sgd(0.2)}
+    assert bc.partition(groups, {"a": "x", "b": "y"}) != bc.partition(groups, {"a": "y", "b": "x"})
+
+
+def test_the_empty_chain_is_the_identity():
+    g = [torch.ones(2), None]
+    updates, state = bc.chain().update(g, bc.chain().init(g))
+    assert updates[0] is g[0] and updates[1] is None and state == ()
+
+
+def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
+    text = repr(bc.chain(bc.scale_by_preconditioner(2.0), *links()))
+    assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
+    assert "acts inside scale_by_adam" in repr(bc.adam(temperature=T))
+    assert "unmatched" in repr(bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T)))
+    assert "lr=0.1" in repr(bc.inject_langevin_noise(T, lr=0.1))
+
+
+def test_responses_are_attributes():
+    assert bc.add_momentum(0.9).response == bc.response.Linear((1.0,), (1.0, -0.9))
+    assert bc.scale_by_neg_lr(0.1).response == bc.response.Linear((-0.1,))
+    assert isinstance(bc.inject_langevin_noise(T).response, bc.response.Noise)
+    assert len(bc.chain(*links()).response) == 3
+
+
+def test_keywords_go_to_the_links_that_take_them():
+    seen = []
+
+    def init_fn(params):
+        return ()
+
+    def update_fn(updates, state, *, params=None, inplace=True, curvature=None):
+        seen.append(curvature)
+        return updates, state
+
+    tx = bc.chain(
+        bc.with_response(GradientTransformation(init_fn, update_fn), bc.response.Linear()), bc.sghmc(0.1, temperature=T)
+    )
+    params = [torch.ones(2)]
+    tx.update([torch.ones(2)], tx.init(params), params=params, curvature=7)
+    assert seen == [7]
+    with pytest.raises(TypeError, match="its links take: curvature"):
+        tx.update([torch.ones(2)], tx.init(params), params=params, draw=1)
+
+
+def test_a_link_may_take_every_keyword():
+    seen = {}
+
+    def update_fn(updates, state, *, params=None, inplace=True, **extra):
+        seen.update(extra)
+        return updates, state
+
+    tx = bc.chain(GradientTransformation(lambda params: (), update_fn), bc.sgd(0.1))
+    tx.update([torch.ones(1)], tx.init([torch.ones(1)]), curvature=7)
+    assert seen == {"curvature": 7}
+    assert bc.with_response(tx, bc.response.Nonlinear()).accepts == tx.accepts
+
+
+def test_zero_dimensional_leaves_keep_their_dtype_when_hot():
+    for dtype in (torch.bfloat16, torch.float32):
+        params = {"s": torch.ones((), dtype=dtype), "v": torch.ones(2, dtype=dtype)}
+        for tx in (bc.adam(0.1, temperature=1.0), bc.sghmc(torch.tensor(0.1, dtype=torch.float64), temperature=1.0)):
+            state, p = tx.init(params), params
+            for _ in range(3):
+                updates, state = tx.update(p, state, params=p, inplace=False)
+                p = torchopt.apply_updates(p, updates, inplace=False)
+            assert p["s"].dtype == dtype == p["v"].dtype
+
+
+@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_zero_dimensional_bfloat16_leaves_move_alike_in_place(temperature):
+    tx = bc.adam(0.1, temperature=temperature)
+    params = [torch.tensor(0.7, dtype=torch.bfloat16) for _ in range(20)]
+    torch.manual_seed(0)
+    state = tx.init(params)
+    for _ in range(3):
+        mine, kept = copy.deepcopy((params, state))
+        want, state = tx.update(copy.deepcopy(params), state, params=params, inplace=False)
+        got, kept = tx.update(mine, kept, params=params, inplace=True)
+        assert_bitwise_equal((got, kept[0].mu, kept[0].nu), (want, state[0].mu, state[0].nu))
+
+
+def test_adam_and_adamax_do_not_take_each_others_states():
+    params = [torch.ones(2)]
+    with pytest.raises(ValueError, match="like="):
+        bc.adamax(0.1).init(params, like=bc.adam(0.1).init(params))
+
+
+def test_a_user_link_with_a_declared_filter_is_matched():
+    """An exponential average written by hand, declared in one line."""
+
+    def init_fn(params):
+        return optree.tree_map(torch.zeros_like, params)
+
+    def update_fn(updates, state, *, params=None, inplace=True):
+        state = optree.tree_map(lambda m, g: 0.7 * m + 0.3 * g, state, updates)
+        return state, state
+
+    ema = bc.with_response(GradientTransformation(init_fn, update_fn), bc.response.Linear((0.3,), (1.0, -0.7)))
+    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    got = stationary_covariance(bc.chain(ema, bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1)), curvature)
+    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-10, atol=1e-12)
+
+
+def test_torchopts_optimizers_can_be_heated_by_adding_the_noise():
+    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    tx = bc.chain(torchopt.sgd(0.1, momentum=0.9, weight_decay=0.5), bc.inject_langevin_noise(T))
+    want = T * torch.linalg.inv(curvature + 0.5 * torch.eye(2, dtype=torch.float64))
+    torch.testing.assert_close(stationary_covariance(tx, curvature), want, rtol=1e-10, atol=1e-12)
+
+
+def test_clipping_goes_first_and_noise_is_not_clipped():
+    tx = bc.chain(torchopt.clip_grad_norm(1e-3), bc.sgd(0.1, 0.9, temperature=100.0))
+    params = [torch.zeros(1000)]
+    updates, _ = tx.update([torch.ones(1000)], tx.init(params), params=params, inplace=False)
+    assert updates[0].std() > 0.1  # sqrt(T lr (1 - mu) / 2) = 0.71
+
+
+@pytest.mark.parametrize(
+    "donor", [bc.sgd(0.1, 0.9), bc.sgd(0.1, 0.9, temperature=0.0), torchopt.sgd(0.1, momentum=0.9)]
+)
+def test_a_sampler_starts_warm_from_an_optimizers_state(donor):
+    params = {"w": torch.randn(3), "b": torch.randn(())}
+    state = donor.init(params)
+    for _ in range(3):
+        _, state = donor.update(smooth_gradient(params), state, params=params, inplace=False)
+    tx = bc.sghmc(0.1, 0.9, temperature=T)
+    warm = tx.init(params, like=state)
+    velocity = optree.tree_leaves(state)
+    assert_bitwise_equal(list(warm[0].trace), velocity)
+    assert warm[0].trace[0] is not velocity[0]
+    assert warm[1].count == 0
+
+
+def test_adam_starts_warm_from_torchopts_adam():
+    params = {"w": torch.randn(3), "b": torch.randn(2)}
+    donor = torchopt.adam(0.1)
+    state = donor.init(params)
+    for _ in range(3):
+        _, state = donor.update(smooth_gradient(params), state, params=params, inplace=False)
+    warm = bc.adam(0.1, temperature=T).init(params, like=state)
+    assert_bitwise_equal(list(warm[0].nu), list(state[0].nu))
+    assert all(c == 3 for c in warm[0].count)
+
+
+def test_a_sampler_continues_from_another_samplers_velocity_with_noise_of_its_own():
+    params = [torch.randn(3)]
+    hot = bc.sghmc(0.1, 0.9, temperature=T)
+    state = hot.init(params)
+    _, state = hot.update([torch.ones(3)], state, params=params, inplace=False)
+    warm = hot.init(params, like=state)
+    assert_bitwise_equal(list(warm[0].trace), list(state[0].trace))
+    assert warm[1].key != state[1].key
+
+
+def test_masks_nest_by_intersection():
+    params = {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}
+    inner = bc.masked(bc.sgd(1.0), {"a": True, "b": True, "c": False})
+    tx = bc.masked(inner, {"a": True, "b": False, "c": True})
+    updates, _ = tx.update(dict.fromkeys(params, torch.ones(1)), tx.init(params), params=params, inplace=False)
+    assert {k: v.item() for k, v in updates.items()} == {"a": -1.0, "b": 1.0, "c": 1.0}
+
+
+def test_last_layer_bayes_is_one_line():
+    params = {"body": {"w": torch.zeros(4)}, "head": torch.zeros(3)}
+    tx = bc.partition(
+        {"cold": bc.sgd(0.1, 0.9), "hot": bc.sghmc(0.1, temperature=1.0)}, {"body": "cold", "head": "hot"}
+    )
+    state = tx.init(params)
+    zero = optree.tree_map(torch.zeros_like, params)
+    updates, state = tx.update(zero, state, params=params, inplace=False)
+    assert torch.equal(updates["body"]["w"], torch.zeros(4)) and (updates["head"] != 0).all()
+    by_function = bc.partition(
+        {"cold": bc.sgd(0.1), "hot": bc.sgd(0.1, temperature=1.0)}, lambda p: {"body": "cold", "head": "hot"}
+    )
+    by_function.init(params)
+
+
+def test_clipping_within_a_group_sees_only_that_group():
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    tx = bc.partition(
+        {"x": bc.chain(torchopt.clip_grad_norm(1.0), bc.sgd(1.0)), "y": bc.sgd(1.0)}, {"a": "x", "b": "y"}
+    )
+    grads = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    updates, _ = tx.update(grads, tx.init(params), params=params, inplace=False)
+    assert updates["a"].item() == pytest.approx(-1.0, rel=1e-5) and updates["b"].item() == -4.0
+
+
+def test_where_adamw_decays_by_a_function_of_the_parameters():
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    tx = bc.adamw(0.1, weight_decay=0.5, mask=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))
+    updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params=params, inplace=False)
+    assert updates["w"][0, 0].item() == pytest.approx(-0.05) and updates["b"][0].item() == 0.0
+
+
+def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_place():
+    """Momentum and learning rate in one pass, which is for plain tensors of one shape."""
+    lr = torch.tensor(0.1, requires_grad=True)
+    tx = bc.sgd(lr, 0.9)
+    state = tx.init([torch.ones(3)])
+    updates, state = tx.update([torch.ones(3)], state, inplace=True)
+    (slope,) = torch.autograd.grad(updates[0].sum(), lr)
+    assert slope == -3.0
+    tx = bc.sgd(0.1, 0.9)
+    g = torch.ones(3, requires_grad=True)
+    _, state = tx.update([2 * g], tx.init([g]), inplace=False)
+    updates, _ = tx.update([torch.ones(3)], state, inplace=True)
+    torch.testing.assert_close(updates[0], torch.full((3,), -0.28))
+    for shapes in (((10,), (1,)), ((2, 3), (3,)), ((4,), ())):
+        like, g = map(torch.ones, shapes)
+        with pytest.raises(RuntimeError):
+            tx.update([g], tx.init([like]), inplace=True)
+    with pytest.raises(ValueError):
+        tx.update([torch.ones(3), torch.ones(3)], tx.init([torch.ones(3)]), inplace=True)

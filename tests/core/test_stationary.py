@@ -1,0 +1,427 @@
+"""What chains of linear links sample, solved exactly: T / curvature, for every chain that is not refused."""
+
+import math
+
+import optree
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import bayesopt_chain as bc
+from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
+
+DIM = 3
+
+
+def spd(seed, largest=1.0):
+    g = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(DIM, DIM, generator=g, dtype=torch.float64))
+    return q @ torch.diag(torch.linspace(0.05, largest, DIM, dtype=torch.float64)) @ q.T
+
+
+def relative(got, want):
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+momenta = st.one_of(
+    st.builds(lambda mu, d: ("momentum", mu, d, False), st.floats(0.05, 0.95), st.sampled_from([0.0, 0.3, 0.7])),
+    st.builds(lambda mu: ("momentum", mu, mu, False), st.floats(0.05, 0.95)),  # exponential moving average
+    st.builds(lambda mu: ("momentum", mu, 0.0, True), st.floats(0.05, 0.95)),
+)
+diagonals = st.builds(lambda seed: ("diagonal", seed), st.integers(0, 100))
+scalars = st.builds(lambda p: ("scalar", p), st.floats(0.2, 2.0))
+decays = st.builds(lambda wd: ("decay", wd), st.floats(0.01, 0.5))
+
+
+def build(parts, lr, temperature, noise_at, lr_at, order=2):
+    """The chain, and the prior it should sample besides the loss: ``sum_j wd_j / H_j(1)``."""
+    links, prior, gain = [], torch.zeros(DIM, dtype=torch.float64), torch.ones(DIM, dtype=torch.float64)
+    for kind, *args in parts:
+        if kind == "momentum":
+            mu, dampening, nesterov = args
+            links.append(bc.add_momentum(mu, dampening, nesterov))
+            gain = gain * ((1 + mu / (1 - mu)) if nesterov else (1 - dampening) / (1 - mu))
+        elif kind == "diagonal":
+            p = torch.rand(DIM, generator=torch.Generator().manual_seed(args[0]), dtype=torch.float64) * 1.5 + 0.2
+            links.append(bc.scale_by_preconditioner(p))
+            gain = gain * p
+        elif kind == "scalar":
+            links.append(bc.scale_by_preconditioner(args[0]))
+            gain = gain * args[0]
+        elif kind == "decay":
+            links.append(bc.add_decayed_weights(args[0]))
+            prior = prior + args[0] / gain
+            lr_at = max(lr_at, len(links))  # behind the learning rate a decay would be a growth
+    links.insert(min(lr_at, len(links)), bc.scale_by_neg_lr(lr))
+    links.insert(min(noise_at, len(links)), bc.inject_langevin_noise(temperature, order=order))
+    return bc.chain(*links), torch.diag(prior)
+
+
+@given(
+    parts=st.lists(st.one_of(momenta, diagonals, scalars, decays), max_size=5).filter(
+        lambda parts: sum(p[0] == "momentum" for p in parts) <= 1
+    ),
+    lr=st.floats(0.01, 0.5),
+    temperature=st.floats(1e-3, 5.0),
+    noise_at=st.integers(0, 6),
+    lr_at=st.integers(0, 6),
+    seed=st.integers(0, 1000),
+)
+def test_any_chain_with_one_momentum_samples_exactly_in_any_order(parts, lr, temperature, noise_at, lr_at, seed):
+    tx, prior = build(parts, lr, temperature, noise_at, lr_at)
+    curvature = spd(seed)
+    try:
+        got = stationary_covariance(tx, curvature)
+    except Unstable:
+        assume(False)
+    assert relative(got, temperature * torch.linalg.inv(curvature + prior)) < 1e-10
+
+
+@given(
+    parts=st.lists(st.one_of(momenta, scalars), min_size=2, max_size=3),
+    lr=st.floats(0.01, 0.2),
+    noise_at=st.integers(0, 4),
+    lr_at=st.integers(0, 4),
+)
+def test_chains_of_several_momenta_sample_exactly_or_are_refused(parts, lr, noise_at, lr_at):
+    tx, _ = build(parts, lr, 0.7, noise_at, lr_at)
+    curvature = spd(3, largest=0.3)
+    try:
+        got = stationary_covariance(tx, curvature)
+    except Unstable:
+        assume(False)
+    except ValueError as err:
+        assert "no noise can be matched" in str(err) and sum(p[0] == "momentum" for p in parts) > 1
+        return
+    assert relative(got, 0.7 * torch.linalg.inv(curvature)) < 1e-9
+
+
+@given(mu=st.one_of(st.just(0.0), st.floats(0.05, 0.95)), lr=st.floats(0.01, 0.5), temperature=st.floats(1e-3, 5.0))
+def test_white_noise_has_the_closed_form_bias(mu, lr, temperature):
+    curvature = torch.diag(torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64))
+    got = stationary_covariance(bc.sghmc(lr, mu, temperature=temperature, order=1), curvature).diagonal()
+    y = lr * curvature.diagonal()
+    want = temperature / curvature.diagonal() * (1 + y / (2 * (1 + mu) - y))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+
+
+SCHEDULED = {
+    "sgd": lambda lr, t: bc.sgd(lr, temperature=t),
+    "momentum": lambda lr, t: bc.sgd(lr, 0.9, temperature=t),
+    "dampening": lambda lr, t: bc.sgd(lr, 0.9, 0.5, temperature=t),
+    "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
+    "lr first": lambda lr, t: bc.chain(bc.scale_by_neg_lr(lr), bc.add_momentum(0.8), bc.inject_langevin_noise(t)),
+    "lr first, nesterov": lambda lr, t: bc.chain(
+        bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.8, nesterov=True)
+    ),
+    "decoupled decay": lambda lr, t: bc.chain(
+        bc.add_momentum(0.9), bc.add_decayed_weights(0.3), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)
+    ),
+    "nesterov and decay": lambda lr, t: bc.chain(
+        bc.add_momentum(0.9, nesterov=True), bc.add_decayed_weights(0.3), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)
+    ),
+    "preconditioned": lambda lr, t: bc.chain(
+        bc.scale_by_preconditioner(torch.tensor([0.5, 1.0, 2.0])),
+        bc.add_momentum(0.9),
+        bc.inject_langevin_noise(t),
+        bc.scale_by_neg_lr(lr),
+    ),
+    "mixed decay": lambda lr, t: bc.chain(
+        bc.add_momentum(0.9),
+        bc.add_decayed_weights(0.3),
+        bc.scale_by_preconditioner(torch.tensor([0.5, 1.0, 2.0])),
+        bc.inject_langevin_noise(t),
+        bc.scale_by_neg_lr(lr),
+    ),
+}  # fmt: skip
+PRIORS = {"decoupled decay": 0.03, "nesterov and decay": 0.03, "mixed decay": 0.03}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize(
+    "lr", [lambda c: torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64), 0.1]
+)
+@pytest.mark.parametrize("temperature", [0.3, torch.tensor(0.3, dtype=torch.float64)])
+def test_schedules_and_tensors_that_do_not_change_sample_exactly(name, lr, temperature):
+    curvature = spd(7)
+    got = stationary_covariance(SCHEDULED[name](lr, temperature), curvature)
+    prior = PRIORS.get(name, 0.0) * torch.eye(DIM, dtype=torch.float64)
+    assert relative(got, 0.3 * torch.linalg.inv(curvature + prior)) < 1e-10
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"momentum": 0.9}])
+@pytest.mark.parametrize("lr", [0.1, lambda c: torch.tensor(0.1, dtype=torch.float64)])
+def test_white_noise_under_a_schedule_is_the_constant_one(kwargs, lr):
+    curvature = torch.diag(torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64))
+    got = stationary_covariance(bc.sghmc(lr, kwargs.get("momentum", 0.0), temperature=0.3, order=1), curvature)
+    y, mu = 0.1 * curvature.diagonal(), kwargs.get("momentum", 0.0)
+    torch.testing.assert_close(
+        got.diagonal(), 0.3 / curvature.diagonal() * (1 + y / (2 * (1 + mu) - y)), rtol=1e-10, atol=0
+    )
+
+
+def test_groups_sample_with_their_own_lr_momentum_preconditioner_and_temperature():
+    """The groups share one curvature matrix: exactness with one temperature needs nothing of the groups to agree."""
+    params = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros((), dtype=torch.float64)}
+    p = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    tx = bc.partition(
+        {
+            "x": bc.chain(
+                bc.scale_by_preconditioner(p),
+                bc.add_momentum(0.9),
+                bc.inject_langevin_noise(0.3),
+                bc.scale_by_neg_lr(0.05),
+            ),
+            "y": bc.sgd(0.2, 0.5, nesterov=True, temperature=0.3),
+        },
+        {"a": "x", "b": "y"},
+    )
+    curvature = spd(11)
+    assert relative(stationary_covariance(tx, curvature, params), 0.3 * torch.linalg.inv(curvature)) < 1e-10
+    cold = bc.partition({"x": bc.sgd(0.1), "y": bc.sgd(0.1, temperature=0.4)}, {"a": "x", "b": "y"})
+    diagonal = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+    got = stationary_covariance(cold, diagonal, params)
+    torch.testing.assert_close(
+        got, torch.diag(torch.tensor([0.0, 0.0, 0.1], dtype=torch.float64)), rtol=1e-10, atol=1e-14
+    )
+
+
+def test_masked_decay_is_matched_leaf_by_leaf():
+    params = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
+    tx = bc.chain(
+        bc.add_momentum(0.9),
+        bc.add_decayed_weights(0.5, {"a": True, "b": False}),
+        bc.inject_langevin_noise(0.3),
+        bc.scale_by_neg_lr(0.1),
+    )
+    curvature, prior = spd(5), torch.diag(torch.tensor([0.05, 0.05, 0.0], dtype=torch.float64))
+    assert relative(stationary_covariance(tx, curvature, params), 0.3 * torch.linalg.inv(curvature + prior)) < 1e-10
+
+
+ADAPTIVE = {
+    "adam": lambda: bc.adam(0.05, (0.9, 0.99), temperature=0.3, freeze_after=20),
+    "adamax": lambda: bc.adamax(0.05, (0.9, 0.99), temperature=0.3, freeze_after=20),
+    "radam": lambda: bc.radam(0.05, (0.9, 0.9), temperature=0.3, freeze_after=20),
+    "rmsprop": lambda: bc.rmsprop(0.05, 0.9, temperature=0.3, freeze_after=20),
+    "rmsprop with momentum": lambda: bc.rmsprop(0.05, 0.9, momentum=0.9, temperature=0.3, freeze_after=20),
+    "centred rmsprop": lambda: bc.rmsprop(0.05, 0.9, centered=True, temperature=0.3, freeze_after=20),
+    "adagrad": lambda: bc.adagrad(0.5, temperature=0.3, freeze_after=20),
+    "running_rms": lambda: bc.chain(
+        bc.scale_by_preconditioner(bc.running_rms(0.9, freeze_after=20)),
+        bc.add_momentum(0.8),
+        bc.inject_langevin_noise(0.3),
+        bc.scale_by_neg_lr(0.05),
+    ),
+}
+
+
+def burnt_in(tx, curvature, steps):
+    theta = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    state = tx.init(theta)
+    for k in range(steps):
+        wobble = torch.sin(torch.arange(3.0, dtype=torch.float64) * k)
+        updates, state = tx.update(curvature @ theta + wobble, state, params=theta, inplace=False)
+        theta = theta + updates
+    return state
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_chains_sample_exactly_once_frozen(name):
+    tx, curvature = ADAPTIVE[name](), spd(13)
+    state = burnt_in(tx, curvature, 800)  # long enough for Adam's bias correction to have faded
+    got = stationary_covariance(tx, curvature, state=state)
+    assert relative(got, 0.3 * torch.linalg.inv(curvature)) < 1e-10
+
+
+def test_frozen_adamw_samples_with_its_prior_divided_by_the_preconditioner():
+    tx, curvature = bc.adamw(0.05, (0.9, 0.99), weight_decay=0.3, temperature=0.3, freeze_after=20), spd(13)
+    state = burnt_in(tx, curvature, 800)
+    p = 1 / (torch.sqrt(state[0].nu[0] / (1 - 0.99**20)) + 1e-8)
+    want = 0.3 * torch.linalg.inv(curvature + torch.diag(0.3 / p))
+    assert relative(stationary_covariance(tx, curvature, state=state), want) < 1e-6  # Adam's correction is in float32
+
+
+def test_noise_never_reaches_the_second_moment():
+    """Every statistic that makes P is the same with noise and without, on given gradients."""
+    for build in (lambda t: bc.adam(0.1, temperature=t), lambda t: bc.rmsprop(0.1, centered=True, temperature=t)):
+        states = []
+        for temperature in (0.0, 5.0):
+            tx, p = build(temperature), [torch.zeros(4)]
+            state = tx.init(p)
+            for k in range(5):
+                _, state = tx.update([torch.full((4,), float(k))], state, params=p, inplace=True)
+            states.append(state[0])
+        assert torch.equal(states[0].nu[0], states[1].nu[0])
+    assert not torch.equal(bc.adam(0.1, temperature=1.0).init([torch.zeros(4)])[1].key, torch.tensor(0))
+
+
+@given(
+    momentum=st.one_of(st.just(0.0), st.floats(0.1, 0.95)), temperature=st.floats(1e-6, 1e4), seed=st.integers(0, 100)
+)
+def test_with_common_noise_the_deviation_scales_as_the_root_of_temperature(momentum, temperature, seed):
+    curvature = spd(seed)
+
+    def run(t):
+        torch.manual_seed(seed)
+        tx, theta = bc.sghmc(0.1, momentum, temperature=t), torch.ones(3, dtype=torch.float64)
+        state = tx.init(theta)
+        for _ in range(20):
+            updates, state = tx.update(curvature @ theta, state, params=theta, inplace=False)
+            theta = theta + updates
+        return theta
+
+    cold = run(0.0)
+    unit = run(1.0) - cold
+    scaled = (run(temperature) - cold) / math.sqrt(temperature)
+    assert ((scaled - unit).norm() / unit.norm()).item() < 1e-12 * max(1.0, 1 / math.sqrt(temperature))
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
+def test_sghmc_is_baoa_step_for_step_on_a_loss_that_is_not_quadratic(mu):
+    """BAOA: kick, half drift, Ornstein-Uhlenbeck, half drift, in the chain's own units with its own normals."""
+    lr, temperature, steps = 0.1, 0.3, 50
+    gradient = lambda q: q**3 - q + torch.sin(3 * q)  # noqa: E731
+    xi = torch.randn(steps, 4, dtype=torch.float64)
+    theta0 = torch.linspace(-1, 1, 4, dtype=torch.float64)
+
+    tx, theta = bc.sghmc(lr, mu, temperature=temperature), theta0
+    state, chain_path = tx.init(theta), []
+    for k in range(steps):
+        with NormalProbe(xi[k]):
+            updates, state = tx.update(gradient(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        chain_path.append(theta)
+
+    h = 2 * lr / (1 + mu)
+    s = math.sqrt(temperature * (1 - mu**2) / h)
+    q, u, baoa_path = theta0, torch.zeros(4, dtype=torch.float64), []
+    for k in range(steps):
+        p = u - gradient(q)
+        q = q + h / 2 * p
+        u = mu * p - s * xi[k]
+        q = q + h / 2 * u
+        baoa_path.append(q)
+    torch.testing.assert_close(torch.stack(chain_path), torch.stack(baoa_path), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mu", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("nesterov, lowest", [(False, -0.21), (True, -0.25)])
+def test_under_cosine_restarts_whole_chains_stay_within_the_stated_bounds(mu, nesterov, lowest):
+    """Exact: the covariance is propagated through the maps that probing the chain gives at each step."""
+    period, peak = 500, 0.3
+    lrs = peak * 0.5 * (1 + torch.cos(math.pi * torch.arange(period, dtype=torch.float64) / period))
+    tx = bc.sgd(lambda count: lrs[count % period], mu, nesterov=nesterov, temperature=1.0)
+    variances = variance_path(tx, 2 * period, curvature=1.0)[period:]
+    error = variances - 1
+    assert error.min() > lowest and error.max() < 0.37
+    assert error.square().mean().sqrt() < 0.07
+
+
+def variance_path(tx, steps, curvature):
+    """Variance of one parameter before each step: its covariance with the state, propagated through probed maps."""
+    leaves, spec = optree.tree_flatten(tx.init(torch.zeros(1, dtype=torch.float64)))
+    conditions = [i for i, t in enumerate(leaves) if t.is_floating_point() and t.shape == (3,)]
+    moving = [i for i, t in enumerate(leaves) if t.is_floating_point() and i not in conditions]
+    sizes = [leaves[i].numel() for i in moving]
+    n = 1 + sum(sizes)
+    cov, out = torch.zeros(n, n, dtype=torch.float64), []
+    cov[0, 0] = 1.0 / curvature
+
+    def advance(before, x, xi):
+        now = list(before)
+        for i, part in zip(moving, x[1:].split(sizes)):
+            now[i] = part.reshape(before[i].shape)
+        with NormalProbe(xi) as probe:
+            u, new = tx.update(curvature * x[:1], optree.tree_unflatten(spec, now), params=x[:1], inplace=False)
+        after = optree.tree_leaves(new)
+        return torch.cat([x[:1] + u, *(after[i].reshape(-1) for i in moving)]), after, probe.drawn
+
+    zero, eye = torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
+    for _ in range(steps):
+        out.append(cov[0, 0])
+        _, after, drawn = advance(leaves, zero, None)
+        a = torch.stack([advance(leaves, e, None)[0] for e in eye], 1)
+        b = torch.stack([advance(leaves, zero, e)[0] for e in torch.eye(drawn, dtype=torch.float64)], 1)
+        cov = a @ cov @ a.T + b @ b.T
+        leaves = after
+    return torch.stack(out)
+
+
+def test_a_falling_then_rising_temperature_is_followed():
+    """Cold exploration and then sampling: the variance reaches T / curvature, whatever came before."""
+    tx = bc.sgd(0.1, 0.9, temperature=lambda count: torch.where(count < 100, 0.0, 0.5).double())
+    path = variance_path(tx, 400, curvature=1.0)
+    assert path[99] < 0.02
+    assert path[-1].item() == pytest.approx(0.5, rel=1e-3)
+    hot = bc.sgd(0.1, 0.9, temperature=lambda count: torch.where(count < 100, 4.0, 0.5).double())
+    assert variance_path(hot, 400, curvature=1.0)[-1].item() == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("start_at_zero", [False, True])
+def test_a_learning_rate_of_zero_gives_no_nan(start_at_zero):
+    lrs = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2] if start_at_zero else [0.1, 0.0, 0.0, 0.3, 0.1])
+    for build in (
+        lambda s: bc.sgd(s, 0.9, nesterov=True, temperature=1.0),
+        lambda s: bc.sgd(s, temperature=1.0),
+        lambda s: bc.chain(bc.scale_by_neg_lr(s), bc.add_momentum(0.9), bc.inject_langevin_noise(1.0)),
+        lambda s: bc.sgd(s, 0.9, temperature=1.0),
+    ):
+        tx, p = build(lambda count: lrs[count.clamp(max=4)]), [torch.ones(3)]
+        state = tx.init(p)
+        for _ in range(8):
+            updates, state = tx.update([torch.ones(3)], state, params=p, inplace=False)
+            assert torch.isfinite(updates[0]).all()
+    tx = bc.sgd(0.0, 0.9, temperature=1.0)
+    updates, _ = tx.update([torch.ones(3)], tx.init(p), params=p, inplace=False)
+    assert torch.equal(updates[0], torch.zeros(3))
+
+
+def test_the_probe_refuses_what_is_not_linear_and_what_is_unstable():
+    eye = torch.eye(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="not linear"):
+        stationary_covariance(bc.rmsprop(0.1, temperature=1.0), eye, state=None, warmup=0)
+    with pytest.raises(Unstable):
+        stationary_covariance(bc.sgd(2.5, temperature=1.0), eye)
+    with pytest.raises(ValueError, match="2 parameters"):
+        stationary_covariance(bc.sgd(0.1, temperature=1.0), eye, torch.zeros(3))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("mask", [None, True])
+def test_the_velocity_carries_half_of_the_noise(dampening, mask):
+    """Path by path the chain is ``v = mu v + b (g + c (xi_t + xi_{t-1}))``, without a buffer for ``xi_{t-1}``."""
+    mu, lr, temperature = 0.7, 0.1, 0.4
+    links = bc.add_momentum(mu, dampening), bc.inject_langevin_noise(temperature)
+    if mask:
+        links = tuple(bc.masked(link, mask) for link in links)
+    tx = bc.chain(*links, bc.scale_by_neg_lr(lr))
+    theta = torch.linspace(-1, 1, 20, dtype=torch.float64)
+    state = tx.init(theta)
+    assert state[1].memory[0].numel() == 0
+    key, (b, c) = state[1].key, (1 - dampening, math.sqrt(temperature * (1 - mu) / (2 * lr * (1 - dampening))))
+    want, v, before = theta, torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+    for t in range(6):
+        [[xi]] = keyed_stream.normals(key, torch.tensor(t), [theta.unsqueeze(0)], [1])
+        v = mu * v + (1.0 if t == 0 else b) * (torch.sin(want) + c * (xi + before))
+        want, before = want - lr * v, xi
+        updates, state = tx.update(torch.sin(theta), state, params=theta, inplace=False)
+        theta = theta + updates
+        torch.testing.assert_close(theta, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [1e-2, 1e-5, 1e-310])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_little_momentum_carries_no_noise_that_could_overflow(momentum, dtype):
+    tx = bc.chain(bc.add_momentum(momentum), bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(1e-6))
+    theta = torch.zeros(50, dtype=dtype)
+    state = tx.init(theta)
+    for _ in range(3):
+        updates, state = tx.update(theta, state, params=theta, inplace=False)
+        theta = theta + updates
+    assert bool(torch.isfinite(theta).all()) and bool(theta.abs().max() > 0)
+    eye = torch.eye(1, dtype=torch.float64)
+    tx = bc.chain(bc.add_momentum(momentum), bc.inject_langevin_noise(0.5), bc.scale_by_neg_lr(0.1))
+    torch.testing.assert_close(stationary_covariance(tx, eye), 0.5 * eye, rtol=1e-10, atol=0.0)

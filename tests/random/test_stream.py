@@ -1,0 +1,200 @@
+"""The noise is a function of the state, normal, and different wherever it should be."""
+
+import pytest
+import torch
+from scipy import stats
+
+import bayesopt_chain as bc
+from bayesopt_chain.random import philox as philox_module
+from bayesopt_chain.random.philox import box_muller, philox, philox_normal
+from bayesopt_chain.random.philox_cpu import normals_kernel
+from bayesopt_chain.random.stream import new_key, normals, splitmix64
+
+
+def words(values):
+    return [torch.tensor([v], dtype=torch.int64) for v in values]
+
+
+@pytest.mark.parametrize(
+    "counter, key, want",
+    [  # known answers of the Random123 distribution
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter, key, want):
+    assert [w.item() for w in philox(words(counter), words(key))] == want
+
+
+def test_splitmix_gives_the_known_answers():
+    assert [splitmix64(0), splitmix64(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def draw(key=1, step=0, shapes=((5,), (2, 3)), draws=(1, 1), dtype=torch.float64):
+    templates = [torch.empty(1, *s, dtype=dtype) for s in shapes]
+    return normals(torch.tensor(key), torch.tensor(step), templates, draws)
+
+
+def test_normals_have_the_shape_and_number_asked_for():
+    out = draw(draws=(2, 0))
+    assert [len(x) for x in out] == [2, 0] and out[0][1].shape == (5,)
+
+
+@pytest.mark.parametrize("n", [20_000])
+@pytest.mark.parametrize("kind", ["generator", "philox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_streams_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, kind, dtype):
+    """Kolmogorov-Smirnov and correlation tests at a false-alarm rate of 1e-4 each, on fixed keys."""
+
+    def sample(key, step, leaf):
+        if kind == "philox":
+            return philox_normal(torch.tensor(key), torch.tensor(step), n, leaf, dtype)
+        return draw(key, step, ((n,), (n,)), (1, 1), dtype)[leaf][0]
+
+    base = sample(7, 3, 0)
+    assert base.dtype == dtype
+    assert stats.kstest(base.double().numpy(), "norm").pvalue > 1e-4
+    for other in (sample(7, 4, 0), sample(8, 3, 0), sample(7, 3, 1), base.roll(1)):
+        assert stats.pearsonr(base.double().numpy(), other.double().numpy()).pvalue > 1e-4
+
+
+def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
+    key, step = torch.tensor(5), torch.tensor(9)
+    long = philox_normal(key, step, 103, 2, torch.float64)
+    assert torch.equal(philox_normal(key, step, 10, 2, torch.float64), long[:10])
+    single = philox_normal(key, step, 103, 2, torch.float32)
+    torch.testing.assert_close(single.double(), long, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(normals_kernel() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, threads, monkeypatch):
+    """Every length around the kernel's runs, negative and large words, and one draw of all lengths together."""
+    sizes = [0, 1, 5, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 40_000]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
+            streams = torch.tensor(key), torch.tensor(step)
+            mine = philox_module.philox_normals(*streams, sizes, 1 << 24, dtype)
+            with monkeypatch.context() as without:
+                without.setattr(philox_module, "normals_kernel", lambda: None)
+                wants = philox_module.philox_normals(*streams, sizes, 1 << 24, dtype)
+            for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
+                assert x.shape == (n,) and x.dtype == dtype
+                torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
+                assert torch.equal(x, philox_normal(*streams, n, 1 << 24 | i, dtype))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("n", [6, 300])
+def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, compiler, monkeypatch):
+    if not compiler:
+        monkeypatch.setattr(philox_module, "normals_kernel", lambda: None)
+    keys, steps = torch.tensor([5, -7, 9]), torch.tensor([2, 3])
+
+    def one(key, step):
+        return philox_normal(key, step, n, 4, torch.float64)
+
+    square = torch.vmap(lambda k: torch.vmap(lambda s: one(k, s))(steps))(keys)
+    turned = torch.vmap(lambda s: torch.vmap(lambda k: one(k, s))(keys), out_dims=1)(steps)
+    pairs = torch.vmap(one)(keys[:2], steps)
+    for i, key in enumerate(keys):
+        for j, step in enumerate(steps):
+            assert torch.equal(square[i, j], one(key, step)) and torch.equal(turned[i, j], one(key, step))
+    assert torch.equal(pairs, torch.stack([square[0, 0], square[1, 1]]))
+
+
+def test_counter_based_noise_can_be_probed():
+    tx = bc.counter_based(bc.sghmc(0.1, 0.9, temperature=0.5))
+    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    covariance = bc.testing.stationary_covariance(tx, curvature)
+    torch.testing.assert_close(covariance, 0.5 * torch.linalg.inv(curvature), rtol=1e-10, atol=0)
+
+
+def test_chains_under_vmap_draw_what_each_draws_alone():
+    keys, steps = torch.arange(4), torch.tensor([3, 3, 5, 5])
+    template = [torch.empty(1, 6)]
+    stacked = torch.vmap(lambda k, s: normals(k, s, template, [1])[0][0])(keys, steps)
+    for i in range(4):
+        assert torch.equal(stacked[i], normals(keys[i], steps[i], template, [1])[0][0])
+    shared_step = torch.vmap(lambda k: normals(k, steps[0], template, [1])[0][0])(keys)
+    assert torch.equal(shared_step[:2], stacked[:2])
+
+
+def test_the_key_comes_from_the_generator_and_nothing_else_does():
+    g = torch.Generator().manual_seed(3)
+    before = torch.random.get_rng_state()
+    tx = bc.sghmc(0.1, temperature=1.0, generator=g)
+    params = [torch.zeros(3)]
+    state = tx.init(params)
+    updates, _ = tx.update([torch.zeros(3)], state, params=params)
+    assert torch.equal(before, torch.random.get_rng_state())
+    g2 = torch.Generator().manual_seed(3)
+    again = bc.sghmc(0.1, temperature=1.0, generator=g2).init(params)
+    assert again[1].key == state[1].key != tx.init(params)[1].key
+    assert new_key(None, torch.device("cpu")).dtype == torch.int64
+    assert torch.isfinite(updates[0]).all()
+
+
+def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
+    tx = bc.sgld(0.1, temperature=1.0, order=1)
+    out = []
+    for params in ({"a": torch.zeros(3), "b": torch.zeros(2)}, {"b": torch.zeros(2), "a": torch.zeros(3)}):
+        torch.manual_seed(0)
+        out.append(tx.update(params, tx.init(params), params=params, inplace=False)[0])
+    assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
+
+
+def test_counter_based_chains_draw_from_philox_on_a_cpu_and_nowhere_else():
+    """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
+    params = {"a": torch.zeros(70), "b": torch.zeros(3)}
+    plain = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
+    tx = bc.counter_based(plain)
+    assert bc.counter_based(tx) == tx != plain
+    state = tx.init(params)
+    key = next(s.key for s in state if hasattr(s, "key"))
+    for count in range(3):
+        updates, state = tx.update(params, state, params=params, inplace=False)
+        for i, name in enumerate(params):
+            want = philox_normal(key, torch.tensor(count), params[name].numel(), i, torch.float32)
+            torch.testing.assert_close(updates[name], -want, rtol=1e-6, atol=1e-6)
+
+
+def test_runs_of_64_come_from_neighbouring_blocks():
+    """Element 256 q + 64 l + r is normal l of block 64 q + r."""
+    key, step = torch.tensor(11), torch.tensor(2)
+    long = philox_normal(key, step, 1024, 0, torch.float64)
+    blocks = torch.arange(256)
+    w = philox([blocks, 0 * blocks, 0 * blocks + 2, 0 * blocks], [key, 0 * key])
+    first, _ = box_muller(w[0], w[1], torch.float64)
+    _, fourth = box_muller(w[2], w[3], torch.float64)
+    pieces = long.view(4, 4, 64)
+    torch.testing.assert_close(pieces[:, 0].flatten(), first, rtol=0, atol=1e-12)
+    torch.testing.assert_close(pieces[:, 3].flatten(), fourth, rtol=0, atol=1e-12)
+
+
+def test_box_muller_covers_the_plane_evenly_and_finitely():
+    """The extreme words give finite normals, and the four quadrants of the angle are quarter turns of each other."""
+    ends = torch.tensor([0, 0xFFFFFFFF])
+    for real in (torch.float32, torch.float64):
+        x, y = box_muller(ends, ends, real)
+        assert torch.isfinite(x).all() and torch.isfinite(y).all()
+        turns = torch.arange(4) << 30
+        x, y = box_muller(0 * turns + 12345678, turns + 987654, real)
+        assert torch.equal(x[1:], torch.stack([-y[0], -x[0], y[0]])) and torch.equal(
+            y[1:], torch.stack([x[0], -y[0], -x[0]])
+        )
+
+
+def test_an_unknown_stream_is_refused():
+    with pytest.raises(ValueError, match="stream"):
+        bc.inject_langevin_noise(1.0, stream="mersenne")
