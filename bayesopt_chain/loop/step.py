@@ -75,7 +75,8 @@ def make_step(
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
-        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
+        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
+            in states where a posterior accumulates (Laplace, SWAG, the filters), which are new ones at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
             run fused; their values agree with ``update`` to one unit in the last place for each operation.
 

@@ -27,7 +27,7 @@ class Draw(NamedTuple):
     params: Any
     noise: tuple[Tensor, ...]
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def standard_normals(

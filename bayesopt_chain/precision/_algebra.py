@@ -61,6 +61,10 @@ class Precision:
         """Return the matrix `[P, P]`, the leaves flattened in optree order."""
         raise NotImplementedError
 
+    def as_rows(self) -> Tree:
+        """Return rows, leaves `[M, *leaf.shape]`, with `Lambda = rows^T rows`; `TypeError` for a structure without."""
+        raise TypeError(f"a precision of class {type(self).__name__} is not made of rows")
+
     def solve(self, tree: Tree) -> Tree:
         """Return `Lambda^-1 x`."""
         return self.factorised().solve(tree)

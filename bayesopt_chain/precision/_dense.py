@@ -74,6 +74,14 @@ class Dense(_Dense, Precision):
         x = flatten(tree, self.like)
         return ((x @ self.matrix) * x).sum(-1)
 
+    def as_rows(self) -> Tree:
+        """By an eigendecomposition, which loses digits; `ValueError` for an indefinite matrix."""
+        values, vectors = torch.linalg.eigh(self.matrix)
+        tolerance = 1e3 * torch.finfo(values.dtype).eps
+        if not is_hidden(values) and bool((values < -tolerance * values.abs().max()).any()):
+            raise ValueError(f"the precision is indefinite (eigenvalue {values.min().item():.3g}): use curvature.ggn")
+        return unflatten(values.clamp_min(0).sqrt()[:, None] * vectors.mT, self.like)
+
     def to_dense(self) -> Tensor:
         return self.matrix
 
@@ -126,6 +134,9 @@ class Cholesky(_Cholesky, Precision):
 
     def quad(self, tree: Tree) -> Tensor:
         return (flatten(tree, self.like) @ self.factor).square().sum(-1)
+
+    def as_rows(self) -> Tree:
+        return unflatten(self.factor.mT, self.like)
 
     def to_dense(self) -> Tensor:
         return self.factor @ self.factor.mT

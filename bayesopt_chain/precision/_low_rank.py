@@ -82,6 +82,9 @@ class Root(_Root, Precision):
     def quad(self, tree: Tree) -> Tensor:
         return project(self.rows, tree).square().sum(-1)
 
+    def as_rows(self) -> Tree:
+        return self.rows
+
     def to_dense(self) -> Tensor:
         rows = flatten(self.rows, first(self.rows))
         return rows.mT @ rows

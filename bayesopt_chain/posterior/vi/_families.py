@@ -107,7 +107,7 @@ class MeanField(Family):
         return tuple((g * z).mean(0) * s.exp() for s, z, g in zip(scale, noise, gradients))
 
     def entropy(self, scale):
-        return sum(s.sum() for s in scale) + _constant(sum(s.numel() for s in scale))
+        return torch.stack([s.sum() for s in scale]).sum() + _constant(sum(s.numel() for s in scale))
 
     def entropy_gradient(self, scale):
         return tuple(torch.ones_like(s) for s in scale)
@@ -198,7 +198,7 @@ class LowRank(Family):
     def pullback(self, scale, noise, gradients):
         (_, log_d), (*eps, z) = _halves(scale), noise
         samples = z.shape[0]
-        by_rows = tuple(torch.tensordot(z.to(g.dtype), g, dims=([0], [0])) / samples for g in gradients)
+        by_rows = tuple(torch.tensordot(z.to(g.dtype).mT, g, dims=1) / samples for g in gradients)
         by_log_d = tuple((g * e).mean(0) * d.exp() for g, e, d in zip(gradients, eps, log_d))
         return (*by_rows, *by_log_d)
 

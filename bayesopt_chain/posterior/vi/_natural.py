@@ -34,7 +34,7 @@ from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
-    Dial,
+    ScalarOrSchedule,
     device_of,
     is_concrete,
     now,
@@ -45,7 +45,7 @@ from bayesopt_chain.posterior.state import (
     written,
 )
 from bayesopt_chain.posterior.vi._gaussian_families import require_samples
-from bayesopt_chain.posterior.vi._transform import DrawnPosterior
+from bayesopt_chain.posterior.vi._transform import DrawingTransformation
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.random import stream as keyed_stream
 
@@ -58,15 +58,15 @@ class NaturalState(NamedTuple):
     momentum: tuple[Tensor, ...]
     hessian: Any
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
 class Natural(Rule):
     """What the natural-gradient rules share: the stream, the momentum, the gradient over several draws."""
 
-    lr: Dial
-    temperature: Dial
+    lr: ScalarOrSchedule
+    temperature: ScalarOrSchedule
     weight_decay: float
     betas: tuple[float, float]
     init_hessian: float
@@ -80,15 +80,15 @@ class Natural(Rule):
     name = "vi"
 
     @property
-    def is_cold(self) -> bool:
+    def is_deterministic(self) -> bool:
         return isinstance(self.temperature, (int, float)) and self.temperature == 0
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.accepts - {"draw"} if self.is_cold else self.accepts
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.accepts - {"draw"} if self.is_deterministic else self.accepts
 
     @property
-    def response(self) -> Response:
+    def response(self) -> Response:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
     def init_tree(self, params: Any) -> NaturalState:
@@ -96,7 +96,7 @@ class Natural(Rule):
         checks.parameters(leaves, optree.tree_paths(params))
         device = device_of(leaves)
         key = torch.zeros((), dtype=torch.int64, device=device)
-        if not self.is_cold:
+        if not self.is_deterministic:
             key = keyed_stream.new_key(self.generator, device)
         momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
         return NaturalState(momentum, self.first_hessian(params), key, torch.zeros_like(key))
@@ -107,7 +107,7 @@ class Natural(Rule):
     def sample(self, state: NaturalState, params: list) -> Draw:
         """A draw for parameters given as leaves."""
         leaves = present(params)
-        if self.is_cold:
+        if self.is_deterministic:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(spread_over(same, params), (), state.key, state.count)
         noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic)
@@ -123,17 +123,18 @@ class Natural(Rule):
         return [v.shape for v in state.momentum]
 
     def posterior(self, state: NaturalState, params: Any) -> Gaussian:
-        if self.is_cold:
+        if self.is_deterministic:
             raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         mean = optree.tree_map(torch.Tensor.detach, params)
-        return Gaussian(mean, self.precision(state, params).factorised())
+        return Gaussian(mean, self.precision(state, params)).factorised()
 
     def precision(self, state: NaturalState, params: Any) -> Precision:
         raise NotImplementedError
 
-    def _samples(self, g: list, draw: Any, state: NaturalState, params: list) -> list:
+    def _samples(self, g: list, draw: Any, state: NaturalState, params: list | None) -> list:
         """Present leaves' gradients, samples on axis 0."""
-        if not self.is_cold:
+        params = [] if params is None else params
+        if not self.is_deterministic:
             require_drawn_from(draw, state, self.name)
         elif self.n_samples > 1:
             g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, params)]
@@ -173,12 +174,13 @@ class IVON(Natural):
         temperature = tensor_on(now(self.temperature, state.count), state.key.device)
         return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
 
-    def update(self, g, state, params, ctx):
-        draw, leaves = ctx.extra.get("draw"), present(params)
+    def update(self, g: list, state: NaturalState, params: list | None, ctx: Any) -> tuple[list, NaturalState]:
+        draw: Any = ctx.extra.get("draw")
+        leaves = present(params)
         samples = self._samples(g, draw, state, params)
         means = [None if x is None else x.mean(0) for x in samples]
         hessian = state.hessian
-        if not self.is_cold:
+        if not self.is_deterministic:
             estimates = [
                 None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
@@ -224,8 +226,9 @@ class VON(Natural):
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g, state, params, ctx):
-        draw, leaves = ctx.extra.get("draw"), present(params)
+    def update(self, g: list, state: NaturalState, params: list | None, ctx: Any) -> tuple[list, NaturalState]:
+        draw: Any = ctx.extra.get("draw")
+        leaves = present(params)
         samples = self._samples(g, draw, state, params)
         means = [None if x is None else x.mean(0) for x in samples]
         hessian = self._averaged(state, self._increment(ctx.extra, params, ctx))
@@ -240,7 +243,7 @@ class VON(Natural):
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
         return spread_over(steps, params), written(state, new) if ctx.inplace else new
 
-    def _increment(self, extra: Any, params: list, ctx: Any) -> Precision:
+    def _increment(self, extra: Any, params: list | None, ctx: Any) -> Precision:
         increment = extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
@@ -270,7 +273,7 @@ class VOGN(VON):
     accepts = frozenset({"draw", "per_sample_gradients"})
     name = "vi.vogn"
 
-    def _increment(self, extra, params, ctx):
+    def _increment(self, extra: Any, params: list | None, ctx: Any) -> Precision:
         gradients = extra.get("per_sample_gradients")
         if gradients is None:
             raise ValueError(
@@ -292,9 +295,9 @@ class VOGN(VON):
 
 
 def ivon(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.99999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
@@ -303,7 +306,7 @@ def ivon(
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Improved variational online Newton: a diagonal Gaussian at the cost of Adam (Shen et al., 2024).
 
     Args:
@@ -337,20 +340,20 @@ def ivon(
     """
     checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
     common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)
-    return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
+    return DrawingTransformation((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
 
 
 def von(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.0, 0.999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Variational online Newton with a precision of any structure (Khan et al., 2018; Khan and Rue, 2023).
 
     The precision has the structure of the increments that ``update`` is given as ``curvature=`` (an estimator of
@@ -384,22 +387,22 @@ def von(
         >>> tx.posterior(state, params).precision.to_dense().shape
         torch.Size([2, 2])
     """
-    return DrawnPosterior(
+    return DrawingTransformation(
         (VON(*_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)),)
     )
 
 
 def vogn(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Variational online Gauss-Newton: VON whose curvature is the mean square of single data's gradients.
 
     ``update`` needs them as ``per_sample_gradients=``, leaves ``[B, *leaf.shape]`` (``[S, B, *leaf.shape]`` for several
@@ -415,7 +418,7 @@ def vogn(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    return DrawnPosterior(
+    return DrawingTransformation(
         (
             VOGN(
                 *_common(

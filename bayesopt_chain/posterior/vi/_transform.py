@@ -12,8 +12,8 @@ the negative ELBO divided by the number of data when ``T = 1 / N`` and the loss 
 
 where ``pullback`` is the transposed derivative of the displacement by phi. Both are unbiased. The first is exactly zero,
 for every draw, where q is the posterior (Roeder, Wu and Duvenaud, 2017). The optimizer then sees a gradient of mu and one
-of phi. Gradients of the reparameterised ELBO: Kucukelbir et al. 2017 (mean field and dense); Ong, Nott and Smith 2018
-(low rank plus diagonal).
+of phi. Gradients of the reparameterised ELBO: Kucukelbir, Tran, Ranganath, Gelman and Blei, 2017 (mean field and dense); Ong,
+Nott and Smith, 2018 (low rank plus diagonal).
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
-    Dial,
+    PosteriorTransformation,
+    ScalarOrSchedule,
     device_of,
-    find,
     now,
     present,
+    require_finite,
     require_these,
     spread_over,
     tensor_on,
@@ -56,7 +57,7 @@ class VariationalState(NamedTuple):
     mean_optimizer: Any
     scale_optimizer: Any
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class VariationalInfo(NamedTuple):
@@ -77,7 +78,7 @@ class Variational(Rule):
     family: Family
     mean_optimizer: Chain
     scale_optimizer: Chain
-    temperature: Dial
+    temperature: ScalarOrSchedule
     n_samples: int = 1
     antithetic: bool = False
     stick_the_landing: bool = True
@@ -89,21 +90,21 @@ class Variational(Rule):
     accepts = frozenset({"draw"})
 
     @property
-    def is_cold(self) -> bool:
+    def is_deterministic(self) -> bool:
         return isinstance(self.temperature, (int, float)) and self.temperature == 0
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset() if self.is_cold else self.accepts
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset() if self.is_deterministic else self.accepts
 
     @property
-    def response(self) -> Response:
+    def response(self) -> Response:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
     def init_tree(self, params: Any) -> VariationalState:
         leaves = optree.tree_leaves(params)
         device = device_of(leaves)
-        if self.is_cold:
+        if self.is_deterministic:
             key = torch.zeros((), dtype=torch.int64, device=device)
         else:
             checks.parameters(leaves, optree.tree_paths(params))
@@ -115,7 +116,7 @@ class Variational(Rule):
     def sample(self, state: VariationalState, params: list) -> Draw:
         """A draw for parameters given as leaves."""
         leaves = present(params)
-        if self.is_cold:
+        if self.is_deterministic:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(spread_over(same, params), (), state.key, state.count)
         noise = standard_normals(
@@ -125,8 +126,9 @@ class Variational(Rule):
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
         return Draw(spread_over(drawn, params), noise, state.key, state.count)
 
-    def update(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, VariationalState]:
-        if self.is_cold:
+    def update(self, g: list, state: VariationalState, params: list | None, ctx: Any) -> tuple[list, VariationalState]:
+        params = [] if params is None else params
+        if self.is_deterministic:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
             if self.weight_decay:
@@ -183,9 +185,9 @@ class Variational(Rule):
                 raise ValueError(
                     f"{self.family.name}: with weight_decay the negative ELBO needs draw=, the draw of the loss"
                 )
-            squares = sum(x.square().sum() for x in optree.tree_leaves(draw.params))
-            loss = loss + times(squares.to(loss), 0.5 * self.weight_decay / self.n_samples)
-        if self.is_cold:
+            squares = torch.stack([x.square().sum().to(loss) for x in optree.tree_leaves(draw.params)]).sum()
+            loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
+        if self.is_deterministic:
             return loss
         return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
 
@@ -194,12 +196,14 @@ class Variational(Rule):
         return self.family.shapes(state.scale)
 
     def posterior(self, state: VariationalState, params: Any) -> Gaussian:
-        if self.is_cold:
+        if self.is_deterministic:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         temperature = now(self.temperature, state.count - 1)
         data = 1 / tensor_on(temperature, state.count.device)
-        precision = self.family.precision(state.scale, params, data)
-        return Gaussian(optree.tree_map(torch.Tensor.detach, params), precision.factorised())
+        mean = optree.tree_map(torch.Tensor.detach, params)
+        require_finite(mean, "the posterior's mean")
+        require_finite(state.scale, f"{self.family.name}: the scale")
+        return Gaussian(mean, self.family.precision(state.scale, params, data)).factorised()
 
     def __str__(self) -> str:
         words = [str(self.mean_optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
@@ -207,18 +211,11 @@ class Variational(Rule):
         return f"{self.family.name}({', '.join(words)})"
 
 
-class DrawnPosterior(Chain):
+class DrawingTransformation(PosteriorTransformation):
     """What the functions of :mod:`bayesopt_chain.posterior.vi` return: a chain with questions for its state.
 
     Each takes the state of this transformation, or of a chain that has it as a link.
     """
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.rules,)
-
-    @property
-    def _rule(self) -> Any:
-        return self.rules[0]
 
     def sample(self, state: Any, params: Any) -> Draw:
         """Draw parameters from the posterior, to take the loss's gradient at.
@@ -230,6 +227,9 @@ class DrawnPosterior(Chain):
         Returns:
             A :class:`Draw`; the leaves of ``draw.params`` are like the parameters for ``n_samples=1``, else they have
             the samples on axis 0.
+
+        Raises:
+            ValueError: a state of another transformation.
         """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         draw = self._rule.sample(self._state(state), leaves)
@@ -238,23 +238,37 @@ class DrawnPosterior(Chain):
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
+        Args:
+            state: from ``init`` or ``update``.
+            params: the mean.
+
+        Returns:
+            A :class:`Gaussian` with a decomposed precision.
+
         Raises:
-            ValueError: at ``temperature=0``, where there is none.
+            ValueError: at ``temperature=0``, where there is none; parameters of other shapes than the state's; NaN in the
+                state or the parameters (named).
         """
         mine = self._state(state)
         require_these(self._rule.shapes(mine), params, str(self._rule))
         return self._rule.posterior(mine, params)
 
-    def _state(self, state: Any) -> Any:
-        return find(state, self._rule.state, str(self._rule))
 
-
-class VariationalTransform(DrawnPosterior):
+class VariationalTransform(DrawingTransformation):
     """What ``mean_field``, ``dense`` and ``low_rank`` return."""
 
     def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
-        """The negative ELBO per datum, 0-d, in nats: ``loss - T H[q]`` for the mean loss over the draws from ``state``.
+        """The negative ELBO per datum, in nats: ``loss - T H[q]``.
 
-        With ``weight_decay`` it needs the draw too, for the prior there (without the prior's normaliser, a constant).
+        Args:
+            state: from ``init`` or ``update``.
+            loss: the mean loss over the draws from that state, 0-d.
+            draw: those draws, needed with ``weight_decay``, for the prior there (without its normaliser, a constant).
+
+        Returns:
+            0-d, differentiable in ``loss``.
+
+        Raises:
+            ValueError: with ``weight_decay`` and no draw.
         """
         return self._rule.negative_elbo(self._state(state), loss, draw)

@@ -217,13 +217,13 @@ def test_curvature_that_a_filter_cannot_take_apart(name):
 
     one = torch.tensor(1.0)
     kronecker = Kronecker(torch.eye(2), torch.eye(1), one, torch.zeros(2), one)
-    with pytest.raises(TypeError, match="an increment of class Kronecker has no rows"):
+    with pytest.raises(TypeError, match="a precision of class Kronecker is not made of rows"):
         update(kronecker)
-    with pytest.raises(ValueError, match="an increment of class dict has no rows"):
+    with pytest.raises(ValueError, match="update got curvature of class dict"):
         update(params)
     with pytest.raises(ValueError, match="estimate the curvature of these parameters"):
         update(Root({"w": torch.ones(1, 3, 2), "b": torch.ones(1, 2)}, one))
-    with pytest.raises(ValueError, match="the increment is indefinite"):
+    with pytest.raises(ValueError, match="the precision is indefinite"):
         update(Dense(torch.diag(torch.tensor([1.0, -1.0, 1, 1, 1, 1, 1, 1])), shape_only(params), one))
     with pytest.raises(ValueError, match="gradient 0 has shape"):
         rows = Root({"w": torch.ones(1, 2, 3), "b": torch.ones(1, 2)}, one)

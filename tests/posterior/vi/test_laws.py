@@ -9,10 +9,10 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import LAWS, assert_bitwise_equal
-from bayesopt_chain.testing._laws import a_missing_gradient_leaves_its_leaf_alone
+from bayesopt_chain.testing._laws import a_missing_gradient_leaves_its_leaf_alone, in_place_keeps_the_state_tensors
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 
-from .adapters import drawing, filtering, per_sample, two_rows, unit_diagonal
+from .adapters import drawing, filtering, per_sample, two_rows, unit_diagonal, unit_rows
 
 T = 0.01
 VARIATIONAL = {
@@ -38,7 +38,8 @@ FURTHER = {
 FILTERS = {
     "dense filter": lambda: filtering(bc.ekf.dense(0.5), two_rows),
     "dense filter that forgets": lambda: filtering(bc.ekf.dense(transition_noise=0.1, forgetting=0.9), two_rows),
-    "diagonal filter": lambda: filtering(bc.ekf.diagonal(0.5, transition_noise=0.1), unit_diagonal),
+    "diagonal filter": lambda: filtering(bc.ekf.diagonal(0.5, transition_noise=0.1), unit_rows),
+    "diagonal filter of mixed rows": lambda: filtering(bc.ekf.diagonal(0.5, transition_noise=0.1), two_rows),
     "low-rank filter": lambda: filtering(bc.ekf.low_rank(0.5, rank=3, transition_noise=0.1), two_rows),
 }
 COLLECTORS = {
@@ -52,8 +53,16 @@ BUILDS = (
 
 
 # A missing gradient leaves its leaf alone where leaves are independent. A filter's joint information ties every leaf's
-# move and uncertainty to every other's, and a running mean is one of iterates, whether they moved or not.
-JOINT = ("dense filter", "dense filter that forgets", "low-rank filter", *COLLECTORS)
+# move and uncertainty to every other's, rows that mix leaves tie their moves, and a running mean is one of iterates, whether
+# they moved or not.
+JOINT = (
+    "dense filter",
+    "dense filter that forgets",
+    "diagonal filter of mixed rows",
+    "low-rank filter",
+    *COLLECTORS,
+)
+VALUES = (*FILTERS, *COLLECTORS)  # their states are values, see tests/posterior/test_values.py
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -61,6 +70,8 @@ JOINT = ("dense filter", "dense filter that forgets", "low-rank filter", *COLLEC
 def test_law(name, law):
     if name in JOINT and law is a_missing_gradient_leaves_its_leaf_alone:
         pytest.skip("its leaves are joint")
+    if name in VALUES and law is in_place_keeps_the_state_tensors:
+        pytest.skip("its state is a value")
     law(BUILDS[name])
 
 
