@@ -198,5 +198,5 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     for name in sorted(tensors):
         crc = zlib.crc32(name.encode(), crc)
         x = tensors[name].contiguous().reshape(-1)
-        crc = zlib.crc32(memoryview(x.view(torch.uint8).numpy()), crc) if x.numel() else crc
+        crc = zlib.crc32(x.view(torch.uint8).numpy().data, crc) if x.numel() else crc
     return crc
