@@ -10,9 +10,8 @@ Over the collected iterates theta_1 ... theta_n, with the running mean m_n and t
 where no entry of either diagonal is below a floor (1e-30, as in the paper's code).
 
 ``s_n / n`` is the paper's mean square minus square mean, summed without their cancellation (Welford, 1962). With K = 0 the
-covariance is ``diag(s_n / n)`` and the mean alone is stochastic weight averaging (Izmailov, Podoprikhin, Garipov, Vetrov and Wilson,
-2018). Several runs,
-their states stacked, make MultiSWAG (Wilson and Izmailov, 2020).
+covariance is ``diag(s_n / n)`` and the mean alone is stochastic weight averaging (Izmailov, Podoprikhin, Garipov, Vetrov and
+Wilson, 2018). Several runs, their states stacked, make MultiSWAG (Wilson and Izmailov, 2020).
 """
 
 from __future__ import annotations
