@@ -5,9 +5,9 @@ r"""Why Bayes (Figure 1 of the paper): what a posterior knows that a point estim
     continual    regression in three episodes: is the first one forgotten?
 
 SGD, Laplace, mean-field VI, an extended Kalman filter and parallel SGHMC on one small tanh network. ``nll_gap`` and
-``nll_data`` are negative log likelihoods (nats a datum) of held-out data inside and outside the gap; ``far`` is the mean probability of the
-likelier class far from the data (0.5 knows nothing); ``forgotten`` is the rise of the first episode's squared error from
-after the first episode to after the last.
+``nll_data`` are negative log likelihoods (nats a datum) of held-out data inside and outside the gap; ``far`` is the mean
+probability of the likelier class far from the data (0.5 knows nothing); ``forgotten`` is the rise of the first episode's
+squared error from after the first episode to after the last.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     modest = min(METHODS, key=lambda m: table[m]["far"]["mean"])
     first = [table[m]["forgotten"]["mean"] for m in ("SGD", "EKF")]
     return (
-        f"In the gap {len(better)} of 4 posteriors have a lower NLL than SGD ({', '.join(better)}). Far from the classes SGD is "
-        f"sure at {point['far']['mean']:.2f}, {modest} at {table[modest]['far']['mean']:.2f}. After three episodes SGD's error "
-        f"on the first rose by {first[0]:.3f}, the filter's by {first[1]:.3f}."
+        f"In the gap {len(better)} of 4 posteriors have a lower NLL than SGD ({', '.join(better)}). Far from the classes SGD "
+        f"is sure at {point['far']['mean']:.2f}, {modest} at {table[modest]['far']['mean']:.2f}. After three episodes SGD's "
+        f"error on the first rose by {first[0]:.3f}, the filter's by {first[1]:.3f}."
     )
 
 
