@@ -1,5 +1,7 @@
 """Cyclical sampling: its phases, its noise against the paper's, its refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def variances(tx, cycle: int, burn_in: int, cycles: int = 2, n: int = 8000) -> l
     return [torch.stack(v) for v in out]
 
 
-@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_exploration_is_the_optimizer(build):
     """Until the first sampling phase no noise moves anything."""
     params = example_params()
@@ -46,7 +48,7 @@ def test_the_late_sampling_phase_is_at_temperature_in_every_cycle(momentum):
 
 def test_the_papers_noise_samples_too_warm_as_lr_falls():
     ours = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
-    paper = variances(bc.samplers.cyclical_paper(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
+    paper = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0, lr_inside=True), 400, 200)
     for mine, theirs in zip(ours, paper):
         assert abs(mine[-20:].mean().item() - 1) < 0.1
         assert theirs[-20:].mean().item() > 2.0
@@ -79,7 +81,7 @@ def test_a_tensor_temperature_is_read_at_every_update():
     assert not torch.equal(with_noise, without)
 
 
-@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_a_cycle_shorter_than_its_burn_in_is_refused(build):
     for burn_in in (100, 120):
         with pytest.raises(ValueError, match=rf"burn_in must be shorter than the cycle \(100 updates\), got {burn_in}"):
