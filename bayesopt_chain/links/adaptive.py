@@ -275,7 +275,15 @@ class AdaMax(_TwoMoments):
 
 @dataclass(frozen=True)
 class RAdam(_TwoMoments):
-    """RAdam: Adam whose second moment counts only once its variance is finite."""
+    r"""RAdam: Adam whose second moment counts only once its variance is finite (``rho_t > 5``).
+
+    With ``rho = 2 / (1 - b2) - 1`` and ``rho_t = rho - 2 t b2^t / (1 - b2^t)``, which grows with ``t``: while ``rho_t <= 5`` the update
+    is the corrected first moment, ``P = 1``; from then on ``P = r_t sqrt(1 - b2^t) / (sqrt(nu) + eps)``. Noise matched to ``P = 1``
+    would kick the parameters by ``sqrt(2 T lr)``, which on a curvature ``k`` with ``lr k > 1`` is more than the ``sqrt(T / k)`` of the target
+    and in an unstable step: it is held back until the rectified updates begin, and the start is the optimizer's. Where they never
+    begin (``rho <= 5``, or a ``freeze_after`` before them) ``P`` is 1 for ever and the noise is that of momentum, from the first
+    update on.
+    """
 
     name = "scale_by_radam"
     state = ScaleByRAdamState
@@ -284,29 +292,42 @@ class RAdam(_TwoMoments):
         nu = self.second(g, state, ctx)
         count = counters.increment(state.count, g, ctx.inplace)
         factors = counters.each(self._factors, count, g)
-        denominators = each(
-            lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
+        start = 0.0 if self.rectifies else 1.0  # of the noise's scale
+        scales = each(
+            lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.full_like(n, start)),
+            g,
+            nu,
+            factors,
         )
-        mu = self.first(g, state, ctx, denominators)
+        mu = self.first(g, state, ctx, scales)
 
         def ratio(x: Tensor, m: Tensor, n: Tensor, f: _Factors) -> Tensor:
             return self._choose(f, m.mul(f.gain).div(n.sqrt().add(self.eps)), m.div(f.correct)).to(m.dtype)
 
         return each(ratio, g, mu, nu, factors), self.state(mu, nu, count)
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether rectified updates begin at some count."""
+        limit, t = 2 / (1 - self.b2) - 1, self.freeze_after
+        if t is None:
+            return limit > 5
+        power = self.b2**t
+        return limit - 2 * t * power / (1 - power) > 5
+
     def _factors(self, count: Tensor) -> _Factors:
-        b1, b2 = self.b1, self.b2
-        limit = 2 / (1 - b2) - 1
+        correct = 1 - _power(self.b1, count)
+        if not self.rectifies:
+            return _Factors(False, 1.0, 1.0 / correct, correct)
+        limit = 2 / (1 - self.b2) - 1
         steady = self.steady(count)
-        t, power = _number(steady), _power(b2, steady)
+        t, power = _number(steady), _power(self.b2, steady)
         rho = limit - 2 * t * power / (1 - power)
         squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
-        correct = 1 - _power(b1, count)
+        rectified = rho > 5
         if torch.is_tensor(rho):
-            rectified = rho > 5
             root = torch.where(rectified, squared, torch.ones_like(rho)).sqrt()
         else:
-            rectified = rho > 5
             root = math.sqrt(squared) if rectified else 1.0
         return _Factors(rectified, root, root / correct, correct)
 

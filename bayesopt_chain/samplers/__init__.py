@@ -15,6 +15,7 @@ from bayesopt_chain.samplers.preconditioned import (
 from bayesopt_chain.samplers.replica_exchange import replica_exchange
 from bayesopt_chain.samplers.sghmc_euler import sghmc_euler
 from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+from bayesopt_chain.samplers.stability import step_growth
 from bayesopt_chain.samplers.svgd import scale_by_stein_kernel, svgd
 from bayesopt_chain.samplers.thermostats import badodab, sgnht
 
@@ -42,6 +43,7 @@ __all__ = [
     "sgld",
     "sgnht",
     "splitting_parameters",
+    "step_growth",
     "svgd",
     "ubu",
 ]
