@@ -14,6 +14,9 @@ a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample
       v <- mu v - lr(t) g + N(0, 2 (1 - mu) lr(t) T(t)),      theta <- theta + v.
 
   As lr falls the velocity remembers larger steps, so that this samples too warm, and more so the longer its memory.
+
+A restart is not exact: see :func:`bayesopt_chain.schedules.cosine_restarts` for by how much. The burn-in that follows
+it forgets.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class sampling_phase:
     """Temperature schedule of a cycle: 0 for ``burn_in`` updates, then ``temperature``.
 
     Args:
-        temperature: positive number. cycle: updates in a cycle. burn_in: updates of exploration in each, below ``cycle``.
+        temperature: positive number.
+        cycle: updates in a cycle.
+        burn_in: updates of exploration in each, fewer than ``cycle``.
 
     Raises:
         ValueError: a cycle that is no longer than its burn-in.

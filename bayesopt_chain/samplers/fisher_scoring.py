@@ -8,10 +8,10 @@ With ``V`` the covariance of the gradients of single data, a batch of ``n`` give
 whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
 near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
 
-``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each parameter's
-gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with ``dense`` the
-covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that gradient noise, the bias
-is that of SGLD with step ``D``.
+``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
+parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with
+``dense`` the covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that
+gradient noise, the bias is that of SGLD with step ``D``.
 
 At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
 temperature 0 is refused.
@@ -142,8 +142,8 @@ def sgfs(
     """Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012), diagonal or with the whole matrix.
 
     ``update`` takes ``gradient_variance=``: the variance of each parameter's gradient across single data as a tree like the
-    parameters, or with ``dense`` their covariance, ``[d, d]``. :func:`bayesopt_chain.make_step` passes what its argument of that
-    name returns.
+    parameters, or with ``dense`` their covariance, ``[d, d]``. :func:`bayesopt_chain.make_step` passes what its
+    argument of that name returns.
 
     Args:
         lr: learning rate where the gradients have no noise; the step is never longer.

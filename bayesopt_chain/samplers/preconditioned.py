@@ -8,9 +8,10 @@ r"""Samplers with a diagonal preconditioner learned from the gradients. With fro
                      that adapts, from tau = m = V = 0:
                      m <- m + (g - m) / (tau + 1),  V <- V + (g^2 - V) / (tau + 1),  tau <- 1 + tau (1 - m^2 / V).
 
-``m`` and ``V`` are averages of ``g`` and ``g^2`` with the same weights, which are positive and, since the first has weight 1, sum to 1:
-``0 <= m^2 <= V`` and ``1 <= tau``, always, and no starting value is mixed in. (With the weight ``1 / tau``, as printed in the paper,
-``tau = 1`` keeps the last gradient alone, ``m^2 = V``, and ``tau`` never grows; rounding then makes ``V`` negative.)
+``m`` and ``V`` are averages of ``g`` and ``g^2`` with the same weights, which are positive and, since the first has
+weight 1, sum to 1: ``0 <= m^2 <= V`` and ``1 <= tau``, always, and no starting value is mixed in. (With the weight ``1
+/ tau``, as printed in the paper, ``tau = 1`` keeps the last gradient alone, ``m^2 = V``, and ``tau`` never grows;
+rounding then makes ``V`` negative.)
 
 The noise never reaches the statistics that make ``P``, and its constants are matched to the chain.
 
@@ -150,11 +151,23 @@ def adam_sghmc(
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """SGHMC preconditioned by Adam: the first moment is the momentum. At ``temperature=0`` it is Adam.
+    """SGHMC preconditioned by Adam (Kingma and Ba, 2014): the first moment is the momentum. At ``temperature=0`` it is Adam.
 
     Args:
-        lr: learning rate. betas: weights of the past in the two moments. eps: added to the root.
-        temperature, freeze_after, order, generator: as for :func:`psgld`.
+        lr: learning rate: number, 0-d tensor or schedule.
+        betas: weights of the past in the two moments, in [0, 1).
+        eps: added to the root.
+        temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        freeze_after: number of updates after which the preconditioner stays as it is; sampling is exact from there on, if the
+            chain is stable with that preconditioner: see :func:`step_growth`.
+        order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds three tensors for each parameter, two at order 1.
+
+    Raises:
+        ValueError: an argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -259,11 +272,20 @@ def adaptive_sghmc(
     At ``temperature=0`` it is SGD with momentum behind that scaling.
 
     Args:
-        lr: learning rate, the square of the paper's step. momentum: in [0, 1), one less the paper's ``mdecay``.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
-        burn_in: updates after which the scale is frozen, at least 1. Collect samples after them.
+        lr: learning rate, the square of the paper's step: number, 0-d tensor or schedule.
+        momentum: in [0, 1), one less the paper's ``mdecay``.
+        temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        burn_in: updates after which the scale is frozen, at least 1. Collect samples after them, if the chain is stable with
+            that scale: see :func:`step_growth`.
+        eps: added to the root of the mean square, positive.
         order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
         generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds five tensors for each parameter, four at order 1.
+
+    Raises:
+        ValueError: no burn-in, or another argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc

@@ -1,16 +1,16 @@
 r"""How a small displacement grows under one update: whether a chain with its preconditioner as it is now is stable.
 
-An update maps ``x = (theta, state)`` to ``x'``. With ``J = dx' / dx`` at the given parameters and state (the noise, which is the
-same for both, drops out) a small displacement becomes ``J^n dx`` after ``n`` updates and grows as ``rho(J)^n``: the chain diverges
-where the spectral radius exceeds 1. ``rho`` is found by power iteration, ``dx <- J dx / |J dx|``, as the geometric mean of ``|J dx|``
-over the second half, so that pairs of complex eigenvalues count too.
+An update maps ``x = (theta, state)`` to ``x'``. With ``J = dx' / dx`` at the given parameters and state (the noise,
+which is the same for both, drops out) a small displacement becomes ``J^n dx`` after ``n`` updates and grows as
+``rho(J)^n``: the chain diverges where the spectral radius exceeds 1. ``rho`` is found by power iteration, ``dx <- J dx
+/ |J dx|``, as the geometric mean of ``|J dx|`` over the second half, so that pairs of complex eigenvalues count too.
 
 For a chain of learning rate ``lr``, heavy-ball momentum ``mu`` and a frozen preconditioner ``P`` on curvature ``H`` this is the
 condition ``lr lambda_max(P^(1/2) H P^(1/2)) < 2 (1 + mu)``; for Adam's first moment, ``< 2 (1 + b1) / (1 - b1)``.
 
-A preconditioner that learns steps back where the loss is steep; one that ``freeze_after`` stopped cannot. No chain knows its loss's
-curvature, so that no update can tell: :func:`step_growth` is what to call once the scale is frozen, or before the first
-update of RAdam, whose first updates are not scaled at all.
+A preconditioner that learns steps back where the loss is steep; one that ``freeze_after`` stopped cannot. No chain
+knows its loss's curvature, so that no update can tell: :func:`step_growth` is what to call once the scale is frozen, or
+before the first update of RAdam, whose first updates are not scaled at all.
 """
 
 from __future__ import annotations

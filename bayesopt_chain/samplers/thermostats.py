@@ -6,22 +6,22 @@ unknown, constant strength is absorbed instead of heating the chain. ``d`` is th
     dp = -grad U dt - xi p dt + sqrt(2 gamma T) dW,      d log xi = (|p|^2 / (d T) - 1) / (gamma Q) dt.
 
 With ``xi = gamma e^s`` the density ``exp(-U / T - |p|^2 / (2 T)) w(s)`` is stationary if ``w' / w = d Q gamma (gamma - xi)``:
-position and velocity have the Gibbs law exactly, and ``xi`` has a Gamma law of mean ``gamma`` and shape ``d Q gamma^2``. Gradient
-noise that is white in time adds to ``2 gamma T``; with ``2 gamma' T`` in all the same holds with mean ``gamma'``. (Where ``xi`` itself
-follows the kinetic energy, as in the papers, its law is ``N(gamma, 1 / (d Q))``. With ``d = 1`` the friction is then often
-negative, and at finite steps the velocity runs away.)
+position and velocity have the Gibbs law exactly, and ``xi`` has a Gamma law of mean ``gamma`` and shape ``d Q
+gamma^2``. Gradient noise that is white in time adds to ``2 gamma T``; with ``2 gamma' T`` in all the same holds with
+mean ``gamma'``. (Where ``xi`` itself follows the kinetic energy, as in the papers, its law is ``N(gamma, 1 / (d Q))``.
+With ``d = 1`` the friction is then often negative, and at finite steps the velocity runs away.)
 
-**SGNHT** (Ding, Fang, Babbush, Chen, Skeel and Neven, 2014), in SGD's ``lr`` and ``mu``, ``xi`` being the friction of one update
-and ``a = exp(-xi)`` the velocity it keeps, from ``a = mu``:
+**SGNHT** (Ding, Fang, Babbush, Chen, Skeel and Neven, 2014), in SGD's ``lr`` and ``mu``, ``xi`` being the friction of
+one update and ``a = exp(-xi)`` the velocity it keeps, from ``a = mu``:
 
     v <- a v + g + sqrt(2 T (1 - mu) / lr) n,     theta <- theta - lr v,
     log xi <- log xi + lr / ((1 - mu) Q) (lr (1 + a) / 2 |v|^2 / (d T) - 1).
 
 The paper has 1 for ``(1 + a) / 2``, which is right only where friction vanishes with the step. With white noise the velocity of
-SGD with momentum ``mu`` has ``lr (1 + mu) / 2 * Var(v) = T`` to first order in lr: with this factor ``a`` settles at ``mu`` and the
-bias is of first order in lr at every momentum; without it the temperature is off by the relative amount ``(1 - mu) / 2``
-however small lr is. On a quadratic loss of curvature ``k`` and at constant ``a``, ``Var(theta) = lr (1 + a) / (2 k) Var(v)``: where the
-kinetic energy is at ``T`` the variance is ``T / k`` at every stable lr.
+SGD with momentum ``mu`` has ``lr (1 + mu) / 2 * Var(v) = T`` to first order in lr: with this factor ``a`` settles at
+``mu`` and the bias is of first order in lr at every momentum; without it the temperature is off by the relative amount
+``(1 - mu) / 2`` however small lr is. On a quadratic loss of curvature ``k`` and at constant ``a``, ``Var(theta) = lr (1
++ a) / (2 k) Var(v)``: where the kinetic energy is at ``T`` the variance is ``T / k`` at every stable lr.
 
 **BADODAB** (Leimkuhler and Shang, "Adaptive thermostats for noisy gradient systems", 2016), with step ``h`` and friction
 ``gamma``, from ``xi = gamma``; one gradient a step, the two half kicks that meet between steps being one:
@@ -33,14 +33,15 @@ kinetic energy is at ``T`` the variance is ``T / k`` at every stable lr.
 
 Second order in ``h`` at fixed ``gamma``, fourth (second in lr) at fixed ``gamma h``, as BAOAB.
 
-**The mass** ``Q`` (``thermostat_mass``) is a squared time, ``lr`` being ``h^2``: larger, slower. The papers' is ``Q T``; ours leaves the
-thermostat's time scale alone when the temperature is ``1 / N``. The friction's relative standard deviation is
-``1 / sqrt(d Q gamma^2)``, ``gamma = (1 - mu) / sqrt(lr)``. The default is 1, and more where one parameter's friction would vary by
-more than 32 %: ``Q = max(1, 10 / gamma^2)``, that is ``max(1, 10 lr / (1 - mu)^2)``.
+**The mass** ``Q`` (``thermostat_mass``) is a squared time, ``lr`` being ``h^2``: larger, slower. The papers' is ``Q
+T``; ours leaves the thermostat's time scale alone when the temperature is ``1 / N``. The friction's relative standard
+deviation is ``1 / sqrt(d Q gamma^2)``, ``gamma = (1 - mu) / sqrt(lr)``. The default is 1, and more where one
+parameter's friction would vary by more than 32 %: ``Q = max(1, 10 / gamma^2)``, that is ``max(1, 10 lr / (1 - mu)^2)``.
 
-**A cap.** The friction of one update (``xi``, ``xi h``) stays below 20: the velocity is forgotten there (``e^-20``), and a start far from
-the mode, whose kinetic energy is many times ``T``, would otherwise drive ``log xi`` to values from which it returns at the
-constant rate ``1 / (gamma Q)``. With the default mass the Gamma law puts less than ``1e-60`` beyond the cap.
+**A cap.** The friction of one update (``xi``, ``xi h``) stays below 20: the velocity is forgotten there (``e^-20``),
+and a start far from the mode, whose kinetic energy is many times ``T``, would otherwise drive ``log xi`` to values from
+which it returns at the constant rate ``1 / (gamma Q)``. At momentum 0.5 and more the Gamma law of the default mass puts
+less than ``1e-60`` beyond the cap.
 
 *One* thermostat follows the mean kinetic energy of all parameters, which is what the theory of gradient noise of one strength
 asks for; one *per parameter* also absorbs gradient noise that differs between parameters.

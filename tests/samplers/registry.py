@@ -212,7 +212,10 @@ SAMPLERS = (
         "sgnht, per parameter",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0, per_parameter=True),
         order=Order(
-            1, lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)), (0.01, 0.02, 0.04), 9
+            1,
+            lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)),
+            (0.01, 0.02, 0.04),
+            9,
         ),
     ),
     Sampler(
@@ -251,7 +254,8 @@ SAMPLERS = (
     Sampler(
         "psgld, corrected",
         lambda t: fed(
-            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4), hessian_diagonal=like_params(1.0)
+            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4),
+            hessian_diagonal=like_params(1.0),
         ),
         lambda: torchopt.rmsprop(0.01, 0.9),
         cold=lambda t: (
@@ -313,14 +317,18 @@ SAMPLERS = (
         order=Order(
             1,
             lambda lr: Probe(
-                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), gradient_variance=torch.zeros_like
+                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1),
+                reduce=lambda v: (),
+                gradient_variance=torch.zeros_like,
             ),
             (0.0025, 0.005, 0.01),
         ),
     ),
     Sampler(
         "sgfs, dense",
-        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix),
+        lambda t: fed(
+            bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix
+        ),
         skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),

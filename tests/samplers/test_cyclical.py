@@ -7,7 +7,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.samplers.cyclical import sampling_phase
-from bayesopt_chain.testing import assert_bitwise_equal
+from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 
 
@@ -52,6 +52,36 @@ def test_the_papers_noise_samples_too_warm_as_lr_falls():
     for mine, theirs in zip(ours, paper):
         assert abs(mine[-20:].mean().item() - 1) < 0.1
         assert theirs[-20:].mean().item() > 2.0
+
+
+def variance_over_a_cycle(tx, cycle: int) -> torch.Tensor:
+    """Exact variance of a parameter of unit curvature after every update of the second cycle.
+
+    A parameter that starts at 0 is linear in the draws: its variance is the sum of its squared responses to each. Element ``j``
+    of one vector of parameters is given the draw 1 at update ``j`` and 0 else.
+    """
+    n = 2 * cycle
+    x, out = torch.zeros(n, dtype=torch.float64), []
+    state = tx.init(x)
+    for t in range(n):
+        with NormalProbe(torch.eye(n, dtype=torch.float64)[t]):
+            updates, state = tx.update(x.clone(), state, params=x, inplace=True)
+        x += updates
+        out.append((x**2).sum())
+    return torch.stack(out[cycle:])
+
+
+@pytest.mark.parametrize(
+    ("peak", "lowest", "highest", "rms"),
+    [(0.3, -0.202, 0.238, 0.021), (1.0, -0.094, 0.819, 0.054), (3.0, -0.339, 6.054, 0.468)],
+)
+def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, highest, rms):
+    """Momentum 0.9, cycles of 500 updates, ``peak`` the largest lr times the curvature."""
+    tx = bc.sgd(bc.schedules.cosine_restarts(peak, 500), momentum=0.9, temperature=1.0)
+    error = variance_over_a_cycle(tx, 500) - 1
+    assert error.min().item() == pytest.approx(lowest, abs=0.001)
+    assert error.max().item() == pytest.approx(highest, abs=0.001)
+    assert error.square().mean().sqrt().item() == pytest.approx(rms, abs=0.001)
 
 
 def test_a_restart_does_not_throw_the_parameters_away():

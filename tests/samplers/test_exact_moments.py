@@ -192,7 +192,8 @@ def test_fisher_scoring_counts_the_gradients_own_noise(dense, variance):
         return torch.full((1, 1) if dense else (1,), variance, dtype=torch.float64)
 
     noisy = bc.chain(  # a batch's gradient noise, then the sampler
-        *([bc_noise(variance / n)] if variance else []), bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0),
+        *([bc_noise(variance / n)] if variance else []),
+        bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0),
     )
     step = 1 / (1 / lr + variance / (2 * T * n))
     got = stationary_covariance(fed(noisy, gradient_variance=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)

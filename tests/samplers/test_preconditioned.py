@@ -108,7 +108,9 @@ def test_the_drift_follows_a_temperature_schedule():
     for t in range(4):
         for h in (0.0, 1.0):
             with NormalProbe():
-                updates, after = tx.update(p, state, params=p, hessian_diagonal=torch.full((1,), h).double(), inplace=False)
+                updates, after = tx.update(
+                    p, state, params=p, hessian_diagonal=torch.full((1,), h).double(), inplace=False
+                )
             steps[t, h] = updates
         nu = after[0].nu[0]
         want = -0.1 * heat(t) * 0.4 * p / nu.sqrt() / (1 + nu.sqrt()) ** 2
@@ -147,8 +149,8 @@ def test_the_adaptive_window_learns_the_mean_square_of_the_gradients(mean):
 
     400 parameters at each of three scales, gradients ``scale (mean + n)`` for 1,000 updates. Where the mean is 0 the window is
     at least a few hundred gradients, one parameter's V then has a relative deviation below 10 %, and the mean over 400
-    below 0.5 %; where it is 3 the window is about ten gradients, of 0.6 relative deviation each: 20 % and 1 %. Asked: the mean over
-    the parameters within 5 % of ``E g^2``, which is at least five deviations.
+    below 0.5 %; where it is 3 the window is about ten gradients, of 0.6 relative deviation each: 20 % and 1 %. Asked:
+    the mean over the parameters within 5 % of ``E g^2``, which is at least five deviations.
     """
     tx, p = bc.samplers.scale_by_adaptive_window(1000), torch.zeros(3, 400, dtype=torch.float64)
     state, generator = tx.init(p), torch.Generator().manual_seed(0)

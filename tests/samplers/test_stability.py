@@ -129,7 +129,11 @@ def test_radam_holds_its_noise_until_its_updates_are_rectified():
     assert max((a - b).square().mean().sqrt().item() for a, b in zip(hot[:5], cold[:5])) < target
 
 
-@pytest.mark.parametrize("settings", [{"betas": (0.9, 0.6)}, {"betas": (0.9, 0.5)}, {"freeze_after": 3}], ids=["rho = 4", "rho = 3", "frozen before"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"betas": (0.9, 0.6)}, {"betas": (0.9, 0.5)}, {"freeze_after": 3}],
+    ids=["rho = 4", "rho = 3", "frozen before"],
+)
 def test_radam_that_never_rectifies_samples_from_its_first_update(settings):
     """There its scale is 1 for ever: 4,000 parameters of curvature 2, 300 updates after 200, variance within 5 %.
 

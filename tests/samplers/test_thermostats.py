@@ -160,7 +160,7 @@ def logistic_regression():
     """Gradient of a mean loss over 60 data with an intercept and a slope; the posterior's mean and deviations by quadrature."""
     generator = torch.Generator().manual_seed(0)
     x = torch.stack([torch.ones(60).double(), torch.randn(60, generator=generator, dtype=torch.float64)], dim=1)
-    y = (torch.rand(60, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ torch.tensor([0.5, 1.5]).double()))
+    y = torch.rand(60, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ torch.tensor([0.5, 1.5]).double())
     y = y.double()
     grid = torch.stack(torch.meshgrid(*[torch.linspace(-3, 6, 400, dtype=torch.float64)] * 2, indexing="ij"), dim=-1)
     logit = grid.reshape(-1, 2) @ x.T

@@ -96,7 +96,9 @@ class Probe:
     keywords of ``update`` as functions of theta.
     """
 
-    def __init__(self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, lift=None, **extra) -> None:
+    def __init__(
+        self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, lift=None, **extra
+    ) -> None:
         self.tx, self.potential, self.extra, self.keep = tx, potential, extra, keep
         self.reduce = reduce or (lambda *leaves: leaves)
         self.prepare = prepare or (lambda state: state)
