@@ -208,13 +208,13 @@ SAMPLERS = (
         "sgnht",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
     ),
-    Sampler(
+    Sampler(  # up to lr 0.025, where the default mass begins to grow with lr
         "sgnht, per parameter",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0, per_parameter=True),
         order=Order(
             1,
             lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)),
-            (0.01, 0.02, 0.04),
+            (0.005, 0.01, 0.02),
             9,
         ),
     ),
