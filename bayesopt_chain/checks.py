@@ -2,43 +2,105 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
+from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bayesopt_chain.tracing import is_hidden
 
 
-def temperature(value: Any) -> None:
-    """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
-    if callable(value) and not torch.is_tensor(value):
+def number(
+    name: str,
+    value: Any,
+    within: str = "(-inf, inf)",
+    *,
+    integer: bool = False,
+    tensor: bool = False,
+    schedule: bool = False,
+    hint: str = "",
+) -> None:
+    """Refuse what is no number, or lies outside an interval. NaN lies in none, infinity in those that are closed there.
+
+    Args:
+        name: the argument's, with which the message begins.
+        value: what came. ``True`` and ``False`` are no numbers.
+        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not.
+        integer: whether it must be an integer.
+        tensor: whether a real 0-d tensor will do. One that is hidden (see :mod:`bayesopt_chain.tracing`) passes unread.
+        schedule: whether a callable will do; it passes uncalled.
+        hint: what to do instead, put at the end of the message.
+
+    Raises:
+        TypeError: not a number (an integer, a tensor, a schedule).
+        ValueError: outside the interval; a tensor that is not 0-d and real.
+
+    Example:
+        >>> number("momentum", 0.9, "[0, 1)")
+        >>> number("momentum", 1.0, "[0, 1)")
+        Traceback (most recent call last):
+        ValueError: momentum must lie in [0, 1), got 1.0
+        >>> number("eps", "small", "(0, inf)")
+        Traceback (most recent call last):
+        TypeError: eps must be a number, got 'small'
+    """
+    if schedule and callable(value) and not isinstance(value, Tensor):
         return
-    if torch.is_tensor(value):
-        if value.ndim or value.dtype.is_complex:
-            raise ValueError(
-                f"temperature: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}"
-            )
+    shown: Any = value
+    if isinstance(value, Tensor) and tensor:
+        if value.ndim or value.dtype.is_complex or value.dtype == torch.bool:
+            raise ValueError(f"{name}: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}")
         if is_hidden(value):
             return
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"temperature: expected a number, a 0-d tensor or a schedule, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"temperature: must be finite and not negative, got {value}; 1 / N samples a posterior of N data"
-        )
+        shown = value = value.item()
+    tail = f"; {hint}" if hint else ""
+    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
+        kinds = ["an integer" if integer else "a number", *["a 0-d tensor"] * tensor, *["a schedule"] * schedule]
+        wanted = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
+        raise TypeError(f"{name} must be {wanted}, got {_short(shown)}{tail}")
+    x, (low, high, has_low, has_high) = float(value), _interval(within)
+    if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
+        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {_short(shown)}{tail}")
 
 
-def positive(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+_WORDS = {
+    "(-inf, inf)": "be finite",
+    "(0, inf)": "be a positive, finite number",
+    "[0, inf)": "be finite and not negative",
+    "[1, inf)": "be at least 1 and finite",
+}
 
 
-def momentum(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise ValueError(f"{name} must lie in [0, 1), got {value!r}")
+@cache
+def _interval(within: str) -> tuple[float, float, bool, bool]:
+    """Both ends, and whether each is included."""
+    low, high = within[1:-1].split(",")
+    return float(low), float(high), within[0] == "[", within[-1] == "]"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def temperature(value: Any) -> None:
+    """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
+    hint = "1 / N samples a posterior of N data"
+    number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
+
+
+def positive(name: str, value: Any) -> None:
+    """A positive, finite number."""
+    number(name, value, "(0, inf)")
+
+
+def momentum(name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    number(name, value, "[0, 1)")
 
 
 def parameters(leaves: list, paths: list) -> None:

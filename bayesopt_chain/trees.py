@@ -39,11 +39,6 @@ def common_dtype(tree: Tree) -> torch.dtype:
     return dtype
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Tell whether a tensor stands inside vmap or another functorch transform, where its values cannot be inspected."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> None:
     """Raise unless `tree` is like `like`; the message calls it `name` and says which leaf differs."""
     structure, wanted = optree.tree_structure(tree), optree.tree_structure(like)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain import tracing
 from bayesopt_chain.core.foreign import ANY, keywords_of
 from bayesopt_chain.core.leaves import owned
 from bayesopt_chain.fused import sgd as fused
@@ -197,7 +198,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             )
         return out, aux
 
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if tracing.is_transformed():
         grads, (out, aux) = torch.func.grad_and_value(value, has_aux=True)([leaves[i] for i in wanted])
     else:
         with torch.enable_grad():

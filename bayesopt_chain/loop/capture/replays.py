@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws
@@ -45,11 +46,11 @@ class Compiled:
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without its 1 us
+        _torch.set_grad_enabled(False)
         try:
             return self.body.together([self._step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
         finally:
-            torch._C._set_grad_enabled(graded)
+            _torch.set_grad_enabled(graded)
 
     def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
         args = self.inputs.copy()
