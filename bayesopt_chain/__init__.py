@@ -25,7 +25,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
 from bayesopt_chain.loop.step import Info, make_step

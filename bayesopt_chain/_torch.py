@@ -5,6 +5,8 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,17 @@ def proxies_are_recorded() -> bool:
 def set_grad_enabled(enabled: bool) -> None:
     """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
     _C._set_grad_enabled(enabled)
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """No mkldnn on a CPU: its fused LSTM can be neither vmapped nor compiled, while torch's own operations can."""
+    before = _C._get_mkldnn_enabled()
+    _C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags sets more, with a warning
+    try:
+        yield
+    finally:
+        _C._set_mkldnn_enabled(before)
 
 
 def storage_of(x: Tensor) -> int:

@@ -132,7 +132,8 @@ def mean_gradient(loss: Loss, batches: Iterable[Any]) -> Callable[[Any], Any]:
     """
 
     def full_gradient(params: Any) -> Any:
-        total, n = None, 0
+        total: Any = None
+        n = 0
         for batch in batches:
             grads, _ = gradient(loss, params, batch)
             total = grads if total is None else optree.tree_map(torch.add, total, grads)
@@ -158,7 +159,7 @@ class EstimatedStep:
 
     def refresh(self, params: Any, state: tuple) -> tuple:
         """The state with the estimator's reference moved to ``params``, where it has one that moves."""
-        fresh = self.estimator.refresh(params, state[0])
+        fresh: Any = self.estimator.refresh(params, state[0])
         if self.inplace:
             fresh = optree.tree_map(lambda old, new: old.copy_(new), state[0], fresh)
         return fresh, state[1]
