@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -120,6 +122,42 @@ def parameters(leaves: list, paths: list) -> None:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
 
 
+def differentiable(leaves: Sequence[Any], params: Any) -> None:
+    """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
+    for i, leaf in enumerate(leaves):
+        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            continue
+        path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+        if isinstance(leaf, torch.nn.Module):
+            raise TypeError(
+                f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: "
+                + (
+                    "dict(params.items())"
+                    if isinstance(leaf, torch.nn.ParameterDict)
+                    else "dict(module.named_parameters())"
+                )
+            )
+        if isinstance(leaf, Tensor):
+            raise TypeError(
+                f"params: leaf {path} is {leaf.dtype}, in which no gradient can be taken; keep it in the batch"
+            )
+        raise TypeError(
+            f"params: leaf {path} is {_short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
+            "keep it in the batch"
+        )
+
+
+def dense(grads: Sequence[Any], wanted: Sequence[int], params: Any) -> None:
+    """Gradients as dense tensors: noise, momentum and curvature are."""
+    for i, g in zip(wanted, grads):
+        if g.layout is not torch.strided:
+            path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+            raise ValueError(
+                f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "
+                "sparse=False (torch.nn.Embedding)"
+            )
+
+
 def updates(g: list, p: list | None, spec, params_spec) -> None:
     """Gradients that match the parameters leaf by leaf."""
     if p is None:
@@ -131,6 +169,11 @@ def updates(g: list, p: list | None, spec, params_spec) -> None:
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
+        if x.layout is not torch.strided:
+            raise ValueError(
+                f"updates: leaf {i} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                "(torch.nn.Embedding), or pass .to_dense()"
+            )
         if y is not None:
             alike("updates", i, x, "params have", y.shape, y.dtype, y.device)
 

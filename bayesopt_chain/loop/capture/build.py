@@ -48,6 +48,10 @@ def capture(
     ordered differently); the random stream is the step's. On a CPU the noise of a chain made :func:`counter_based` costs
     about a third of what torch's generator asks.
 
+    What is recorded stays as it is: Python numbers and branches on them, which tensor a name is bound to, the modules' mode (a
+    replay in another is refused), autocast and default dtype. Tensors are read anew at every replay: write into them
+    (``temperature.fill_(0.1)``), or capture again.
+
     Args:
         step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
             state, Info)``.
@@ -57,7 +61,8 @@ def capture(
         batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
             whole batch.
         draws: return the parameters after every step, stacked on axis 0, as ``info.draws``.
-        clone: return copies. By default params and state *alias static buffers that the next call overwrites*.
+        clone: return copies. By default params and state *alias static buffers that the next call overwrites*, and the step
+            belongs to the thread that calls it first.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"`` (default: the first that is possible here).
 
     Returns:
@@ -67,6 +72,7 @@ def capture(
     Raises:
         CaptureError: the step reads a number off a tensor, branches on one, or makes shapes that depend on values.
         ValueError: a later call with another structure, shape, dtype or device.
+        At a later call also CaptureError: a module in another mode, a second thread without ``clone``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
