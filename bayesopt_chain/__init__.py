@@ -5,7 +5,7 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
@@ -27,8 +27,11 @@ from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.checkpoint import load, save
+from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
+from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
@@ -50,6 +53,7 @@ __all__ = [
     "AdamW",
     "CaptureError",
     "Chain",
+    "Draws",
     "Gaussian",
     "Info",
     "RAdam",
@@ -67,12 +71,15 @@ __all__ = [
     "counter_based",
     "curvature",
     "delay",
+    "diagnostics",
     "ekf",
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
+    "iterate",
     "laplace",
     "likelihoods",
+    "load",
     "make_loss_step",
     "make_particle_step",
     "make_step",
@@ -86,7 +93,9 @@ __all__ = [
     "response",
     "rmsprop",
     "running_rms",
+    "sample",
     "samplers",
+    "save",
     "scale",
     "scale_by_adadelta",
     "scale_by_adam",
