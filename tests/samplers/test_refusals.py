@@ -27,7 +27,7 @@ NAN = float("nan")
         (
             lambda: samplers.ubu(0.1, 1.0, temperature=-1.0),
             ValueError,
-            "temperature: must be finite and not negative, got -1.0",
+            "temperature must be finite and not negative, got -1.0",
         ),
         (
             lambda: samplers.sghmc_euler(0.1, 1.0, temperature=1.0),
