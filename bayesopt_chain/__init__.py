@@ -23,15 +23,17 @@ from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_n
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
+from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -79,6 +81,7 @@ __all__ = [
     "laplace",
     "likelihoods",
     "load",
+    "make_functional",
     "make_loss_step",
     "make_particle_step",
     "make_step",
@@ -110,6 +113,7 @@ __all__ = [
     "sgd",
     "sghmc",
     "sgld",
+    "skip_nonfinite",
     "stack",
     "swag",
     "testing",
@@ -117,4 +121,5 @@ __all__ = [
     "tune_by_validation",
     "vi",
     "with_response",
+    "write_back",
 ]

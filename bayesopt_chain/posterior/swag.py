@@ -30,13 +30,12 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
     PosteriorTransformation,
     device_of,
-    is_concrete,
     present,
     require_finite,
     require_these,
 )
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import size
 
 
@@ -63,7 +62,7 @@ def empty(leaves: list[Tensor], rank: int) -> SwagState:
 
 def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -> SwagState:
     """The state with one more iterate where it is due; values, not a branch, so that a step can be captured."""
-    if is_concrete(due) and not due:
+    if is_readable(due) and not due:
         return state
     n = state.collected + due
     weight = 1 / n.clamp(min=1)
