@@ -9,6 +9,7 @@ from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision,
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
+from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -74,6 +75,7 @@ __all__ = [
     "delay",
     "diagnostics",
     "ekf",
+    "fit_laplace",
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
