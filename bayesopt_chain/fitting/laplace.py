@@ -159,6 +159,7 @@ def fit_laplace(
     structure: str = "kronecker",
     subset: str | Sequence[str] | Callable[[str], bool] | Any = "last_layer",
     tune: Literal["evidence", "validation"] | None = "evidence",
+    tune_noise: bool = True,
     prior_precision: Any = 1.0,
     validation: Iterable | None = None,
     progress: bool = False,
@@ -178,6 +179,10 @@ def fit_laplace(
         tune: "evidence" (default) maximises the evidence over the prior precision, one for each kept parameter tensor where the
             structure has a basis of its own for each, and the Gaussian noise; "validation" takes the prior precision of
             ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps ``prior_precision``.
+        tune_noise: whether the evidence tunes Gaussian noise too. Default True. With many uncertain layers the evidence is only
+            as good as the structure: on a network of 2,701 parameters with noise of variance 4e-4 (three seeds) "root" over
+            all layers found 3.1e-4 to 4.8e-4 and the last layer, in any structure, 2.8e-4 to 4.3e-4, but "kronecker" over all
+            layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
         validation: an iterable of batches, for ``tune="validation"``, read once for every candidate.
@@ -220,7 +225,7 @@ def fit_laplace(
     if tune == "validation":
         return _validated(model, seen, one, validation)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
-    residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" else None
+    residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" and tune_noise else None
     gradient = seen.gradient if model.is_linear_gaussian else None
     best = tune_prior_and_noise(
         seen.precision,
