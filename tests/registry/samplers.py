@@ -1,57 +1,21 @@
-"""Every sampler of the library, with what each promises. A new one gets all the laws by being listed here."""
+"""Named samplers, with what each promises: its optimizer at T = 0, the order of its bias."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import optree
 import torch
 import torchopt
-from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.samplers.preconditioned import AdaptiveWindowState
-from bayesopt_chain.testing import LAWS
-from tests.samplers.transfer import QUARTIC, Probe
+from tests.registry.dressings import fed, half_square, identity_matrix, like_params, stacked_losses, two_chains
+from tests.registry.transform import Order, Transform
+from tests.samplers.transfer import Probe
 
-LAW = {law.__name__: law for law in LAWS}
 NO_GRADIENT = ("updates_can_be_differentiated",)
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
 NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
-
-
-def fed(tx: GradientTransformation, **keywords: Callable) -> GradientTransformation:
-    """``tx`` with further keywords of its ``update`` computed from gradients and parameters."""
-
-    def update(updates, state, *, params=None, inplace=True, **extra):
-        more = {k: fn(updates, params) for k, fn in keywords.items()}
-        return tx.update(updates, state, params=params, inplace=inplace, **more, **extra)
-
-    return GradientTransformation(tx.init, update)
-
-
-def like_params(value: float) -> Callable:
-    """A keyword that is a tree like the gradients, filled with ``value``."""
-    return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)
-
-
-def identity_matrix(updates, params):
-    """The identity of the dimension of all parameters together."""
-    leaves = optree.tree_leaves(updates)
-    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype)
-
-
-def stacked_losses(updates, params):
-    """Half the squared norm of each of two stacked chains."""
-    return sum((p.detach() ** 2).reshape(2, -1).sum(1) for p in optree.tree_leaves(params)) / 2
-
-
-def half_square(updates, params):
-    """Half the squared norm of all parameters."""
-    return sum((p.detach() ** 2).sum() for p in optree.tree_leaves(params)) / 2
 
 
 class TreePrecision:
@@ -64,41 +28,8 @@ class TreePrecision:
         return optree.tree_map(lambda x: x / 2.0, tree)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Bias of order ``slope`` in the step that ``probe`` takes, fitted over ``steps``.
-
-    ``in_time`` says that the step is a time, whose square is a learning rate.
-    """
-
-    slope: float
-    probe: Callable[[float], Probe]
-    steps: tuple[float, ...]
-    degree: int = 16
-    noise: Any = None
-    in_time: bool = False
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler as the laws see it.
-
-    ``build(temperature)`` makes it; ``limit`` makes the optimizer that it is at T = 0 (that ``cold(temperature)`` is, for
-    samplers that freeze a preconditioner in between); ``skip`` names laws that cannot apply, with the reason; ``stacked``
-    says that its parameters are two chains on axis 0.
-    """
-
-    name: str
-    build: Callable[[Any], Any]
-    limit: Callable[[], Any] | None = None
-    order: Order | None = None
-    cold: Callable[[Any], Any] | None = None
-    stacked: bool = False
-    skip: tuple[str, ...] = field(default=())
-    why: str = ""
-
-    def __str__(self) -> str:
-        return self.name
+def Sampler(name, build, limit=None, order=None, **rest):
+    return Transform(name, build, limit, order, namespace="samplers", **rest)
 
 
 def frozen_rms(state):
@@ -115,7 +46,7 @@ def frozen_adam(state):
 
 def frozen_window(state):
     """An adaptive-SGHMC state frozen at ``P = 2``."""
-    window: AdaptiveWindowState = state[0]
+    window = state[0]
     return (
         window._replace(square=(torch.full_like(window.square[0], 0.25),), count=(torch.tensor(10**6),)),
         *state[1:],
@@ -336,15 +267,15 @@ SAMPLERS = (
     ),
     Sampler(
         "svgd",
-        lambda t: bc.samplers.svgd(0.1, temperature=t),
-        stacked=True,
+        lambda t: two_chains(bc.samplers.svgd(0.1, temperature=t)),
         skip=COUPLED,
         why="all parameters of a particle share its kernel",
     ),
     Sampler(
         "replica_exchange",
-        lambda t: fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses),
-        stacked=True,
+        lambda t: two_chains(
+            fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses)
+        ),
     ),
     Sampler(
         "lattice_walk",
@@ -382,6 +313,3 @@ def cheap(lr: float, momentum: float, temperature, kind: str):
     return bc.chain(
         bc.add_momentum(momentum), bc.inject_langevin_noise(temperature, noise=kind), bc.scale_by_neg_lr(lr)
     )
-
-
-__all__ = ["LAW", "QUARTIC", "SAMPLERS", "Order", "Sampler", "cheap", "fed"]
