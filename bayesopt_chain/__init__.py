@@ -26,8 +26,11 @@ from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditi
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.checkpoint import load, save
+from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
+from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
@@ -49,6 +52,7 @@ __all__ = [
     "AdamW",
     "CaptureError",
     "Chain",
+    "Draws",
     "Gaussian",
     "Info",
     "RAdam",
@@ -70,8 +74,10 @@ __all__ = [
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
+    "iterate",
     "laplace",
     "likelihoods",
+    "load",
     "make_loss_step",
     "make_particle_step",
     "make_step",
@@ -85,7 +91,9 @@ __all__ = [
     "response",
     "rmsprop",
     "running_rms",
+    "sample",
     "samplers",
+    "save",
     "scale",
     "scale_by_adadelta",
     "scale_by_adam",
