@@ -18,6 +18,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.version import __version__
+
 FORMAT = "bayesopt_chain/1"
 Scalar = bool | int | float | str | None
 
@@ -123,8 +125,6 @@ def _names(tree: Any) -> list[str]:
 def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
     """Write tensors and a header atomically; returns the checksum of the data."""
     from safetensors.torch import save_file
-
-    from bayesopt_chain import __version__
 
     held, seen = {}, set()
     for name, x in tensors.items():
