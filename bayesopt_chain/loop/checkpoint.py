@@ -90,6 +90,13 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         FileNotFoundError: no such file.
         ValueError: a truncated or damaged file, one that something else wrote, or one of another tree or chain; the
             message names what differs.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> file = tempfile.mkdtemp() + "/params.safetensors"
+        >>> bc.save(file, {"w": torch.ones(2)})
+        >>> bc.load(file, like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
     """
     tensors, header = read(Path(path))
     if tx is not None and header.get("chain") not in (None, repr(tx)):

@@ -29,7 +29,14 @@ Loss = Callable[[Any, Any], Any]
 
 
 class Info(NamedTuple):
-    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output."""
+    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum(), bc.sgd(0.1))
+        >>> step(torch.zeros(1), bc.sgd(0.1).init(torch.zeros(1)), torch.ones(1))[2]
+        Info(loss=tensor(1.), aux=())
+    """
 
     loss: Tensor
     aux: Any

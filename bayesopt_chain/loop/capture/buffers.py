@@ -15,7 +15,13 @@ from bayesopt_chain.loop.step import Info
 
 
 class Steps(NamedTuple):
-    """What a captured run of several steps reports, stacked on axis 0; ``draws`` is ``()`` unless asked for."""
+    """What a captured run of several steps reports, stacked on axis 0; ``draws`` is ``()`` unless asked for.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> bc.Steps(loss=torch.tensor([2.0, 1.0]), aux=None)
+        Steps(loss=tensor([2., 1.]), aux=None, draws=())
+    """
 
     loss: Tensor
     aux: Any
