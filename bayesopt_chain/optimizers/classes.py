@@ -14,7 +14,6 @@ import torchopt
 
 from bayesopt_chain.optimizers import functional
 
-
 DOC = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
 
     Takes the parameters first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
