@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint types processors clean
+.PHONY: demo test quick docs lint types processors clean
 
 # Rooms without a type error; `make types` looks at all of them.
 TYPED := bayesopt_chain/__init__.py bayesopt_chain/demo bayesopt_chain/meta.py bayesopt_chain/optimizers \
@@ -39,5 +39,9 @@ types: $(VENV)/.installed
 processors: $(VENV)/.installed
 	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
+	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
