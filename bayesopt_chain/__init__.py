@@ -23,9 +23,10 @@ from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_n
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
+from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
@@ -109,6 +110,7 @@ __all__ = [
     "sgd",
     "sghmc",
     "sgld",
+    "skip_nonfinite",
     "stack",
     "swag",
     "testing",

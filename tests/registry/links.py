@@ -69,6 +69,11 @@ LINKS = (
         why="all parameters of a particle share its kernel",
         namespace="samplers",
     ),
+    Transform(
+        "skip_nonfinite",
+        lambda t: bc.skip_nonfinite(bc.sghmc(0.1, temperature=t)),
+        lambda: torchopt.sgd(0.1, momentum=0.9),
+    ),
     Transform("delay", lambda t: bc.delay(), skip=NO_GRADIENT, why="it passes on the gradient of the step before"),
     Transform(
         "inject_langevin_noise",

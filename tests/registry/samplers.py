@@ -28,7 +28,8 @@ class TreePrecision:
         return optree.tree_map(lambda x: x / 2.0, tree)
 
 
-def Sampler(name, build, limit=None, order=None, **rest):
+def sampler(name, build, limit=None, order=None, **rest):
+    """A row of ``bc.samplers``."""
     return Transform(name, build, limit, order, namespace="samplers", **rest)
 
 
@@ -53,36 +54,44 @@ def frozen_window(state):
     )
 
 
+def thermostat_probe(tx, **kwargs) -> Probe:
+    """A thermostat with one friction for each parameter, the square root of the friction as a coordinate.
+
+    Its law has a Gaussian tail, where the friction's, a Gamma law, has too heavy a one for polynomials.
+    """
+    return Probe(tx, reduce=lambda v, xi: (v, xi.sqrt()), lift=lambda v, root: (v, root.square()), **kwargs)
+
+
 def window_then_momentum():
     return torchopt.chain(bc.samplers.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
 
 
 SAMPLERS = (
-    Sampler(
+    sampler(
         "sgld, order 1",
         lambda t: bc.sgld(0.1, temperature=t, order=1),
         lambda: torchopt.sgd(0.1),
         Order(1, lambda lr: Probe(bc.sgld(lr, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sgld",
         lambda t: bc.sgld(0.1, temperature=t),
         lambda: torchopt.sgd(0.1),
         Order(2, lambda lr: Probe(bc.sgld(lr, temperature=1.0)), (0.01, 0.02, 0.04)),
     ),
-    Sampler(
+    sampler(
         "sghmc, order 1",
         lambda t: bc.sghmc(0.1, 0.8, temperature=t, order=1),
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(1, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sghmc",
         lambda t: bc.sghmc(0.1, 0.8, temperature=t),
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sghmc_euler",
         lambda t: bc.samplers.sghmc_euler(0.05, 0.8, temperature=t),
         lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
@@ -96,7 +105,7 @@ SAMPLERS = (
         skip=NO_GRADIENT,
         why="this step's gradient moves the parameters in the next",
     ),
-    Sampler(
+    sampler(
         "baoab",
         lambda t: bc.samplers.baoab(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
@@ -107,13 +116,13 @@ SAMPLERS = (
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "obabo",
         lambda t: bc.samplers.obabo(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
         Order(2, lambda h: Probe(bc.samplers.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
     ),
-    Sampler(
+    sampler(
         "ubu",
         lambda t: bc.samplers.ubu(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3 * -math.expm1(-0.3), momentum=math.exp(-0.3)),
@@ -127,35 +136,38 @@ SAMPLERS = (
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "sgnht",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
     ),
-    Sampler(
-        "sgnht_per_parameter",
-        lambda t: bc.samplers.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
+    sampler(  # up to lr 0.025, where the default mass begins to grow with lr
+        "sgnht, per parameter",
+        lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0, per_parameter=True),
         order=Order(
-            1, lambda lr: Probe(bc.samplers.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9
+            1,
+            lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)),
+            (0.005, 0.01, 0.02),
+            9,
         ),
     ),
-    Sampler(
+    sampler(
         "badodab",
         lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0),
         skip=COUPLED,
         why="all parameters share one friction, so that a missing one is felt by the others within the step",
     ),
-    Sampler(
-        "badodab_per_parameter",
-        lambda t: bc.samplers.badodab_per_parameter(0.2, temperature=t or 1.0),
+    sampler(
+        "badodab, per parameter",
+        lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0, per_parameter=True),
         order=Order(
             2,
-            lambda h: Probe(bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0)),
+            lambda h: thermostat_probe(bc.samplers.badodab(h, 1.0, temperature=1.0, per_parameter=True)),
             (0.03, 0.045, 0.06),
             11,
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "psgld",
         lambda t: bc.samplers.psgld(0.01, 0.9, temperature=t, freeze_after=4),
         lambda: torchopt.rmsprop(0.01, 0.9),
@@ -171,19 +183,20 @@ SAMPLERS = (
             (0.01, 0.02, 0.04),
         ),
     ),
-    Sampler(
-        "psgld_corrected",
+    sampler(
+        "psgld, corrected",
         lambda t: fed(
-            bc.samplers.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)
+            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4),
+            hessian_diagonal=like_params(1.0),
         ),
         lambda: torchopt.rmsprop(0.01, 0.9),
         cold=lambda t: (
-            fed(bc.samplers.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
+            fed(bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True), hessian_diagonal=like_params(1.0))
             if torch.is_tensor(t) or t
-            else bc.samplers.psgld_corrected(0.01, 0.9, temperature=t)
+            else bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True)
         ),
     ),
-    Sampler(
+    sampler(
         "adam_sghmc",
         lambda t: bc.samplers.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
         lambda: torchopt.adam(0.01, (0.8, 0.99)),
@@ -199,7 +212,7 @@ SAMPLERS = (
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
+    sampler(
         "adaptive_sghmc",
         lambda t: bc.samplers.adaptive_sghmc(0.05, 0.9, temperature=t, burn_in=4),
         window_then_momentum,
@@ -214,7 +227,7 @@ SAMPLERS = (
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
+    sampler(
         "langevin_with_precision",
         lambda t: bc.samplers.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
         lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
@@ -230,24 +243,28 @@ SAMPLERS = (
         skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
         why="a precision may couple all parameters, so that none may lack a gradient",
     ),
-    Sampler(
+    sampler(
         "sgfs",
-        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
+        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), gradient_variance=like_params(0.5)),
         order=Order(
             1,
             lambda lr: Probe(
-                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
+                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1),
+                reduce=lambda v: (),
+                gradient_variance=torch.zeros_like,
             ),
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
-        "sgfs_dense",
-        lambda t: fed(bc.samplers.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
+    sampler(
+        "sgfs, dense",
+        lambda t: fed(
+            bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix
+        ),
         skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),
-    Sampler(
+    sampler(
         "cyclical",
         lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
         lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 24), momentum=0.8),
@@ -255,35 +272,35 @@ SAMPLERS = (
             0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t
         ),  # no restart in its 12 steps
     ),
-    Sampler(
-        "cyclical_paper",
-        lambda t: bc.samplers.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+    sampler(
+        "cyclical, lr inside",
+        lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t, lr_inside=True),
         lambda: torchopt.chain(bc.scale_by_neg_lr(bc.schedules.cosine_restarts(0.1, 6)), bc.add_momentum(0.8)),
     ),
-    Sampler(
+    sampler(
         "contour_sgld",
         lambda t: fed(bc.samplers.contour_sgld(0.1, 0.0, 20.0, temperature=t, bins=10), loss=half_square),
         lambda: torchopt.sgd(0.1),
     ),
-    Sampler(
+    sampler(
         "svgd",
         lambda t: two_chains(bc.samplers.svgd(0.1, temperature=t)),
         skip=COUPLED,
         why="all parameters of a particle share its kernel",
     ),
-    Sampler(
+    sampler(
         "replica_exchange",
         lambda t: two_chains(
             fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses)
         ),
     ),
-    Sampler(
+    sampler(
         "lattice_walk",
         lambda t: bc.samplers.lattice_walk(0.05, temperature=t or 1.0),
         skip=NO_GRADIENT,
         why="its moves are signs",
     ),
-    Sampler(
+    sampler(
         "sghmc, three-point noise",
         lambda t: cheap(0.1, 0.8, t, "three_point"),
         lambda: torchopt.sgd(0.1, momentum=0.8),
@@ -294,7 +311,7 @@ SAMPLERS = (
             noise=((-math.sqrt(3.0), 0.0, math.sqrt(3.0)), (1 / 6, 2 / 3, 1 / 6)),
         ),
     ),
-    Sampler(
+    sampler(
         "sghmc, Rademacher noise",
         lambda t: cheap(0.1, 0.8, t, "rademacher"),
         lambda: torchopt.sgd(0.1, momentum=0.8),
