@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 .PHONY: demo test quick docs lint types processors clean
 
 # Rooms without a type error; `make types` looks at all of them.
-TYPED := bayesopt_chain/__init__.py bayesopt_chain/demo bayesopt_chain/meta.py bayesopt_chain/optimizers \
-	bayesopt_chain/predict bayesopt_chain/schedules.py bayesopt_chain/testing
+TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py optimizers \
+	predict random schedules.py testing tracing.py version.py)
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
