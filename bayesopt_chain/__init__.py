@@ -33,6 +33,7 @@ from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -79,6 +80,7 @@ __all__ = [
     "laplace",
     "likelihoods",
     "load",
+    "make_functional",
     "make_loss_step",
     "make_particle_step",
     "make_step",
@@ -118,4 +120,5 @@ __all__ = [
     "tune_by_validation",
     "vi",
     "with_response",
+    "write_back",
 ]
