@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test quick docs lint types processors clean
 
 # Rooms without a type error; `make types` looks at all of them.
-TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py optimizers \
+TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optimizers \
 	predict random schedules.py testing tracing.py version.py)
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
