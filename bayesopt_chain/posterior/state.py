@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 State = TypeVar("State", bound=tuple)
-ScalarOrSchedule: TypeAlias = "float | Tensor | Callable[[Tensor], Any]"
+ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 
 
 class PosteriorTransformation(Chain):

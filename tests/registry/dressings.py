@@ -1,4 +1,4 @@
-"""Transforms that need a draw or curvature, dressed as plain ones for the laws that every link obeys."""
+"""Transforms that ask for a draw, a curvature, a loss or several chains, dressed as plain ones for the laws."""
 
 import optree
 import torch
@@ -24,13 +24,30 @@ def drawing(tx, **further):
     return GradientTransformation(tx.init, update)
 
 
-def filtering(tx, make):
-    """Gives ``update`` an increment over the parameters."""
+def fed(tx, **keywords):
+    """Gives ``update`` further keywords, computed from gradients and parameters."""
 
     def update(updates, state, *, params=None, inplace=True, **extra):
-        return tx.update(updates, state, params=params, curvature=make(updates, params), inplace=inplace, **extra)
+        more = {k: fn(updates, params) for k, fn in keywords.items()}
+        return tx.update(updates, state, params=params, inplace=inplace, **more, **extra)
 
     return GradientTransformation(tx.init, update)
+
+
+def two_chains(tx):
+    """Gives a transform of stacked chains two of them, the second half a unit off, and shows the first."""
+
+    def beside(tree, distance):
+        return optree.tree_map(lambda p: torch.stack([p, p + distance]), tree)
+
+    def init(params):
+        return tx.init(beside(params, 0.5))
+
+    def update(updates, state, *, params=None, inplace=True, **extra):
+        moves, state = tx.update(beside(updates, 0.0), state, params=beside(params, 0.5), inplace=inplace, **extra)
+        return optree.tree_map(lambda x: x[0], moves), state
+
+    return GradientTransformation(init, update)
 
 
 def unit_diagonal(grads, params):
@@ -52,11 +69,30 @@ def two_rows(grads, params):
 
 def per_sample(grads, params):
     """Two data whose mean gradient is the given one."""
-    filled = _each(lambda g, p: torch.zeros_like(p) if g is None else g, params, params)
-    filled = optree.tree_map(
+    return optree.tree_map(
         lambda g, p: None if p is None else torch.stack([p + 1, p - 1]) + (0 if g is None else g),
         grads,
         params,
         none_is_leaf=True,
     )
-    return filled
+
+
+def like_params(value: float):
+    """A keyword that is a tree like the gradients, filled with ``value``."""
+    return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)
+
+
+def identity_matrix(updates, params):
+    """The identity of the dimension of all parameters together."""
+    leaves = optree.tree_leaves(updates)
+    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype)
+
+
+def stacked_losses(updates, params):
+    """Half the squared norm of each of two stacked chains."""
+    return sum((p.detach() ** 2).reshape(2, -1).sum(1) for p in optree.tree_leaves(params)) / 2
+
+
+def half_square(updates, params):
+    """Half the squared norm of all parameters."""
+    return sum((p.detach() ** 2).sum() for p in optree.tree_leaves(params)) / 2
