@@ -9,6 +9,8 @@ import os
 
 import torch
 
+SMALL = 2**26  # below this nobody asks how much is free
+
 
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
@@ -22,8 +24,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def require_dense_fits(parameters: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `MemoryError` unless two `[P, P]` matrices (the sum and its Cholesky factor) fit."""
-    item = torch.empty((), dtype=dtype).element_size()
+    """Raise ``MemoryError`` unless two ``[P, P]`` matrices (the sum and its Cholesky factor) fit."""
+    item = dtype.itemsize
     needed, free = 2 * parameters**2 * item, available_bytes(device)
     if needed <= free:
         return
@@ -36,6 +38,17 @@ def require_dense_fits(parameters: int, dtype: torch.dtype, device: torch.device
         f"a dense precision over {parameters:,} parameters and its factor need {_readable(needed)}, {device} has "
         f"{_readable(free)} free: use {' or '.join(fitting)} or 'kronecker', or curvature.subset for fewer parameters"
     )
+
+
+def require_factor_fits(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``MemoryError`` unless a Kronecker factor of the named parameter and its eigenvectors fit."""
+    needed = 2 * rows * columns * dtype.itemsize
+    if needed > SMALL and needed > (free := available_bytes(device)):
+        raise MemoryError(
+            f"a Kronecker precision needs {_readable(needed)} for a factor [{rows:,}, {columns:,}] of the parameter "
+            f"{name} and its eigenvectors, {device} has {_readable(free)} free: leave the parameter out with "
+            "curvature.subset, or use structure='diagonal' or 'low_rank'"
+        )
 
 
 def _readable(count: float) -> str:

@@ -7,7 +7,7 @@
     bridge       f ~ N(m, V)  ->  Dirichlet(a),   a_k = (1 - 2/K + e^{m_k} / K^2 sum_l e^{-m_l}) / V_kk    Hobbhahn et
     al. 2022
 
-Only differences of logits matter to a softmax: `probit` sees only those, and the bridge first conditions on `sum f =
+Only differences of logits matter to a softmax: ``probit`` sees only those, and the bridge first conditions on `sum f =
 0`.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
-    """Approximate `E sigmoid(f)` for `f ~ N(mean, variance)`, elementwise; within 0.019 of the integral for every f.
+    """Approximate ``E sigmoid(f)`` for ``f ~ N(mean, variance)``, elementwise; within 0.019 of the integral for every f.
 
     >>> import torch
     >>> from bayesopt_chain import predict
@@ -32,13 +32,13 @@ def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Approximate `E softmax(f)` for `f ~ N(mean, covariance)`.
+    """Approximate ``E softmax(f)`` for ``f ~ N(mean, covariance)``.
 
     Args:
-        mean: `[*, C]`. covariance: `[*, C, C]`, as from `predict.linearized`.
+        mean: ``[*, C]``. covariance: ``[*, C, C]``, as from ``predict.linearized``.
 
     Returns:
-        Probabilities `[*, C]`. For two classes it is `probit_bernoulli` of the difference; for three it errs by less
+        Probabilities ``[*, C]``. For two classes it is ``probit_bernoulli`` of the difference; for three it errs by less
         than 0.01 where the logits' standard deviations are at most 0.3, 0.07 up to 1, and 0.14 up to 3 (random
         covariances).
 
@@ -60,12 +60,12 @@ def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     """Return the Dirichlet whose Laplace approximation in the softmax basis has this mean and these variances.
 
     Args:
-        mean: `[*, C]`. covariance: `[*, C, C]`, not constant over classes.
+        mean: ``[*, C]``. covariance: ``[*, C, C]``, not constant over classes.
 
     Returns:
-        Concentrations `[*, C]`; `a / a.sum(-1)` are the class probabilities, and `a.sum` says how sure they are. The
+        Concentrations ``[*, C]``; ``a / a.sum(-1)`` are the class probabilities, and ``a.sum`` says how sure they are. The
         mean errs by less than 0.06 for concentrations of 1 to 10, 0.02 for 3 to 30 (three classes), if the Gaussian
-        is a Dirichlet's; where the logits' variances are very unequal it is not, and `probit` is the better guide.
+        is a Dirichlet's; where the logits' variances are very unequal it is not, and ``probit`` is the better guide.
 
     >>> import torch
     >>> from bayesopt_chain import predict
