@@ -31,6 +31,11 @@ def shape_only(tree: Tree) -> Tree:
     return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape), tree)
 
 
+def widened(tree: Tree) -> Tree:
+    """Return :func:`shape_only` of a tree in the dtypes in which sums over data are held."""
+    return optree.tree_map(lambda leaf: leaf.detach().new_zeros((), dtype=wide(leaf.dtype)).expand(leaf.shape), tree)
+
+
 def common_dtype(tree: Tree) -> torch.dtype:
     """Return the dtype in which the leaves of a tree can be held together, float32 at least."""
     dtype = torch.float32
@@ -146,9 +151,7 @@ def first(rows: Tree) -> Tree:
 
 def combine(coefficients: Tensor, rows: Tree) -> Tree:
     """Return ``coefficients @ rows``: leaves ``[*lead, *leaf.shape]`` from ``[*lead, M]`` and leaves ``[M, *leaf.shape]``."""
-    return optree.tree_map(
-        lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=1), rows
-    )
+    return optree.tree_map(lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=1), rows)
 
 
 def project(rows: Tree, tree: Tree) -> Tensor:

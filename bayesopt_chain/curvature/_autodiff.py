@@ -49,19 +49,15 @@ def plain_kernels() -> Iterator[None]:
 
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
-    mkldnn, cudnn = torch.backends.mkldnn, torch.backends.cudnn
-    kept = {"deterministic": bool(mkldnn.deterministic), "allow_tf32": bool(mkldnn.allow_tf32)}
-    with ExitStack() as stack:
-        stack.enter_context(mkldnn.flags(enabled=False, **kept))
-        stack.enter_context(
-            cudnn.flags(
-                enabled=False,
-                benchmark=bool(cudnn.benchmark),
-                deterministic=bool(cudnn.deterministic),
-                allow_tf32=bool(cudnn.allow_tf32),
-            )
-        )
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    kept = [backend.enabled for backend in backends]
+    try:
+        for backend in backends:
+            backend.enabled = False
         yield
+    finally:
+        for backend, enabled in zip(backends, kept):
+            backend.enabled = enabled
 
 
 def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

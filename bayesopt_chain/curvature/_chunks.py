@@ -216,7 +216,7 @@ def pull_back(
         summed = _last_layer(linear, plan, root, stop - start) if sums_last_layer else []
         done = {gradient.leaf for gradient in summed}
         if is_first:
-            plan = _compared(forward, params, chunk, root.part(0, min(at_once, columns)), linear, plan)
+            plan = _compared(forward, params, chunk, root, linear, plan)
             accepts(plan)
             summed = [gradient for gradient in summed if gradient.leaf not in plan.reasons]
             done = {gradient.leaf for gradient in summed}
@@ -345,18 +345,18 @@ def _tolerance(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps ** 0.5
 
 
-def _compared(forward: Forward, params: Tree, chunk: Any, some: Tensor, linear: Linear, plan: Plan) -> Plan:
+def _compared(forward: Forward, params: Tree, chunk: Any, root: OutputRoot, linear: Linear, plan: Plan) -> Plan:
     """Return the plan without the shortcuts whose gradients for the last datum are not those of a direct backward pass.
 
-    Compared is one random combination of the columns at hand. A gradient may differ by eps^(1/3) of its leaf's largest
+    Compared is one combination of all columns. A gradient may differ by eps^(1/3) of its leaf's largest
     entry, and by rounding, 1e3 eps, of the largest of all.
     """
     if plan.direct is None:
         return plan
-    weights = torch.linspace(0.5, 1.5, some.shape[0], dtype=some.dtype, device=some.device)
-    s = torch.tensordot(weights, some, 1)[None]
+    outputs, b = linear.outputs, batch_size(chunk)
+    weights = torch.linspace(0.5, 1.5, root.columns, dtype=outputs.dtype, device=outputs.device)
+    s = root.combine(weights.expand(b, root.columns))[None]
     wanted = plan.direct(s[0, -1:])
-    b = batch_size(chunk)
     pulled = linear.pull(s) if linear.pull is not None else []
     tapped = _tapped_gradients(linear.uses, linear.inputs, pulled, b, last=True)
     got = {leaf: kind.rows(x(), g()).reshape(wanted[leaf].shape) for leaf, kind, x, g in tapped}
@@ -537,12 +537,25 @@ def generic_rows(forward: Forward, params: Tree, chunk: Any, columns: Tensor, pl
             if any(row.shape != (*s.shape[:2], *leaves[i].shape) for i, row in zip(wanted, rows)):
                 return None
     if rows is None:
-        over_columns = _in_turn if plan.one_by_one else _over_columns
-        each = [one(part(chunk, i, i + 1), s[i], over_columns) for i in range(s.shape[0])]
+        alone = [part(chunk, i, i + 1) for i in range(s.shape[0])]
+        if is_transforming():
+            each = [one(datum, columns, _over_columns) for datum, columns in zip(alone, s)]
+        else:
+            each = [_one_by_one(forward, params, datum, columns, wanted) for datum, columns in zip(alone, s)]
         rows = [torch.stack(leaf) for leaf in zip(*each)]
     return [row.transpose(0, 1) for row in rows]
 
 
-def _in_turn(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Pull columns back one after the other."""
-    return lambda columns: optree.tree_map(lambda *leaves: torch.stack(leaves), *map(pull, columns))
+def _one_by_one(forward: Forward, params: Tree, datum: Any, columns: Tensor, wanted: list[int]) -> list[Tensor]:
+    """Return one datum's rows, ``[K, *leaf.shape]``, by plain backward passes, which every operation has."""
+    leaves, structure, _ = _fresh(params)
+    some = [leaves[index].requires_grad_() for index in wanted]
+    with torch.enable_grad():
+        outputs = forward(optree.tree_unflatten(structure, leaves), datum)[0]
+    if not outputs.requires_grad:
+        return [leaf.new_zeros((columns.shape[0], *leaf.shape)) for leaf in some]
+
+    def pull(s: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, some, s, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+    return [torch.stack(rows) for rows in zip(*map(pull, columns))]

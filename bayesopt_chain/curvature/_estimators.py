@@ -38,7 +38,7 @@ from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._roots import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
 from bayesopt_chain.precision._algebra import as_count
-from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide
+from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened
 
 Estimate = Callable[[Tree, Any], Precision]
 TargetsOf = Callable[[Any], Any]
@@ -254,7 +254,7 @@ def hessian(
             else:
                 total = total + _columns(products, params, chunk_bytes, structure == "diagonal")
         count = as_count(n, plan.probe.device)
-        return Dense(total, like, count) if structure == "dense" else Diagonal(unflatten(total, _zeros(params)), count)
+        return Dense(total, like, count) if structure == "dense" else Diagonal(unflatten(total, widened(params)), count)
 
     return estimate
 

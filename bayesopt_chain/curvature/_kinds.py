@@ -10,8 +10,8 @@ With the output gradients g (one for each of K factors and b data) and what the 
 
 and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
 diagonal) and its Kronecker factors. Sums take the ``total`` so far, None before the first, and add to it in place.
-Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no gradient is ever formed. Kronecker factors of shared weights follow Eschenhagen et al. (2023): "expand" treats
-positions as data, "reduce" sums them.
+Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no gradient is ever formed. Kronecker factors
+of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them.
 """
 
 from __future__ import annotations

@@ -41,16 +41,21 @@ def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, An
         (tensor(9.), tensor(6.))
     """
     try:
-        return torch.func.jvp(f, primals, tangents)
+        return _forward_mode(f, primals, tangents)
     except UNSUPPORTED:
         with plain_kernels():
             try:
-                return torch.func.jvp(f, primals, tangents)
+                return _forward_mode(f, primals, tangents)
             except UNSUPPORTED:
                 output, pull = vjp(f, *primals)
                 zeros = optree.tree_map(torch.zeros_like, output)
                 _, push = vjp(lambda u: pull(u), zeros)
                 return output, push(tuple(tangents))[0]
+
+
+def _forward_mode(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    result = torch.func.jvp(f, primals, tangents)
+    return result[0], result[1]
 
 
 def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool = False) -> tuple:
@@ -82,9 +87,7 @@ def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool
     return (*result, f(*primals)[1]) if has_aux else result
 
 
-def fvp(
-    f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise: bool = False
-) -> tuple[Tensor, Any]:
+def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise: bool = False) -> tuple[Tensor, Any]:
     """Multiply the empirical Fisher matrix by a vector.
 
     Args:

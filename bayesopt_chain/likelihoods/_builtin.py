@@ -1,11 +1,11 @@
 """The likelihoods most models use, each with the exact root of its output Hessian (``_roots.py``) written down.
 
-    gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2      sum_k s_k s_k^T = 1 / v
-      learned     f = (m, r), v = e^r                             sum_k s_k s_k^T = diag(1 / v, 1 / 2)
-    bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)       sum_k s_k s_k^T = p (1 - p)
-    poisson       loss = e^f - y f + log y!                       sum_k s_k s_k^T = e^f
-    categorical   loss = -log softmax(f)_y,  p = softmax(f)       sum_k s_k s_k^T = diag(p) - p p^T
-                                                                  s_k = sqrt(p_k) (e_k - p)
+gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2      sum_k s_k s_k^T = 1 / v
+  learned     f = (m, r), v = e^r                             sum_k s_k s_k^T = diag(1 / v, 1 / 2)
+bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)       sum_k s_k s_k^T = p (1 - p)
+poisson       loss = e^f - y f + log y!                       sum_k s_k s_k^T = e^f
+categorical   loss = -log softmax(f)_y,  p = softmax(f)       sum_k s_k s_k^T = diag(p) - p p^T
+                                                              s_k = sqrt(p_k) (e_k - p)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten
+from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten, widened
 
 
 class _Dense(NamedTuple):
@@ -75,7 +75,7 @@ class Dense(_Dense, Precision):
         return Cholesky(factor, self.like, self.count)
 
     def diag(self) -> Tree:
-        return unflatten(self.matrix.diagonal(), self.like)
+        return unflatten(self.matrix.diagonal(), widened(self.like))
 
     def quad(self, tree: Tree) -> Tensor:
         x = flatten(tree, self.like)
@@ -87,7 +87,7 @@ class Dense(_Dense, Precision):
         tolerance = 1e3 * torch.finfo(values.dtype).eps
         if not is_hidden(values) and bool((values < -tolerance * values.abs().max()).any()):
             raise ValueError(f"the precision is indefinite (eigenvalue {values.min().item():.3g}): use curvature.ggn")
-        return unflatten(values.clamp_min(0).sqrt()[:, None] * vectors.mT, self.like)
+        return unflatten(values.clamp_min(0).sqrt()[:, None] * vectors.mT, widened(self.like))
 
     def to_dense(self) -> Tensor:
         return self.matrix
@@ -137,18 +137,18 @@ class Cholesky(_Cholesky, Precision):
         return 2 * self.factor.diagonal().log().sum()
 
     def diag(self) -> Tree:
-        return unflatten(self.factor.square().sum(1), self.like)
+        return unflatten(self.factor.square().sum(1), widened(self.like))
 
     def inverse_diag(self) -> Tree:
         identity = torch.eye(size(self.like), dtype=self.factor.dtype, device=self.factor.device)
         inverse = torch.linalg.solve_triangular(self.factor, identity, upper=False)
-        return unflatten(inverse.square().sum(0), self.like)
+        return unflatten(inverse.square().sum(0), widened(self.like))
 
     def quad(self, tree: Tree) -> Tensor:
         return (flatten(tree, self.like) @ self.factor).square().sum(-1)
 
     def as_rows(self) -> Tree:
-        return unflatten(self.factor.mT, self.like)
+        return unflatten(self.factor.mT, widened(self.like))
 
     def to_dense(self) -> Tensor:
         return self.factor @ self.factor.mT

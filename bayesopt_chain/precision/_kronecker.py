@@ -76,7 +76,9 @@ class Kronecker(_Kronecker, Precision):
     def __new__(
         cls, left: Tree, right: Tree, diagonal: Tree, like: Tree, data: Tensor, weight: Tensor | None = None
     ) -> Kronecker:
-        return super().__new__(cls, left, right, diagonal, like, data, torch.ones_like(data) if weight is None else weight)
+        return super().__new__(
+            cls, left, right, diagonal, like, data, torch.ones_like(data) if weight is None else weight
+        )
 
     @property
     def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]

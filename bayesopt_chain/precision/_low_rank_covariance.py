@@ -23,7 +23,7 @@ class _LowRankCovariance(NamedTuple):
     diagonal: Tree
     rows: Tree
     strengths: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:

@@ -184,6 +184,19 @@ def test_batched_cg_solves_every_system_and_leaves_the_finished_alone():
     assert info.iterations == 0 and not zero.any()
 
 
+def test_cg_with_damping_solves_the_damped_system_with_and_without_a_start():
+    params, A = PARAMS(), positive(21)
+    product = lambda x: unflatten(flatten(x, params) @ A, params)  # noqa: E731
+    expected = torch.linalg.solve(A + 0.7 * torch.eye(21), flatten(params, params))
+    for options in ({"damping": 0.7}, {"damping": torch.tensor(0.7), "x0": like(params)}):
+        x, info = curvature.cg(product, params, rtol=1e-12, **options)
+        assert info.converged and torch.allclose(flatten(x, params), expected, rtol=1e-9)
+    singular = lambda x: 0 * x  # noqa: E731
+    assert torch.allclose(curvature.cg(singular, torch.ones(2), damping=2.0)[0], torch.full((2,), 0.5))
+    with pytest.raises(ValueError, match="damping=-1"):
+        curvature.cg(product, params, damping=-1.0)
+
+
 def test_cg_refuses_an_indefinite_matrix_and_a_wrong_start():
     with pytest.raises(ValueError, match="not positive definite"):
         curvature.cg(lambda x: -x, torch.ones(2))
