@@ -21,11 +21,6 @@ UNSUPPORTED = (RuntimeError, NotImplementedError)
 _RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_transforming() -> bool:
-    """Whether the call stands inside a functorch transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """Return ``(f(*primals), pull)``; ``pull(u)`` is a tuple, J^T u for every primal."""
     result = torch.func.vjp(f, *primals)

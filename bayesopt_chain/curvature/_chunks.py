@@ -26,7 +26,6 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
-    is_transforming,
     vjp,
     vjp_with_aux,
     without_fused_recurrence,
@@ -34,7 +33,7 @@ from bayesopt_chain.curvature._autodiff import (
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
 from bayesopt_chain.curvature._taps import Taps, Use
 from bayesopt_chain.likelihoods import OutputRoot
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import is_hidden, is_transformed
 from bayesopt_chain.trees import Tree, paths, wide
 
 Forward = Callable[[Tree, Any], Tensor]
@@ -131,7 +130,7 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     """Run the last datum through ``forward`` and see how each parameter is used."""
     n = batch_size(batch)
     leaves, structure, names = _fresh(params)
-    is_open = not is_transforming() and not any(map(is_hidden, leaves))
+    is_open = not is_transformed() and not any(map(is_hidden, leaves))
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
     if is_open:
         floating = [leaf.requires_grad_() for leaf in floating]
@@ -387,7 +386,7 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
     """Return outputs, the pullback of several columns at once, and aux; outside of transforms by autograd, which is
     leaner.
     """
-    if is_transforming():
+    if is_transformed():
         outputs, pull, aux = vjp_with_aux(run, zeros)
         return outputs, _over_columns(lambda s: pull(s)[0]), aux
     zeros = [zero.requires_grad_() for zero in zeros]
@@ -538,7 +537,7 @@ def generic_rows(forward: Forward, params: Tree, chunk: Any, columns: Tensor, pl
                 return None
     if rows is None:
         alone = [part(chunk, i, i + 1) for i in range(s.shape[0])]
-        if is_transforming():
+        if is_transformed():
             each = [one(datum, columns, _over_columns) for datum, columns in zip(alone, s)]
         else:
             each = [_one_by_one(forward, params, datum, columns, wanted) for datum, columns in zip(alone, s)]

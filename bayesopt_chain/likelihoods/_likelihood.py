@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.likelihoods._roots import Explicit, OutputRoot
-from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import plain
+from bayesopt_chain.tracing import is_hidden, unwrapped
 
 Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
@@ -166,7 +165,7 @@ def _require_separate(
             f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
             "without averaging over the batch"
         )
-    values, labels = plain(outputs), plain(targets)
+    values, labels = unwrapped(outputs), unwrapped(targets)
     if (values.shape, labels.shape) != (outputs.shape, targets.shape):
         return  # inside vmap, where one datum cannot be told from another
     alone, together = nll(values[-1:], labels[-1:])[0], nll(values, labels)[-1]
