@@ -149,7 +149,9 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     def direct(s: Tensor) -> list[Tensor]:
         if not outputs.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        found = iter(torch.autograd.grad(outputs, floating, s, allow_unused=True, materialize_grads=True))
+        found = iter(
+            torch.autograd.grad(outputs, floating, s, allow_unused=True, materialize_grads=True, retain_graph=True)
+        )
         return [next(found) if leaf.is_floating_point() else torch.zeros_like(leaf) for leaf in leaves]
 
     return Plan(
@@ -213,21 +215,28 @@ def pull_back(
         accepts(plan)
         root = root_of(linear.outputs, part(targets, start, stop))
         summed = _last_layer(linear, plan, root, stop - start) if sums_last_layer else []
-        done = {gradient.leaf for gradient in summed}
-        if is_first:
-            plan = _compared(forward, params, chunk, root, linear, plan)
-            accepts(plan)
-            summed = [gradient for gradient in summed if gradient.leaf not in plan.reasons]
-            done = {gradient.leaf for gradient in summed}
-        if len(done) == len(plan.names):
+        if is_first and len(summed) == len(plan.names):
+            some = _all_columns(root, linear.outputs)
+            plan = _without_wrong_taps(some, linear.pull(some) if linear.pull else [], linear, plan)
+            summed = _kept(summed, plan)
+        if len(summed) == len(plan.names):
             yield Chunk(start, stop - start, linear.outputs, True, [], summed)
             continue
         for k in range(0, columns, at_once):
             some = root.part(k, min(k + at_once, columns))
-            gradients = _gradients(forward, params, chunk, some, linear, plan, done)
+            pulled = linear.pull(some) if linear.pull is not None else []
+            compare = is_first and k == 0
+            if compare:
+                plan = _without_wrong_taps(some, pulled, linear, plan)
+                accepts(plan)
+                summed = _kept(summed, plan)
+            gradients = _tapped_gradients(linear, pulled, plan, stop - start, {gradient.leaf for gradient in summed})
+            if plan.generic:
+                rows, plan = _generic(forward, params, chunk, some, plan, compare)
+                gradients += [_generic_gradient(index, row) for index, row in zip(plan.generic, rows)]
             gradients.sort(key=lambda gradient: gradient.leaf)
             yield Chunk(start, stop - start, linear.outputs, k == 0, gradients, summed if k == 0 else [])
-            del gradients, some  # before the next ones are made
+            del gradients, some, pulled  # before the next ones are made
         del linear, root
 
 
@@ -344,27 +353,42 @@ def _tolerance(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps ** 0.5
 
 
-def _compared(forward: Forward, params: Tree, chunk: Any, root: OutputRoot, linear: Linear, plan: Plan) -> Plan:
-    """Return the plan without the shortcuts whose gradients for the last datum are not those of a direct backward pass.
-
-    Compared is one combination of all columns. A gradient may differ by eps^(1/3) of its leaf's largest
-    entry, and by rounding, 1e3 eps, of the largest of all.
-    """
-    if plan.direct is None:
-        return plan
-    outputs, b = linear.outputs, batch_size(chunk)
+def _all_columns(root: OutputRoot, outputs: Tensor) -> Tensor:
+    """Return one combination of all columns, ``[1, b, *event]``."""
     weights = torch.linspace(0.5, 1.5, root.columns, dtype=outputs.dtype, device=outputs.device)
-    s = root.combine(weights.expand(b, root.columns))[None]
-    wanted = plan.direct(s[0, -1:])
-    pulled = linear.pull(s) if linear.pull is not None else []
-    tapped = _tapped_gradients(linear.uses, linear.inputs, pulled, b, last=True)
-    got = {leaf: kind.rows(x(), g()).reshape(wanted[leaf].shape) for leaf, kind, x, g in tapped}
-    plan = untap(plan, {leaf: _WRONG_TAP for leaf in _unlike(got, wanted)})
-    if plan.generic and not plan.one_by_one:
-        rows = generic_rows(forward, params, chunk, s, plan)
-        wrong = rows is None or _unlike({i: row[0, -1] for i, row in zip(plan.generic, rows)}, wanted)
-        plan = plan._replace(one_by_one=bool(wrong))
-    return plan
+    return root.combine(weights.expand(outputs.shape[0], root.columns))[None]
+
+
+def _kept(summed: list[Gradient], plan: Plan) -> list[Gradient]:
+    return [gradient for gradient in summed if gradient.leaf not in plan.reasons]
+
+
+def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linear, plan: Plan) -> Plan:
+    """Return the plan without the taps whose gradients for the last datum are not those of a direct backward pass.
+
+    Compared is one combination of the columns at hand. A gradient may differ by eps^(1/3) of its leaf's largest entry,
+    and by rounding, 1e3 eps, of the largest of all.
+    """
+    if plan.direct is None or not linear.uses:
+        return plan
+    weights, b = _weights(some), some.shape[1]
+    wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
+    got = {}
+    for use, x in zip(linear.uses, linear.inputs):
+        x, g = _of_last(x, 0, b), torch.tensordot(weights, _of_last(pulled[use.tap], 1, b), 1)[None]
+        rows = use.kind.rows(_widened(use.canonical.x(x, 1)), _widened(use.canonical.g(x, g, 1)))
+        got[use.leaf] = rows.reshape(wanted[use.leaf].shape)
+    return untap(plan, {leaf: _WRONG_TAP for leaf in _unlike(got, wanted)})
+
+
+def _weights(some: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, some.shape[0], dtype=some.dtype, device=some.device)
+
+
+def _of_last(tensor: Tensor, axis: int, b: int) -> Tensor:
+    """Return the part of b data's tensor that belongs to the last datum."""
+    length = tensor.shape[axis] // b
+    return tensor.narrow(axis, tensor.shape[axis] - length, length)
 
 
 _WRONG_TAP = "it is also used in a way that no torch function shows"
@@ -423,45 +447,37 @@ def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return pull_many
 
 
-def _gradients(
-    forward: Forward, params: Tree, chunk: Any, some: Tensor, linear: Linear, plan: Plan, done: set[int]
-) -> list[Gradient]:
-    """Return the gradients of all leaves that are not done."""
-    b = some.shape[1]
-    chosen = [i for i, use in enumerate(linear.uses) if use.leaf not in done and use.leaf not in plan.reasons]
-    uses, inputs = [linear.uses[i] for i in chosen], [linear.inputs[i] for i in chosen]
-    gradients = []
-    if uses and linear.pull is not None:
-        gradients = _tapped_gradients(uses, inputs, linear.pull(some), b)
-    if plan.generic:
+def _generic(
+    forward: Forward, params: Tree, chunk: Any, some: Tensor, plan: Plan, compare: bool
+) -> tuple[list[Tensor], Plan]:
+    """Return the rows of the leaves without a tap, one by one where vmap fails or, compared with a direct backward pass,
+    is wrong.
+    """
+    rows = generic_rows(forward, params, chunk, some, plan)
+    if rows is not None and compare and plan.direct is not None and not plan.one_by_one:
+        weights = _weights(some)
+        wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
+        got = {i: torch.tensordot(weights.to(row.dtype), row[:, -1], 1) for i, row in zip(plan.generic, rows)}
+        rows = None if _unlike(got, wanted) else rows
+    if rows is None:
+        plan = plan._replace(one_by_one=True)
         rows = generic_rows(forward, params, chunk, some, plan)
-        if rows is None:
-            rows = generic_rows(forward, params, chunk, some, plan._replace(one_by_one=True))
-        gradients += [_generic_gradient(index, row) for index, row in zip(plan.generic, rows or [])]
-    return gradients
+    return rows or [], plan
 
 
-def _tapped_gradients(
-    uses: list[Use], inputs: list[Tensor], pulled: list[Tensor], b: int, last: bool = False
-) -> list[Gradient]:
-    """Return the tapped leaves' gradients, of all data or of the last one."""
-
-    def of_last(tensor: Tensor, axis: int) -> Tensor:
-        return tensor.narrow(axis, tensor.shape[axis] - tensor.shape[axis] // b, tensor.shape[axis] // b)
+def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, done: set[int]) -> list[Gradient]:
+    """Return the gradients of the tapped leaves that are not done."""
 
     def gradient(use: Use, x: Tensor) -> Gradient:
-        g = pulled[use.tap]
-        if last:
-            x, g = of_last(x, 0), of_last(g, 1)
-        data = 1 if last else b
         return Gradient(
             use.leaf,
             use.kind,
-            lambda: _widened(use.canonical.x(x, data)),
-            lambda: _widened(use.canonical.g(x, g, data)),
+            lambda: _widened(use.canonical.x(x, b)),
+            lambda: _widened(use.canonical.g(x, pulled[use.tap], b)),
         )
 
-    return [gradient(use, x) for use, x in zip(uses, inputs)]
+    pairs = zip(linear.uses, linear.inputs)
+    return [gradient(use, x) for use, x in pairs if use.leaf not in done and use.leaf not in plan.reasons]
 
 
 def _widened(tensor: Tensor) -> Tensor:
