@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -31,6 +32,14 @@ def temperature(value: Any) -> None:
         )
 
 
+def positive_temperature(who: str, value: Any, why: str) -> None:
+    """Refuse temperature 0 for a sampler that is no optimizer there."""
+    temperature(value)
+    number = value.item() if torch.is_tensor(value) and not is_hidden(value) else value
+    if isinstance(number, Real) and number == 0:
+        raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")
+
+
 def positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
@@ -41,7 +50,7 @@ def momentum(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in [0, 1), got {value!r}")
 
 
-def parameters(leaves: list, paths: list) -> None:
+def parameters(leaves: Sequence[Any], paths: Sequence[tuple | str]) -> None:
     """Parameters that can be sampled: at least one, floating point, real."""
     found = False
     for leaf, path in zip(leaves, paths):
@@ -82,8 +91,8 @@ def alike(what: str, i: int, x, whose: str, shape, dtype, device) -> None:
         )
 
 
-def name(path: tuple) -> str:
-    return "".join(f"[{part!r}]" for part in path) or "(the bare tensor)"
+def name(path: tuple | str) -> str:
+    return (path if isinstance(path, str) else "".join(f"[{part!r}]" for part in path)) or "(the bare tensor)"
 
 
 def show(value: Any) -> str:

@@ -6,10 +6,25 @@ import torch
 from torch import Tensor
 
 
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transformation (vmap, grad) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def batch_levels(x: Tensor) -> set[int]:
+    """The levels of ``vmap`` over which a tensor has an axis of its own."""
+    functorch, levels = torch._C._functorch, set()
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            levels.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return levels
+
+
 def is_plain(*tensors: Tensor) -> bool:
     """Whether tensors hold numbers now: nothing is being transformed, traced or compiled."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is None
+        not is_transformed()
         and not is_traced()
         and not any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
     )

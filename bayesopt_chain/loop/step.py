@@ -4,9 +4,13 @@ What a transformation asks for besides the gradient it says itself, by the keywo
 
     draw                    the gradient is taken at a draw from its posterior, for each of its samples
     curvature               the increment that ``curvature(params, batch)`` gives, where the gradient was taken
+    loss                    its value there
     per_sample_gradients    the gradient of every datum
+    gradient_variance       their variance, for each parameter
+    gradient_covariance     their covariance matrix, over all parameters in optree order
 
-so that going from one method to another changes the transformation and nothing else.
+and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each. Going from one method to
+another changes the transformation and nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +24,20 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.foreign import ANY, keywords_of
+from bayesopt_chain.core.chain import ANY, Chain
 from bayesopt_chain.core.leaves import owned
 from bayesopt_chain.fused import sgd as fused
-from bayesopt_chain.posterior import draw as drawing
+from bayesopt_chain.links.foreign import keywords_of
+from bayesopt_chain.posterior import draw as draws
+from bayesopt_chain.tracing import is_transformed
 
 Loss = Callable[[Any, Any], Any]
+
+
+NO_GRADIENT = (
+    "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
+    "(a module by torch.func.functional_call(module, params, ...))"
+)
 
 
 class Info(NamedTuple):
@@ -87,7 +99,7 @@ def make_step(
 
     Raises:
         ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
-            a loss that is not a scalar.
+            a loss that is not a scalar, or that depends on none of ``params``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -101,50 +113,85 @@ def make_step(
     """
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
-    accepts = tx.accepts if hasattr(tx, "accepts") else keywords_of(tx)
+    links = tx.links if isinstance(tx, Chain) else ()
+    accepts = tx.accepts if isinstance(tx, Chain) else keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
-    takes_curvature = "curvature" in accepts or ANY in accepts
-    differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
-    draws = [i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")]
-    if len(draws) > 1:
-        raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
+    if ANY in accepts:
+        accepts = accepts | {"curvature"}
+    asks = [k for k in ASKS if k in accepts and (k != "curvature" or curvature is not None)]
+    by_datum = any(k in BY_DATUM for k in asks)
+    drawing = [i for i, link in enumerate(links) if link.samples]
+    if len(drawing) > 1:
+        raise ValueError(f"make_step: {len(drawing)} links of this chain draw; one step takes gradients at one draw")
+    if any(link.stacked for link in links) and (drawing or by_datum or "curvature" in asks):
+        raise ValueError("make_step: a chain over particles takes their gradients and losses; it can ask for nothing else")
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
-        grads, info = differentiate(loss, params, batch)
-        extra = {"curvature": curvature(params, batch)} if curvature is not None and takes_curvature else {}
-        if differentiate is per_sample_gradients:
-            extra["per_sample_gradients"] = grads
-            grads = optree.tree_map(lambda g: g.mean(0), grads)
-        return grads, info, extra
+        samples, (grads, info) = None, (per_sample_gradients if by_datum else gradient)(loss, params, batch)
+        if by_datum:
+            samples, grads = grads, optree.tree_map(lambda g: g.mean(0), grads)
+        seen = Seen(params, batch, info, samples, curvature)
+        return grads, info, {k: ASKS[k](seen) for k in asks}
+
+    def evaluate_particles(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        """Gradients and losses of all particles, on axis 0."""
+        return torch.vmap(lambda p: evaluate(p, batch))(params)
 
     def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """The same at every sample of the draw that a link asks for."""
-        (i,) = draws
-        rule = tx.rules[i]
+        (i,) = drawing
         with torch.no_grad():
-            draw, points = drawing.drawn(tx, i, state, params)
+            draw, points = draws.drawn(tx, i, state, params)
         grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
         with torch.no_grad():
-            extra = {"draw": draw}
-            if "curvature" in extras[0]:
-                extra["curvature"] = _mean_precision([each["curvature"] for each in extras])
-            if "per_sample_gradients" in extras[0]:
-                trees = [each["per_sample_gradients"] for each in extras]
-                extra["per_sample_gradients"] = drawing.gathered(tx, i, trees, params)
-            loss = torch.stack([info.loss for info in infos]).mean()
+            where, extra = state.layout.where[i], {"draw": draw}
+            for k in asks:
+                values = [each[k] for each in extras]
+                extra[k] = _mean_precision(values) if k == "curvature" else draws.gathered(values, where)
+            mean = torch.stack([info.loss for info in infos]).mean()
             aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
-            info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
-            return drawing.gathered(tx, i, list(grads), params), info, extra
+            report = links[i].report(state[i], draw, mean, aux)
+            info = Info(mean, aux) if report is None else report
+            return draws.gathered(list(grads), where), info, extra
 
     def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         return evaluate(params, batch)
 
-    form = fused.recognise(tx) if inplace else None
-    return Step(evaluate_draw if draws else evaluate_here, tx, inplace, form)
+    stacked = any(link.stacked for link in links)
+    chosen = evaluate_draw if drawing else evaluate_particles if stacked else evaluate_here
+    return Step(chosen, tx, inplace, fused.recognise(tx) if inplace else None)
+
+
+class Seen(NamedTuple):
+    """What is known at a point where the gradient was taken."""
+
+    params: Any
+    batch: Any
+    info: Info
+    samples: Any  # the gradient of every datum, leaves ``[B, *leaf.shape]``
+    curvature: Callable[[Any, Any], Any] | None
+
+
+def _variance(samples: Any) -> Any:
+    return optree.tree_map(lambda g: g.var(0), samples)
+
+
+def _covariance(samples: Any) -> Tensor:
+    return torch.cat([g.flatten(1) for g in optree.tree_leaves(samples)], dim=1).mT.cov()
+
+
+ASKS: dict[str, Callable[[Seen], Any]] = {
+    "curvature": lambda seen: seen.curvature(seen.params, seen.batch),  # pyright: ignore[reportOptionalCall]
+    "loss": lambda seen: seen.info.loss,
+    "per_sample_gradients": lambda seen: seen.samples,
+    "gradient_variance": lambda seen: _variance(seen.samples),
+    "gradient_covariance": lambda seen: _covariance(seen.samples),
+}
+BY_DATUM = ("per_sample_gradients", "gradient_variance", "gradient_covariance")
 
 
 def _mean_precision(precisions: list) -> Any:
@@ -197,15 +244,23 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             )
         return out, aux
 
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        grads, (out, aux) = torch.func.grad_and_value(value, has_aux=True)([leaves[i] for i in wanted])
+    if is_transformed():
+
+        def checked(chosen: list[Tensor]) -> tuple[Tensor, Any]:
+            out, aux = value(chosen)
+            if not (torch._C._functorch.maybe_get_level(out) == torch._C._functorch.maybe_get_level(chosen[0]) and out.requires_grad):
+                raise ValueError(NO_GRADIENT)
+            return out, aux
+
+        grads, (out, aux) = torch.func.grad_and_value(checked, has_aux=True)([leaves[i] for i in wanted])
     else:
         with torch.enable_grad():
             chosen = [leaves[i].detach().requires_grad_() for i in wanted]
             out, aux = value(chosen)
-            if not out.requires_grad:
-                raise ValueError("loss: does not depend on params; compute it from the params it is given")
-            grads = torch.autograd.grad(out, chosen, materialize_grads=True)
+            grads = torch.autograd.grad(out, chosen, allow_unused=True) if out.requires_grad else ()
+            if all(g is None for g in grads):
+                raise ValueError(NO_GRADIENT)
+            grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen)]
     full: list = [None] * len(leaves)
     for i, g in zip(wanted, grads):
         full[i] = g

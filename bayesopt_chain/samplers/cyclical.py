@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.core.chain import Chain, chain
-from bayesopt_chain.links import own_noise
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import is_zero, now
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
@@ -128,6 +129,7 @@ def cyclical_paper(
         inject_filtered_noise(
             _phase(temperature, cycle, burn_in),
             ((2.0 * (1.0 - momentum)) ** 0.5,),
+            beside=(1, 1 if momentum else 0),
             gain=_Root(schedule),
             generator=generator,
         ),
@@ -147,7 +149,7 @@ class _Root:
 
 def _phase(temperature: float, cycle: int, burn_in: int):
     checks.temperature(temperature)
-    if own_noise.is_zero(temperature):
+    if is_zero(temperature):
         return 0.0
     if not isinstance(temperature, (int, float)):
         return _Gated(sampling_phase(1.0, cycle, burn_in), temperature)
@@ -162,7 +164,7 @@ class _Gated:
     temperature: object
 
     def __call__(self, count) -> Tensor:
-        return self.phase(count) * own_noise.now(self.temperature, count)
+        return self.phase(count) * now(self.temperature, count)
 
 
 def _check(cycle: int, burn_in: int) -> None:

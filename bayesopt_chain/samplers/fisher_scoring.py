@@ -8,9 +8,10 @@ With ``V`` the covariance of the gradients of single data, a batch of ``n`` give
 whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
 near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
 
-``V`` is a bias-corrected running average of what ``update`` receives as ``curvature=``: for :func:`sgfs` the variance of
-each parameter's gradient across single data, a tree like the parameters; for :func:`sgfs_dense` the covariance matrix
-``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that gradient noise, the bias is that of SGLD
+``V`` is a bias-corrected running average of what ``update`` receives: for :func:`sgfs`, as ``gradient_variance=``, the variance
+of each parameter's gradient across single data, a tree like the parameters; for :func:`sgfs_dense`, as
+``gradient_covariance=``, the matrix ``[d, d]``, the leaves flattened in optree order. ``bc.make_step`` estimates both from the
+batch. On a quadratic loss, with that gradient noise, the bias is that of SGLD
 with step ``D``.
 
 At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
@@ -19,18 +20,19 @@ temperature 0 is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.state import zeros
 
 
 class FisherState(NamedTuple):
@@ -38,60 +40,59 @@ class FisherState(NamedTuple):
 
     key: Tensor
     count: Tensor
-    variance: tuple[Tensor, ...]
+    variance: Any
 
 
 @dataclass(frozen=True)
-class FisherScoring(Rule):
-    """The rule behind :func:`sgfs`."""
+class FisherScoring(Keyed):
+    """The link behind :func:`sgfs`."""
 
     lr: float
-    temperature: Temperature
+    temperature: ScalarOrSchedule
     batch_size: int
     decay: float
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
-    accepts = frozenset({"curvature"})
-    name = "sgfs"
 
-    def init(self, params):
-        return FisherState(*own_noise.start(params, self.generator), zeros_like(params))
+    name: ClassVar[str] = "sgfs"
+    keyword: ClassVar[str] = "gradient_variance"
 
-    def update(self, g, state, params, ctx):
-        came = self.variance_of(ctx)
-        xi = own_noise.draw(state, list(state.variance), 1)
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({self.keyword})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
+
+    def init(self, leaves: Leaves, at: At) -> FisherState:
+        return FisherState(*self.start(leaves, at), zeros(leaves))
+
+    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
+        came = at.leaves(self.given(at))
         temperature, inject, corrected = self.now(state)
-        variance: list = [None] * len(g)
-        out: list = [None] * len(g)
-        for i, x in enumerate(g):
-            if x is None:
-                continue
-            variance[i] = self.decay * state.variance[i] + (1.0 - self.decay) * came[i]
-            step = 1.0 / (1.0 / self.lr + variance[i] * (corrected / (2.0 * temperature * self.batch_size)))
-            out[i] = -step * (x + inject * xi[i][0])
-        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, variance, ctx.inplace)
+        xi = self.normals(state, g, at)
+        variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
+        steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
+        moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
+        new = FisherState(state.key, *op.count([state.count]), tuple(op.put(state.variance, variance)))
+        return op.put(g, moves), new
 
-    def now(self, state):
+    def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = own_noise.now(self.temperature, state.count)
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
         corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
-        return temperature, own_noise.root(2.0 * temperature / self.lr), corrected
+        return temperature, root(2.0 * temperature / self.lr), corrected
 
-    def variance_of(self, ctx) -> list:
-        came = ctx.extra.get("curvature")
+    def given(self, at: At) -> Any:
+        """What ``update`` was told of the gradients of single data."""
+        came = at.extra.get(self.keyword)
         if came is None:
-            raise ValueError(
-                f"{self.name}: update needs curvature=, the variance of single-datum gradients; "
-                "pass make_step(..., curvature=fn)"
-            )
-        return optree.tree_leaves(came, none_is_leaf=True)
-
-    def next_state(self, state, variance: list, inplace: bool) -> FisherState:
-        return FisherState(
-            state.key,
-            own_noise.tick(state.count, inplace),
-            own_noise.write(state.variance, variance, inplace),
-        )
+            raise ValueError(f"{self.name}: update needs {self.keyword}=, over single data; bc.make_step passes it")
+        return came
 
     def __str__(self) -> str:
         return f"{self.name}({self.lr}, {self.batch_size}, temperature={checks.show(self.temperature)})"
@@ -99,40 +100,34 @@ class FisherScoring(Rule):
 
 @dataclass(frozen=True)
 class DenseFisherScoring(FisherScoring):
-    """The rule behind :func:`sgfs_dense`."""
+    """The link behind :func:`sgfs_dense`."""
 
     name = "sgfs_dense"
+    keyword = "gradient_covariance"
+    coupled = True
 
-    def init(self, params):
-        leaves = [p for p in params if p is not None]
+    def init(self, leaves: Leaves, at: At) -> FisherState:
         d = sum(p.numel() for p in leaves)
-        key, count = own_noise.start(params, self.generator)
-        return FisherState(key, count, (torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device),))
+        matrix = torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device)
+        return FisherState(*self.start(leaves, at), matrix)
 
-    def update(self, g, state, params, ctx):
-        (came,) = self.variance_of(ctx)
-        (old,) = state.variance
-        live = [x for x in g if x is not None]
-        if sum(x.numel() for x in live) != old.shape[-1]:
-            raise ValueError(
-                "sgfs_dense: every parameter needs a gradient, since its matrix couples them all; use sgfs"
-            )
-        flat = torch.cat([x.reshape(-1) for x in live])
-        ((xi,),) = own_noise.draw(state, [flat], 1)
+    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
+        came, old = self.given(at), state.variance
         temperature, inject, corrected = self.now(state)
+        xi = torch.cat([x.reshape(-1) for (x,) in self.normals(state, g, at)])
+        flat = torch.cat([x.reshape(-1) for x in g])
         new = self.decay * old + (1.0 - self.decay) * came
         inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr
         inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
         move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
-        parts = iter(move.split([x.numel() for x in live]))
-        out = [None if x is None else next(parts).reshape(x.shape) for x in g]
-        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
+        moves = [part.reshape(x.shape) for part, x in zip(move.split([x.numel() for x in g]), g)]
+        return op.put(g, moves), FisherState(state.key, *op.count([state.count]), *op.put([old], [new]))
 
 
 def sgfs(
     lr: float,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     batch_size: int,
     decay: float = 0.95,
     generator: torch.Generator | None = None,
@@ -142,28 +137,28 @@ def sgfs(
     Args:
         lr: step where the gradients have no noise; sets how much is injected.
         temperature: positive; ``1 / N`` for a loss that is a mean over ``N`` data.
-        batch_size: data behind each gradient. decay: weight of the past in the average of ``curvature=``, in [0, 1).
+        batch_size: data behind each gradient. decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain whose ``update`` takes ``curvature=``, the variance of single-datum gradients as a tree like the parameters.
+        A chain whose ``update`` takes ``gradient_variance=``, the variance of single-datum gradients as a tree like the parameters.
 
     Raises:
-        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``curvature=``.
+        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
-        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2))
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_variance=torch.ones(2))
     """
     _check("sgfs", lr, temperature, batch_size, decay)
-    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator),))
+    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator=generator),))
 
 
 def sgfs_dense(
     lr: float,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     batch_size: int,
     decay: float = 0.95,
     generator: torch.Generator | None = None,
@@ -171,15 +166,15 @@ def sgfs_dense(
     """Stochastic gradient Fisher scoring with the whole matrix: ``O(d^3)`` a step. Arguments as :func:`sgfs`.
 
     Returns:
-        A chain whose ``update`` takes ``curvature=``, the covariance ``[d, d]`` of single-datum gradients.
+        A chain whose ``update`` takes ``gradient_covariance=``, the covariance ``[d, d]`` of single-datum gradients.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
-        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.eye(2))
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_covariance=torch.eye(2))
     """
     _check("sgfs_dense", lr, temperature, batch_size, decay)
-    return Chain((DenseFisherScoring(lr, temperature, batch_size, decay, generator),))
+    return Chain((DenseFisherScoring(lr, temperature, batch_size, decay, generator=generator),))
 
 
 def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -> None:
@@ -187,6 +182,6 @@ def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -
     checks.positive(f"{who}: batch_size", batch_size)
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"{who}: decay must lie in [0, 1), got {decay!r}")
-    own_noise.positive_temperature(
+    checks.positive_temperature(
         who, temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )

@@ -22,14 +22,16 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, chain
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
 def sgld(
-    lr: ScalarOrSchedule, *, temperature: Temperature, order: int = 2, generator: torch.Generator | None = None
+    lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, order: int = 2, generator: torch.Generator | None = None
 ) -> Chain:
     """Stochastic gradient Langevin dynamics. At ``temperature=0`` it is SGD.
 
@@ -57,7 +59,7 @@ def sghmc(
     lr: ScalarOrSchedule,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -71,7 +73,7 @@ def sghmc(
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds two tensors for each parameter (order 2) or one (order 1).
+        A chain; its state holds one tensor for each parameter at constant lr and temperature, two where one changes (order 2).
 
     Raises:
         ValueError: momentum outside [0, 1), at ``init``, if the temperature is not the number 0.

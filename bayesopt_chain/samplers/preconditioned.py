@@ -21,23 +21,25 @@ Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core import counters
-from bayesopt_chain.core.chain import Chain, Rule, chain
-from bayesopt_chain.core.leaves import each, zeros_like
-from bayesopt_chain.core.response import Adaptive
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.adaptive import RunningScale, _noisy, scale_by_adam, scale_by_rms
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_zero, new_counts, now, scalar
+from bayesopt_chain.links.adam import scale_by_adam
+from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.rms import RunningScale, RunningScaleState, inverse_coloured, require_settings, scale_by_rms
 
 
 def psgld(
@@ -45,7 +47,7 @@ def psgld(
     alpha: float = 0.99,
     eps: float = 1e-8,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
     order: int = 2,
     generator: torch.Generator | None = None,
@@ -77,36 +79,48 @@ def psgld(
 
 @dataclass(frozen=True)
 class RunningScaleWithDivergence(RunningScale):
-    """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian's diagonal as ``curvature=``."""
+    """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian, a precision with its datum count, as ``curvature=``."""
 
-    temperature: Any = 0.0
-    accepts = frozenset({"curvature"})
+    temperature: ScalarOrSchedule = 0.0
 
-    def init(self, params):
-        return super().init(params)._replace(count=counters.zeros(params))
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"curvature"})
 
-    def update(self, g, state, params, ctx):
-        if ctx.extra.get("curvature") is None:
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
+
+    def init(self, leaves: Leaves, at: At) -> RunningScaleState:
+        return super().init(leaves, at)._replace(count=new_counts(leaves))
+
+    def learn(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[RunningScaleState, Any]:
+        curvature = at.extra.get("curvature")
+        if not (callable(getattr(curvature, "diag", None)) and hasattr(curvature, "count")):
             raise ValueError(
-                "psgld_corrected: update needs curvature=, the diagonal of the loss's Hessian as a tree like the "
-                "parameters; pass make_step(..., curvature=fn), or use psgld"
+                f"psgld_corrected: update got curvature={type(curvature).__name__}, but it needs the loss's Hessian, an increment "
+                "of an estimator of bc.curvature (make_step passes it, given curvature=); or use psgld"
             )
-        hessian = optree.tree_leaves(ctx.extra["curvature"], none_is_leaf=True)
-        clean = [None if x is None else x.clone() for x in g] if ctx.inplace else g
-        strength = counters.each(self._strength, state.count)
-        out, state = super().update(g, state, params, ctx)
-
-        def drift(u: Tensor, x: Tensor, nu: Tensor, h: Tensor, strength: Tensor) -> Tensor:
+        hessian = [h / curvature.count.to(h.dtype) for h in at.leaves(curvature.diag())]
+        strength = by_count(self._strength, state.count)
+        state, denominators = super().learn(g, state, op, at)
+        drifts = list[Tensor]()
+        for x, nu, h, t in zip(g, state.nu, hessian, strength):
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
-            slope = strength * slope / (root + self.eps) ** 2
-            return (u.add_ if ctx.inplace else u.add)(slope.to(u.dtype))
+            drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
+        return state, list(zip(denominators, drifts))
 
-        return each(drift, out, clean, state.nu, hessian, strength), state
+    def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        return inverse_coloured(e, [at.learned[n][0] for n in k], power)
+
+    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
+        g = op.div(g, [d for d, _ in at.learned])
+        return op.add(g, [drift for _, drift in at.learned]), state
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""
-        temperature = counters.scalar(own_noise.now(self.temperature, count), count.device)
+        temperature = scalar(now(self.temperature, count), count.device)
         if self.freeze_after is None:
             return temperature
         return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))
@@ -120,13 +134,14 @@ def psgld_corrected(
     alpha: float = 0.99,
     eps: float = 1e-8,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
     """Preconditioned SGLD with its drift ``T div P``. Arguments as :func:`psgld`; white noise.
 
-    ``update`` takes the diagonal of the loss's Hessian as ``curvature=``, a tree like the parameters. The correction is
+    ``update`` takes the loss's Hessian as ``curvature=``, a precision with its datum count of which the diagonal is used, such as
+    an increment of ``bc.curvature.hessian(loss, "diagonal")``. The correction is
     exact, to first order in lr, for ``alpha=0`` with full gradients and a large ``eps``; with memory in the average it is a
     heuristic (see the module), and ``freeze_after`` is the cure.
 
@@ -136,20 +151,17 @@ def psgld_corrected(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.psgld_corrected(0.01, alpha=0.0, eps=1.0, temperature=1.0), torch.zeros(2)
-        >>> updates, state = tx.update(
-        ...     torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2), inplace=False
-        ... )
+        >>> curvature = bc.precision.Diagonal(torch.ones(2), torch.tensor(1.0))
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=curvature, inplace=False)
         >>> updates.shape
         torch.Size([2])
     """
     checks.temperature(temperature)
-    if own_noise.is_zero(temperature):
+    if is_zero(temperature):
         return psgld(lr, alpha, eps, temperature=0.0, freeze_after=freeze_after)
-    scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after).rules[0]
+    require_settings(eps, freeze_after)
     return chain(
-        Chain(
-            (RunningScaleWithDivergence(scaling.denominator, alpha, eps, 0.0, freeze_after, temperature=temperature),)
-        ),
+        Chain((RunningScaleWithDivergence(False, alpha, eps, 0.0, freeze_after, temperature=temperature),)),
         inject_langevin_noise(temperature, order=1, generator=generator),
         scale_by_neg_lr(lr),
     )
@@ -160,7 +172,7 @@ def adam_sghmc(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
     order: int = 2,
     generator: torch.Generator | None = None,
@@ -182,81 +194,11 @@ def adam_sghmc(
     )
 
 
-class AdaptiveWindowState(NamedTuple):
-    """Window ``tau``, mean ``m`` and mean square ``V`` of the gradients, like each parameter; updates seen."""
-
-    tau: tuple[Tensor, ...]
-    mean: tuple[Tensor, ...]
-    square: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class AdaptiveWindow(Rule):
-    """Divide by the root of a mean square whose window follows the gradients' signal-to-noise ratio."""
-
-    freeze_after: int
-    eps: float = 1e-16
-    response = Adaptive()
-
-    def init(self, params):
-        ones = [zeros_like(params, 1.0) for _ in range(2)]
-        return AdaptiveWindowState(ones[0], zeros_like(params), ones[1], counters.zeros(params))
-
-    def update(self, g, state, params, ctx):
-        tau, mean, square = list(state.tau), list(state.mean), list(state.square)
-        for i, x in enumerate(g):
-            if x is None:
-                continue
-            learn = state.count[i] < self.freeze_after
-            x = x.detach()
-            window = tau[i] + 1.0 - mean[i] ** 2 * tau[i] / (square[i] + self.eps)
-            new_mean = mean[i] + (x - mean[i]) / tau[i]
-            new_square = square[i] + (x * x - square[i]) / tau[i]
-            tau[i] = torch.where(learn, window, tau[i])
-            mean[i] = torch.where(learn, new_mean, mean[i])
-            square[i] = torch.where(learn, new_square, square[i])
-        state = AdaptiveWindowState(
-            own_noise.write(state.tau, tau, ctx.inplace),
-            own_noise.write(state.mean, mean, ctx.inplace),
-            own_noise.write(state.square, square, ctx.inplace),
-            counters.increment(state.count, g, ctx.inplace),
-        )
-        denominators = each(lambda x, v: (v + self.eps).sqrt(), g, state.square)
-        return each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators), state
-
-    def __str__(self) -> str:
-        return f"scale_by_adaptive_window(freeze_after={self.freeze_after})"
-
-
-def scale_by_adaptive_window(freeze_after: int) -> Chain:
-    """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
-
-    Args:
-        freeze_after: updates of burn-in, after which the scale stays as it is.
-
-    Raises:
-        ValueError: no burn-in.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.samplers.scale_by_adaptive_window(10)
-        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
-        [tensor([1.])]
-    """
-    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:
-        raise ValueError(
-            f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
-            "nothing is learned without one, and sampling is exact only behind it"
-        )
-    return Chain((AdaptiveWindow(freeze_after),))
-
-
 def adaptive_sghmc(
     lr: ScalarOrSchedule = 1e-2,
     momentum: float = 0.95,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     burn_in: int,
     order: int = 2,
     generator: torch.Generator | None = None,

@@ -32,17 +32,19 @@ friction for ever. Temperature 0 is refused; :func:`bayesopt_chain.sghmc` is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.state import zeros
 
 _WHY = (
     "a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
@@ -60,46 +62,35 @@ class ThermostatState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Thermostat(Rule):
+class Thermostat(Keyed):
     """What both thermostats share: their state, and the kinetic energy that drives them."""
 
     step: float
     friction: float
-    temperature: Temperature
+    temperature: ScalarOrSchedule
     mass: float
     per_parameter: bool
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
 
-    def init(self, params):
-        key, count = own_noise.start(params, self.generator)
-        first = next(p for p in params if p is not None)
-        shared = (torch.full((), self.friction, dtype=first.dtype, device=first.device),)
-        friction = zeros_like(params, self.friction) if self.per_parameter else shared
-        return ThermostatState(key, count, zeros_like(params), friction)
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
 
-    def update(self, g, state, params, ctx):
-        live = [i for i, x in enumerate(g) if x is not None]
-        n = own_noise.draw(state, list(state.velocity), 1)
-        temperature = own_noise.now(self.temperature, state.count)
-        friction = [state.friction[i] for i in live] if self.per_parameter else [state.friction[0]]
-        moves, velocity, after = self.advance(
-            [g[i] for i in live], [state.velocity[i] for i in live], friction, [n[i][0] for i in live], temperature
-        )
-        out: list = [None] * len(g)
-        v: list = [None] * len(g)
-        xi: list = [None] * len(state.friction)
-        for k, i in enumerate(live):
-            out[i], v[i] = moves[k], velocity[k]
-            if self.per_parameter:
-                xi[i] = after[k]
-        if live and not self.per_parameter:
-            xi = after
-        return own_noise.emit(g, out, ctx.inplace), ThermostatState(
+    def init(self, leaves: Leaves, at: At) -> ThermostatState:
+        key, count = self.start(leaves, at)
+        shared = (torch.full((), self.friction, dtype=leaves[0].dtype, device=leaves[0].device),)
+        friction = zeros(leaves, self.friction) if self.per_parameter else shared
+        return ThermostatState(key, count, zeros(leaves), friction)
+
+    def update(self, g: Leaves, state: ThermostatState, op: Op, at: At) -> tuple[Leaves, ThermostatState]:
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
+        xi = [x for (x,) in self.normals(state, g, at)]
+        moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature)
+        return op.put(g, moves), ThermostatState(
             state.key,
-            own_noise.tick(state.count, ctx.inplace),
-            own_noise.write(state.velocity, v, ctx.inplace),
-            own_noise.write(state.friction, xi, ctx.inplace),
+            *op.count([state.count]),
+            tuple(op.put(state.velocity, velocity)),
+            tuple(op.put(state.friction, friction)),
         )
 
     def advance(self, g: list, v: list, friction: list, n: list, temperature):
@@ -123,7 +114,7 @@ class NoseHoover(Thermostat):
 
     def advance(self, g, v, friction, n, temperature):
         lr = self.step
-        strength = own_noise.root(2.0 * self.friction * temperature / lr)
+        strength = root(2.0 * self.friction * temperature / lr)
         v = [(1.0 - xi) * u + x + strength * e for u, x, xi, e in zip(v, g, self.each(friction, v), n)]
         moves = [-lr * u for u in v]
         friction = [
@@ -147,7 +138,7 @@ class Badodab(Thermostat):
         first = p
         friction = self.half_turn(friction, p, temperature)
         p = [
-            torch.exp(-xi * h) * u + own_noise.root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
+            torch.exp(-xi * h) * u + root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
             for u, xi, e in zip(p, self.each(friction, p), n)
         ]
         friction = self.half_turn(friction, p, temperature)
@@ -173,7 +164,7 @@ def sgnht(
     lr: float,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     thermostat_mass: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -206,7 +197,7 @@ def sgnht_per_parameter(
     lr: float,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     thermostat_mass: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -227,7 +218,7 @@ def badodab(
     step_size: float,
     friction: float = 1.0,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     thermostat_mass: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -259,7 +250,7 @@ def badodab_per_parameter(
     step_size: float,
     friction: float = 1.0,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     thermostat_mass: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -277,13 +268,13 @@ def _nose_hoover(who: str, lr, momentum, temperature, mass, per_parameter: bool,
     checks.positive(f"{who}: lr", lr)
     checks.momentum(f"{who}: momentum", momentum)
     checks.positive(f"{who}: thermostat_mass", mass)
-    own_noise.positive_temperature(who, temperature, _WHY)
-    return Chain((NoseHoover(lr, 1.0 - momentum, temperature, mass, per_parameter, generator),))
+    checks.positive_temperature(who, temperature, _WHY)
+    return Chain((NoseHoover(lr, 1.0 - momentum, temperature, mass, per_parameter, generator=generator),))
 
 
 def _badodab(who: str, step_size, friction, temperature, mass, per_parameter: bool, generator) -> Chain:
     checks.positive(f"{who}: step_size", step_size)
     checks.positive(f"{who}: friction", friction)
     checks.positive(f"{who}: thermostat_mass", mass)
-    own_noise.positive_temperature(who, temperature, _WHY)
-    return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator),))
+    checks.positive_temperature(who, temperature, _WHY)
+    return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator=generator),))

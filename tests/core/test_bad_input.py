@@ -182,7 +182,7 @@ def test_a_schedule_that_descends_by_its_sign_is_told_what_to_do():
 
 
 @pytest.mark.parametrize(
-    "response", [bc.response.Adaptive(), bc.response.Rate(), bc.response.Noise(), bc.response.Elementwise(), "linear"]
+    "response", [bc.response.Metric(), bc.response.Rate(), bc.response.Noise(), bc.response.OwnNoise(), "linear"]
 )
 def test_responses_that_need_more_than_a_declaration_cannot_be_declared(response):
     with pytest.raises(TypeError, match="Linear, Nonlinear, Decay"):
