@@ -308,6 +308,8 @@ class Chain(GradientTransformation):
                     self._edit(plan, entries, x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
         if noises:
             self._enter(plan, len(links), noises, entries, g, op, None, None)
+            for j in plan.noisy:  # coefficients of another precision promote 0-d leaves
+                g[j] = g[j] if g[j] is None else g[j].to(plan.layout.dtypes[j])
         new_state = State(entries, state.layout)
         return spec.unflatten(g), new_state if inplace or is_traced() else unshared(new_state, state)
 

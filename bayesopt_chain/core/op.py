@@ -168,5 +168,9 @@ def _spread(by: Factor | Sequence[Factor], n: int) -> Sequence[Factor]:
 
 
 def _one(by: Any) -> Any:
-    """The one factor of a list that repeats it."""
-    return by[0] if isinstance(by, list) and all(f is by[0] for f in by) else list(by) if isinstance(by, tuple) else by
+    """The one factor of a list that repeats it; a number as a tensor, since list functions round numbers to half precision."""
+    if isinstance(by, (list, tuple)):
+        if any(f is not by[0] for f in by):  # pyright: ignore[reportUnknownVariableType]
+            return [f if isinstance(f, Tensor) else torch.tensor(f, dtype=torch.float64) for f in by]  # pyright: ignore
+        by = by[0]
+    return by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
