@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick docs lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,5 +22,9 @@ test: $(VENV)/.installed
 quick: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .ruff_cache .hypothesis

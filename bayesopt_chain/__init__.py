@@ -5,9 +5,9 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, likelihoods, meta, precision, predict, samplers, schedules, testing
-from bayesopt_chain.core import response
+from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
+from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
@@ -16,11 +16,16 @@ from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
+from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.checkpoint import load, save
+from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
+from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -41,6 +46,7 @@ __all__ = [
     "AdamW",
     "CaptureError",
     "Chain",
+    "Draws",
     "Gaussian",
     "Info",
     "RAdam",
@@ -57,12 +63,16 @@ __all__ = [
     "chain",
     "curvature",
     "delay",
+    "diagnostics",
     "ekf",
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
+    "iterate",
     "laplace",
     "likelihoods",
+    "load",
+    "make_functional",
     "make_step",
     "masked",
     "meta",
@@ -74,7 +84,9 @@ __all__ = [
     "response",
     "rmsprop",
     "running_rms",
+    "sample",
     "samplers",
+    "save",
     "scale",
     "scale_by_adadelta",
     "scale_by_adam",
@@ -90,6 +102,7 @@ __all__ = [
     "sgd",
     "sghmc",
     "sgld",
+    "skip_nonfinite",
     "stack",
     "swag",
     "testing",
@@ -98,4 +111,5 @@ __all__ = [
     "vi",
     "with_response",
     "with_stream",
+    "write_back",
 ]

@@ -1,5 +1,11 @@
 r"""Adam's scaling and its kin, AdaMax and RAdam: ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)``.
 
+With ``g`` the gradient, ``t`` the number of updates and ``<x>_b`` the average ``b <x>_b + (1 - b) x``, ``1 / P`` is
+
+    Adam      sqrt(<g^2>_b2 / (1 - b2^t) + eps_root) + eps
+    AdaMax    n <- max(b2 n, |g| + eps)
+    RAdam     (sqrt(<g^2>_b2) + eps) / (r_t sqrt(1 - b2^t)), or 1: see ScaleByRAdam
+
 ``P`` is made of the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to
 nothing else: noise that reached the second moment would heat itself. What is sampled, and the cure: see
 :mod:`bayesopt_chain.links.rms`.
@@ -153,7 +159,15 @@ class _Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleByRAdam(TwoMoments):
-    """RAdam: Adam whose second moment counts only once its variance is finite."""
+    r"""RAdam: Adam whose second moment counts only once its variance is finite (``rho_t > 5``).
+
+    With ``rho = 2 / (1 - b2) - 1`` and ``rho_t = rho - 2 t b2^t / (1 - b2^t)``, which grows with ``t``: while ``rho_t
+    <= 5`` the update is the corrected first moment, ``P = 1``; from then on ``P = r_t sqrt(1 - b2^t) / (sqrt(nu) +
+    eps)``. Noise matched to ``P = 1`` would kick the parameters by ``sqrt(2 T lr)``, which on a curvature ``k`` with
+    ``lr k > 1`` is more than the ``sqrt(T / k)`` of the target and in an unstable step: it is held back until the
+    rectified updates begin, and the start is the optimizer's. Where they never begin (``rho <= 5``, or a
+    ``freeze_after`` before them) ``P`` is 1 for ever and the noise is that of momentum, from the first update on.
+    """
 
     name = "scale_by_radam"
     state = ScaleByRAdamState
@@ -164,7 +178,8 @@ class ScaleByRAdam(TwoMoments):
 
     def colour(self, state: ScaleByRAdamState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
         made = [at.learned[n] for n in k]
-        return inverse_coloured(e, [_choose(f, n.div(f.rectify), torch.ones_like(n)) for n, f in made], power)
+        start = 0.0 if self.rectifies else 1.0  # of the noise's scale
+        return inverse_coloured(e, [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in made], power)
 
     def update(self, g: Leaves, state: ScaleByRAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByRAdamState]:
         mu = self.first(g, state, op)
@@ -173,14 +188,24 @@ class ScaleByRAdam(TwoMoments):
         ]
         return moves, ScaleByRAdamState(mu, state.nu, state.count)
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether rectified updates begin at some count."""
+        limit, t = 2 / (1 - self.b2) - 1, self.freeze_after
+        if t is None:
+            return limit > 5
+        power = self.b2**t
+        return limit - 2 * t * power / (1 - power) > 5
+
     def _factors(self, count: Tensor) -> _Factors:
-        b1, b2 = self.b1, self.b2
-        limit = 2 / (1 - b2) - 1
+        correct = 1 - _power(self.b1, count)
+        if not self.rectifies:
+            return _Factors(False, 1.0, 1.0 / correct, correct)
+        limit = 2 / (1 - self.b2) - 1
         steady = self.steady(count)
-        t, power = _number(steady), _power(b2, steady)
+        t, power = _number(steady), _power(self.b2, steady)
         rho = limit - 2 * t * power / (1 - power)
         squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
-        correct = 1 - _power(b1, count)
         rectified: Any = rho > 5
         if isinstance(rho, Tensor):
             root: Any = torch.where(rectified, squared, torch.ones_like(rho)).sqrt()
@@ -211,18 +236,27 @@ def scale_by_adam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by Adam (Kingma and Ba, 2014).
+    """First moment over the root of the second (Adam; Kingma and Ba, 2014).
 
     Args:
-        b1, b2: weights of the past in the two moments. eps, eps_root: added outside and inside the root.
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: weight of the past in the second moment, in [0, 1).
+        eps: added to the root, not negative.
+        eps_root: added inside the root.
         moment_requires_grad: create the moments with ``requires_grad=True``.
-        freeze_after: number of updates after which the second moment stays as it is; sampling is exact from there on.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.scale_by_adam()
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
-        [tensor([1.0000])]
+        [tensor([1.])]
     """
     require_decay("b1", b1)
     require_decay("b2", b2)
@@ -238,7 +272,20 @@ def scale_by_adamax(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by AdaMax (Kingma and Ba, 2014). Arguments as :func:`scale_by_adam`.
+    """First moment over a running maximum of the gradient's size (AdaMax; Kingma and Ba, 2014).
+
+    Args:
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: what the maximum is multiplied by in each update, in [0, 1).
+        eps: added to the gradient's size, not negative.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -259,7 +306,23 @@ def scale_by_radam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by RAdam (Liu et al., 2019). Arguments as :func:`scale_by_adam`.
+    """Adam whose second moment counts only once its variance is finite (RAdam; Liu et al., 2019).
+
+    The first updates (five at the default ``b2``) are the bare first moment: where ``lr * curvature`` exceeds about 2
+    they diverge, at any temperature, until the second moment counts. Noise starts with the rectified updates.
+
+    Args:
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: weight of the past in the second moment, in [0, 1); up to 2/3 the second moment never counts.
+        eps: added to the root, not negative.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -270,5 +333,3 @@ def scale_by_radam(
     require_decay("b2", b2)
     require_settings(eps, freeze_after)
     return Chain((ScaleByRAdam(b1, b2, eps, moment_requires_grad, freeze_after),))
-
-

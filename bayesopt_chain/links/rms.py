@@ -1,11 +1,16 @@
 r"""Scalings by a diagonal ``P`` learned from squared gradients: RMSprop's, centred or not, AdaGrad's and AdaDelta's.
 
+With ``g`` the gradient and ``<x>`` the average ``b <x> + (1 - b) x``, ``1 / P`` is
+
+    RMSprop    sqrt(<g^2>) + eps          centred    sqrt(<g^2> - <g>^2) + eps          AdaGrad   sqrt(sum g^2) + eps
+
 ``P`` is made of the clean gradient, and noise of covariance ``Psi P^-1`` enters behind what it is made of: noise that reached
 the mean of squares would heat itself.
 
 For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
 ``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
-cure. A parameter whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
+cure. Once frozen, ``P`` no longer shrinks where the loss is steep: beyond ``lr P curvature = 2 (1 + mu)`` the chain
+diverges. No update knows the curvature; :func:`bayesopt_chain.samplers.step_growth` measures it. A parameter whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
 noise that goes with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
 """
 
@@ -199,8 +204,16 @@ def scale_by_rms(
     """Divide by the root of a running mean of squares (RMSprop; Tieleman and Hinton, 2012).
 
     Args:
-        alpha: weight of the past. eps: added to the root. initial_scale: first mean of squares.
-        freeze_after: number of updates after which the scale stays as it is; sampling is exact from there on.
+        alpha: weight of the past.
+        eps: added to the root, not negative.
+        initial_scale: first mean of squares.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds one tensor for each parameter.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -215,7 +228,19 @@ def scale_by_rms(
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by a running standard deviation (centred RMSprop; Graves, 2013). Arguments as :func:`scale_by_rms`.
+    """Divide by a running standard deviation (centred RMSprop; Graves, 2013).
+
+    Args:
+        alpha: weight of the past in both means.
+        eps: added to the deviation, not negative.
+        initial_scale: first mean of squares.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -229,10 +254,18 @@ def scale_by_stddev(
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by the root of the sum of squares so far (AdaGrad; Duchi et al., 2011).
+    """Divide by the root of the sum of squares so far (AdaGrad; Duchi, Hazan and Singer, 2011).
 
     Args:
-        initial_accumulator_value: first sum. eps: added to the root. freeze_after: as in :func:`scale_by_rms`.
+        initial_accumulator_value: first sum of squares.
+        eps: added to the root, not negative.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds one tensor for each parameter. A parameter that never had a gradient does not move.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -245,7 +278,20 @@ def scale_by_rss(
 
 
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
-    """Rescale by AdaDelta (Zeiler, 2012). Refused at T > 0: its scale is fed by its own updates.
+    """Multiply by the ratio of running root mean squares of updates and gradients (AdaDelta; Zeiler, 2012).
+
+    Refused at T > 0: its scale is fed by its own updates, so that the noise would set it.
+
+    Args:
+        rho: weight of the past in both means, in [0, 1).
+        eps: added to both means, not negative.
+        moment_requires_grad: create the means with ``requires_grad=True``.
+
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``rho`` outside [0, 1); negative ``eps``; at ``init`` of a chain with a noise link, this link beside it.
 
     Example:
         >>> import bayesopt_chain as bc

@@ -4,19 +4,18 @@ What a transformation asks for besides the gradient it says itself, by the keywo
 
     draw                    the gradient is taken at a draw from its posterior, for each of its samples
     curvature               the increment that ``curvature(params, batch)`` gives, where the gradient was taken
-    loss                    its value there
+    gradient_variance       what ``gradient_variance(params, batch)`` gives: the variance of single-datum gradients
+    hessian_diagonal        what ``hessian_diagonal(params, batch)`` gives
     per_sample_gradients    the gradient of every datum
-    gradient_variance       their variance, for each parameter
-    gradient_covariance     their covariance matrix, over all parameters in optree order
+    loss                    its value where the gradient was taken
 
-and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each. Going from one method to
-another changes the transformation and nothing else.
+and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each: going from one method to another changes the transformation and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -24,12 +23,15 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain import checks, tracing
 from bayesopt_chain.core.chain import ANY, Chain
 from bayesopt_chain.core.leaves import owned
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.posterior import draw as draws
-from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
+from bayesopt_chain.loop.finite import FiniteCheck
+from bayesopt_chain.loop.interrupts import uninterrupted
+from bayesopt_chain.posterior import draw as drawing
 
 Loss = Callable[[Any, Any], Any]
 
@@ -41,10 +43,14 @@ NO_GRADIENT = (
 
 
 class Info(NamedTuple):
-    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output."""
+    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
+
+    ``finite``: whether loss and gradient are finite, 0-d, from ``make_step(..., check_finite=True)``; else ``()``.
+    """
 
     loss: Tensor
     aux: Any
+    finite: Any = ()
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,18 @@ class Step:
     tx: GradientTransformation
     inplace: bool = False
     fused: fused.FusedSGD | None = None
+    finite: FiniteCheck | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         grads, info, extra = self.evaluate(params, state, batch)
+        if self.finite is not None:
+            info = info._replace(finite=self.finite(params, state, batch, grads, info.loss))
+        if not self.inplace:
+            return self._move(params, state, grads, info, extra)
+        with uninterrupted():  # nothing is left half written
+            return self._move(params, state, grads, info, extra)
+
+    def _move(self, params: Any, state: Any, grads: Any, info: Info, extra: dict[str, Any]) -> tuple[Any, Any, Info]:
         with torch.no_grad():
             if self.inplace:
                 grads = writable(grads)
@@ -78,7 +93,10 @@ def make_step(
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
+    gradient_variance: Callable[[Any, Any], Any] | None = None,
+    hessian_diagonal: Callable[[Any, Any], Any] | None = None,
     inplace: bool = False,
+    check_finite: bool = False,
 ) -> Step:
     """One training or sampling step.
 
@@ -87,9 +105,17 @@ def make_step(
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
+        gradient_variance: ``gradient_variance(params, batch)``, the variance of single-datum gradients as a tree like the
+            parameters (a matrix for ``sgfs(dense=True)``), for a ``tx`` that takes it.
+        hessian_diagonal: ``hessian_diagonal(params, batch)``, the diagonal of the mean loss's Hessian as a tree like the
+            parameters, for a ``tx`` that takes it.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
-            run fused; their values agree with ``update`` to one unit in the last place for each operation.
+            run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
+            for the writes (not for the gradient), so that no step is left half made.
+        check_finite: refuse a step whose loss or gradient is not finite, before anything is written. Where values cannot be
+            looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
+            the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
@@ -99,7 +125,9 @@ def make_step(
 
     Raises:
         ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
-            a loss that is not a scalar, or that depends on none of ``params``.
+            a loss that is not a scalar or depends on none of ``params``, or a sparse gradient.
+        TypeError: ``tx`` is no gradient transformation; at the first step, params with a leaf that is no tensor.
+        FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -113,29 +141,35 @@ def make_step(
     """
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
-    links = tx.links if isinstance(tx, Chain) else ()
-    accepts = tx.accepts if isinstance(tx, Chain) else keywords_of(tx)
+    if isinstance(tx, SkipNonfinite):
+        inner = make_step(loss, tx.transformation, curvature=curvature, inplace=inplace, check_finite=check_finite)
+        return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
+    accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
-    if ANY in accepts:
-        accepts = accepts | {"curvature"}
-    asks = [k for k in ASKS if k in accepts and (k != "curvature" or curvature is not None)]
-    by_datum = any(k in BY_DATUM for k in asks)
-    drawing = [i for i, link in enumerate(links) if link.samples]
-    if len(drawing) > 1:
-        raise ValueError(f"make_step: {len(drawing)} links of this chain draw; one step takes gradients at one draw")
-    if any(link.stacked for link in links) and (drawing or by_datum or "curvature" in asks):
-        raise ValueError("make_step: a chain over particles takes their gradients and losses; it can ask for nothing else")
+    given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
+    estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
+    by_datum = "per_sample_gradients" in accepts
+    links = tx.links if isinstance(tx, Chain) else ()
+    draws = [i for i, link in enumerate(links) if link.samples]
+    stacked = any(link.stacked for link in links)
+    if len(draws) > 1:
+        raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
+    if stacked and (draws or by_datum or estimators):
+        raise ValueError("make_step: a chain over particles takes their gradients and losses, and can ask for nothing else")
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
-        samples, (grads, info) = None, (per_sample_gradients if by_datum else gradient)(loss, params, batch)
+        grads, info = (per_sample_gradients if by_datum else gradient)(loss, params, batch)
+        extra = {k: fn(params, batch) for k, fn in estimators.items()}
         if by_datum:
-            samples, grads = grads, optree.tree_map(lambda g: g.mean(0), grads)
-        seen = Seen(params, batch, info, samples, curvature)
-        return grads, info, {k: ASKS[k](seen) for k in asks}
+            extra["per_sample_gradients"] = grads
+            grads = optree.tree_map(lambda g: g.mean(0), grads)
+        if "loss" in accepts:
+            extra["loss"] = info.loss
+        return grads, info, extra
 
     def evaluate_particles(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradients and losses of all particles, on axis 0."""
@@ -143,55 +177,27 @@ def make_step(
 
     def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """The same at every sample of the draw that a link asks for."""
-        (i,) = drawing
+        (i,) = draws
         with torch.no_grad():
-            draw, points = draws.drawn(tx, i, state, params)
+            draw, points = drawing.drawn(tx, i, state, params)
         grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
         with torch.no_grad():
             where, extra = state.layout.where[i], {"draw": draw}
-            for k in asks:
+            for k in extras[0]:
                 values = [each[k] for each in extras]
-                extra[k] = _mean_precision(values) if k == "curvature" else draws.gathered(values, where)
+                extra[k] = _mean_precision(values) if k == "curvature" else drawing.gathered(values, where)
             mean = torch.stack([info.loss for info in infos]).mean()
             aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
             report = links[i].report(state[i], draw, mean, aux)
-            info = Info(mean, aux) if report is None else report
-            return draws.gathered(list(grads), where), info, extra
+            return drawing.gathered(list(grads), where), Info(mean, aux) if report is None else report, extra
 
     def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         return evaluate(params, batch)
 
-    stacked = any(link.stacked for link in links)
-    chosen = evaluate_draw if drawing else evaluate_particles if stacked else evaluate_here
-    return Step(chosen, tx, inplace, fused.recognise(tx) if inplace else None)
-
-
-class Seen(NamedTuple):
-    """What is known at a point where the gradient was taken."""
-
-    params: Any
-    batch: Any
-    info: Info
-    samples: Any  # the gradient of every datum, leaves ``[B, *leaf.shape]``
-    curvature: Callable[[Any, Any], Any] | None
-
-
-def _variance(samples: Any) -> Any:
-    return optree.tree_map(lambda g: g.var(0), samples)
-
-
-def _covariance(samples: Any) -> Tensor:
-    return torch.cat([g.flatten(1) for g in optree.tree_leaves(samples)], dim=1).mT.cov()
-
-
-ASKS: dict[str, Callable[[Seen], Any]] = {
-    "curvature": lambda seen: seen.curvature(seen.params, seen.batch),  # pyright: ignore[reportOptionalCall]
-    "loss": lambda seen: seen.info.loss,
-    "per_sample_gradients": lambda seen: seen.samples,
-    "gradient_variance": lambda seen: _variance(seen.samples),
-    "gradient_covariance": lambda seen: _covariance(seen.samples),
-}
-BY_DATUM = ("per_sample_gradients", "gradient_variance", "gradient_covariance")
+    form = fused.recognise(tx) if inplace else None
+    finite = FiniteCheck() if check_finite else None
+    chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
+    return Step(chosen, tx, inplace, form, finite)
 
 
 def _mean_precision(precisions: list) -> Any:
@@ -227,6 +233,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     Reverse mode through autograd; under a ``torch.func`` transformation (many chains by ``vmap``) through ``torch.func``.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    checks.differentiable(leaves, params)
     wanted = [i for i, p in enumerate(leaves) if p is not None]
 
     def value(chosen: list[Tensor]) -> tuple[Tensor, Any]:
@@ -244,11 +251,11 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             )
         return out, aux
 
-    if is_transformed():
+    if tracing.is_transformed():
 
         def checked(chosen: list[Tensor]) -> tuple[Tensor, Any]:
             out, aux = value(chosen)
-            if not (torch._C._functorch.maybe_get_level(out) == torch._C._functorch.maybe_get_level(chosen[0]) and out.requires_grad):
+            if not tracing.depends_on(out, chosen):
                 raise ValueError(NO_GRADIENT)
             return out, aux
 
@@ -261,6 +268,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             if all(g is None for g in grads):
                 raise ValueError(NO_GRADIENT)
             grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen)]
+    checks.dense(grads, wanted, params)
     full: list = [None] * len(leaves)
     for i, g in zip(wanted, grads):
         full[i] = g

@@ -8,11 +8,10 @@ With ``V`` the covariance of the gradients of single data, a batch of ``n`` give
 whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
 near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
 
-``V`` is a bias-corrected running average of what ``update`` receives: for :func:`sgfs`, as ``gradient_variance=``, the variance
-of each parameter's gradient across single data, a tree like the parameters; for :func:`sgfs_dense`, as
-``gradient_covariance=``, the matrix ``[d, d]``, the leaves flattened in optree order. ``bc.make_step`` estimates both from the
-batch. On a quadratic loss, with that gradient noise, the bias is that of SGLD
-with step ``D``.
+``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
+parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with
+``dense`` the covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that
+gradient noise, the bias is that of SGLD with step ``D``.
 
 At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
 temperature 0 is refused.
@@ -52,8 +51,7 @@ class FisherScoring(Keyed):
     batch_size: int
     decay: float
 
-    name: ClassVar[str] = "sgfs"
-    keyword: ClassVar[str] = "gradient_variance"
+    words: ClassVar[str] = ""
 
     @property
     def response(self) -> Response:
@@ -61,7 +59,7 @@ class FisherScoring(Keyed):
 
     @property
     def accepts(self) -> frozenset[str]:
-        return frozenset({self.keyword})
+        return frozenset({"gradient_variance"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -89,21 +87,23 @@ class FisherScoring(Keyed):
 
     def given(self, at: At) -> Any:
         """What ``update`` was told of the gradients of single data."""
-        came = at.extra.get(self.keyword)
+        came = at.extra.get("gradient_variance")
         if came is None:
-            raise ValueError(f"{self.name}: update needs {self.keyword}=, over single data; bc.make_step passes it")
+            raise ValueError(
+                "sgfs: update needs gradient_variance=, the variance of single-datum gradients; "
+                "pass make_step(..., gradient_variance=fn)"
+            )
         return came
 
     def __str__(self) -> str:
-        return f"{self.name}({self.lr}, {self.batch_size}, temperature={checks.show(self.temperature)})"
+        return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)}{self.words})"
 
 
 @dataclass(frozen=True)
 class DenseFisherScoring(FisherScoring):
-    """The link behind :func:`sgfs_dense`."""
+    """The link behind :func:`sgfs` with ``dense``."""
 
-    name = "sgfs_dense"
-    keyword = "gradient_covariance"
+    words = ", dense=True"
     coupled = True
 
     def init(self, leaves: Leaves, at: At) -> FisherState:
@@ -129,59 +129,42 @@ def sgfs(
     *,
     temperature: ScalarOrSchedule,
     batch_size: int,
+    dense: bool = False,
     decay: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Stochastic gradient Fisher scoring with a diagonal Fisher information.
+    """Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012), diagonal or with the whole matrix.
+
+    ``update`` takes ``gradient_variance=``: the variance of each parameter's gradient across single data as a tree like the
+    parameters, or with ``dense`` their covariance, ``[d, d]``. :func:`bayesopt_chain.make_step` passes what its
+    argument of that name returns.
 
     Args:
-        lr: step where the gradients have no noise; sets how much is injected.
-        temperature: positive; ``1 / N`` for a loss that is a mean over ``N`` data.
-        batch_size: data behind each gradient. decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).
+        lr: learning rate where the gradients have no noise; the step is never longer.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        batch_size: ``n``, data in a batch.
+        dense: the whole matrix over all ``d`` parameters, ``O(d^3)`` a step, instead of its diagonal.
+        decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain whose ``update`` takes ``gradient_variance=``, the variance of single-datum gradients as a tree like the parameters.
+        A chain; its state holds one tensor for each parameter, or with ``dense`` one matrix ``[d, d]``.
 
     Raises:
-        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``.
+        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``, or with
+            ``dense`` a missing gradient.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
         >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_variance=torch.ones(2))
     """
-    _check("sgfs", lr, temperature, batch_size, decay)
-    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator=generator),))
-
-
-def sgfs_dense(
-    lr: float,
-    *,
-    temperature: ScalarOrSchedule,
-    batch_size: int,
-    decay: float = 0.95,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """Stochastic gradient Fisher scoring with the whole matrix: ``O(d^3)`` a step. Arguments as :func:`sgfs`.
-
-    Returns:
-        A chain whose ``update`` takes ``gradient_covariance=``, the covariance ``[d, d]`` of single-datum gradients.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.samplers.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
-        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_covariance=torch.eye(2))
-    """
-    _check("sgfs_dense", lr, temperature, batch_size, decay)
-    return Chain((DenseFisherScoring(lr, temperature, batch_size, decay, generator=generator),))
-
-
-def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -> None:
-    checks.positive(f"{who}: lr", lr)
-    checks.positive(f"{who}: batch_size", batch_size)
+    checks.positive("sgfs: lr", lr)
+    checks.positive("sgfs: batch_size", batch_size)
     if not 0.0 <= decay < 1.0:
-        raise ValueError(f"{who}: decay must lie in [0, 1), got {decay!r}")
+        raise ValueError(f"sgfs: decay must lie in [0, 1), got {decay!r}")
     checks.positive_temperature(
-        who, temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
+        "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )
+    rule = DenseFisherScoring if dense else FisherScoring
+    return Chain((rule(lr, temperature, batch_size, decay, generator=generator),))

@@ -149,10 +149,11 @@ def replica_exchange(
     swap_every: int = 1,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """SGLD or SGHMC at several temperatures, whose chains exchange positions.
+    """SGLD or SGHMC at several temperatures, whose chains exchange positions (Deng et al., 2020).
 
     Args:
-        lr: learning rate. momentum: in [0, 1).
+        lr: learning rate, positive.
+        momentum: in [0, 1).
         temperatures: at least two, positive and increasing. Chain 0 is the coldest: its samples are the ones you want.
         loss_variance: variance ``s^2`` of each chain's loss estimate; 0 for full-batch losses.
         correction_factor: ``F >= 1``; 1 is unbiased.

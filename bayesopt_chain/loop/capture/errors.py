@@ -22,8 +22,8 @@ def first_line(err: Exception) -> str:
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 
 
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, optree))
-_HERE = str(Path(__file__).parent)  # the loop itself
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
+_HERE = str(Path(__file__).parent.parent)  # the loop itself
 
 
 def users_line(err: BaseException) -> str | None:
