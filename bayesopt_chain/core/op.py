@@ -8,7 +8,7 @@ formula while a leaf is in cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -68,10 +68,10 @@ class Pure(Op):
     inplace = False
 
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
-        return [_like(x.mul(f), x) for x, f in zip(xs, _spread(by, len(xs)))]
+        return [_times(x, f) for x, f in zip(xs, _spread(by, len(xs)))]
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
-        return [_like(x.div(f), x) for x, f in zip(xs, by)]
+        return [x.div(f) for x, f in zip(xs, by)]
 
     def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
         return [x.add(y, alpha=alpha) for x, y in zip(xs, ys)]
@@ -154,9 +154,10 @@ def are_small(xs: Sequence[Tensor]) -> bool:
     return len(xs) > 1 and not is_transformed() and sum(map(Tensor.numel, xs)) < len(xs) * SMALL
 
 
-def in_state_dtype(fn: Callable[..., Tensor], t: Tensor, *others: Any) -> Tensor:
-    """``fn(t, ...)`` in the dtype of ``t``, which 0-d factors of another precision would promote."""
-    return _like(fn(t, *others), t)
+def _times(x: Tensor, f: Any) -> Tensor:
+    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+    y = x.mul(f)
+    return y.to(x.dtype) if x.ndim == 0 and isinstance(f, Tensor) and f.dtype == torch.float64 else y
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:
