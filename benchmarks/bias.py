@@ -26,8 +26,8 @@ from tests.samplers.transfer import every_draw_as_a_normal, stationary_moment, t
 
 WITHOUT_POLYNOMIALS = {
     "lattice_walk": lattice_moment,  # by detailed balance
-    "psgld_corrected, alpha 0": lambda lr: grid_moment(  # on a grid, P having a kink
-        bc.samplers.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian
+    "psgld corrected, alpha 0": lambda lr: grid_moment(  # on a grid, P having a kink
+        bc.samplers.psgld(lr, 0.0, 1.0, temperature=1.0, corrected=True), hessian_diagonal=hessian
     ),
 }
 

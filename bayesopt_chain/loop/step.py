@@ -4,6 +4,8 @@ What a transformation asks for besides the gradient it says itself, by the keywo
 
     draw                    the gradient is taken at a draw from its posterior, for each of its samples
     curvature               the increment that ``curvature(params, batch)`` gives, where the gradient was taken
+    gradient_variance       what ``gradient_variance(params, batch)`` gives: the variance of single-datum gradients
+    hessian_diagonal        what ``hessian_diagonal(params, batch)`` gives
     per_sample_gradients    the gradient of every datum
 
 so that going from one method to another changes the transformation and nothing else.
@@ -84,6 +86,8 @@ def make_step(
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
+    gradient_variance: Callable[[Any, Any], Any] | None = None,
+    hessian_diagonal: Callable[[Any, Any], Any] | None = None,
     inplace: bool = False,
     check_finite: bool = False,
 ) -> Step:
@@ -94,6 +98,10 @@ def make_step(
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
+        gradient_variance: ``gradient_variance(params, batch)``, the variance of single-datum gradients as a tree like the
+            parameters (a matrix for ``sgfs(dense=True)``), for a ``tx`` that takes it.
+        hessian_diagonal: ``hessian_diagonal(params, batch)``, the diagonal of the mean loss's Hessian as a tree like the
+            parameters, for a ``tx`` that takes it.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
             run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
@@ -134,7 +142,8 @@ def make_step(
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
-    takes_curvature = "curvature" in accepts or ANY in accepts
+    given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
+    estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
     differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
     rules = tx.rules if isinstance(tx, Chain) else ()
     draws = [i for i, rule in enumerate(rules) if "draw" in rule.accepts and hasattr(rule, "sample")]
@@ -144,7 +153,7 @@ def make_step(
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
         grads, info = differentiate(loss, params, batch)
-        extra = {"curvature": curvature(params, batch)} if curvature is not None and takes_curvature else {}
+        extra = {k: fn(params, batch) for k, fn in estimators.items()}
         if differentiate is per_sample_gradients:
             extra["per_sample_gradients"] = grads
             grads = optree.tree_map(lambda g: g.mean(0), grads)

@@ -122,6 +122,14 @@ def frozen_window(state):
     )
 
 
+def thermostat_probe(tx, **kwargs) -> Probe:
+    """A thermostat with one friction for each parameter, the square root of the friction as a coordinate.
+
+    Its law has a Gaussian tail, where the friction's, a Gamma law, has too heavy a one for polynomials.
+    """
+    return Probe(tx, reduce=lambda v, xi: (v, xi.sqrt()), lift=lambda v, root: (v, root.square()), **kwargs)
+
+
 def window_then_momentum():
     return torchopt.chain(bc.samplers.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
 
@@ -200,11 +208,14 @@ SAMPLERS = (
         "sgnht",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
     ),
-    Sampler(
-        "sgnht_per_parameter",
-        lambda t: bc.samplers.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
+    Sampler(  # up to lr 0.025, where the default mass begins to grow with lr
+        "sgnht, per parameter",
+        lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0, per_parameter=True),
         order=Order(
-            1, lambda lr: Probe(bc.samplers.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9
+            1,
+            lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)),
+            (0.005, 0.01, 0.02),
+            9,
         ),
     ),
     Sampler(
@@ -214,11 +225,11 @@ SAMPLERS = (
         why="all parameters share one friction, so that a missing one is felt by the others within the step",
     ),
     Sampler(
-        "badodab_per_parameter",
-        lambda t: bc.samplers.badodab_per_parameter(0.2, temperature=t or 1.0),
+        "badodab, per parameter",
+        lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0, per_parameter=True),
         order=Order(
             2,
-            lambda h: Probe(bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0)),
+            lambda h: thermostat_probe(bc.samplers.badodab(h, 1.0, temperature=1.0, per_parameter=True)),
             (0.03, 0.045, 0.06),
             11,
             in_time=True,
@@ -241,15 +252,16 @@ SAMPLERS = (
         ),
     ),
     Sampler(
-        "psgld_corrected",
+        "psgld, corrected",
         lambda t: fed(
-            bc.samplers.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)
+            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4),
+            hessian_diagonal=like_params(1.0),
         ),
         lambda: torchopt.rmsprop(0.01, 0.9),
         cold=lambda t: (
-            fed(bc.samplers.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
+            fed(bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True), hessian_diagonal=like_params(1.0))
             if torch.is_tensor(t) or t
-            else bc.samplers.psgld_corrected(0.01, 0.9, temperature=t)
+            else bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True)
         ),
     ),
     Sampler(
@@ -301,18 +313,22 @@ SAMPLERS = (
     ),
     Sampler(
         "sgfs",
-        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
+        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), gradient_variance=like_params(0.5)),
         order=Order(
             1,
             lambda lr: Probe(
-                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
+                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1),
+                reduce=lambda v: (),
+                gradient_variance=torch.zeros_like,
             ),
             (0.0025, 0.005, 0.01),
         ),
     ),
     Sampler(
-        "sgfs_dense",
-        lambda t: fed(bc.samplers.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
+        "sgfs, dense",
+        lambda t: fed(
+            bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix
+        ),
         skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),
@@ -325,8 +341,8 @@ SAMPLERS = (
         ),  # no restart in its 12 steps
     ),
     Sampler(
-        "cyclical_paper",
-        lambda t: bc.samplers.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+        "cyclical, lr inside",
+        lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t, lr_inside=True),
         lambda: torchopt.chain(bc.scale_by_neg_lr(bc.schedules.cosine_restarts(0.1, 6)), bc.add_momentum(0.8)),
     ),
     Sampler(
@@ -384,4 +400,4 @@ def cheap(lr: float, momentum: float, temperature, kind: str):
     )
 
 
-__all__ = ["LAW", "QUARTIC", "SAMPLERS", "Order", "Sampler", "cheap", "fed"]
+__all__ = ["LAW", "QUARTIC", "SAMPLERS", "Order", "Sampler", "cheap", "fed", "thermostat_probe"]
