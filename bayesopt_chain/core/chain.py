@@ -21,6 +21,7 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core import matching
 from bayesopt_chain.core.foreign import ANY, Foreign, adopt, keywords_of, recognises
 from bayesopt_chain.core.leaves import owned, repeats
@@ -126,6 +127,8 @@ class _Program:
 
         The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
         """
+        for rule in self.rules if self.has_noise else ():
+            check_link(rule)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         where, plan, *_ = self.layout(params, len(leaves))
         if plan is not None:

@@ -28,6 +28,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core import counters
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.leaves import each, keep, moment, zeros_like
@@ -111,7 +112,8 @@ def _rms(nu: Tensor, mu: None, eps: float) -> Tensor:
 
 
 def _stddev(nu: Tensor, mu: Tensor, eps: float) -> Tensor:
-    return nu.addcmul(mu, mu, value=-1.0).sqrt_().add(eps)
+    # rounding may leave less than 0, of which TorchOpt makes NaN
+    return nu.addcmul(mu, mu, value=-1.0).clamp(min=0.0).sqrt().add(eps)
 
 
 @dataclass(frozen=True)
@@ -404,6 +406,7 @@ def _settings(eps: float, freeze_after: int | None) -> None:
         raise ValueError(f"Invalid freeze_after value: {freeze_after}; it must be None or at least 1")
 
 
+@checked_types
 def scale_by_rms(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -431,6 +434,7 @@ def scale_by_rms(
     return Chain((RunningScale(_rms, alpha, eps, initial_scale, freeze_after),))
 
 
+@checked_types
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -457,6 +461,7 @@ def scale_by_stddev(
     return Chain((RunningScale(_stddev, alpha, eps, initial_scale, freeze_after),))
 
 
+@checked_types
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
@@ -483,6 +488,7 @@ def scale_by_rss(
     return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
 
 
+@checked_types
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -520,6 +526,7 @@ def scale_by_adam(
     return Chain((Adam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
+@checked_types
 def scale_by_adamax(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -554,6 +561,7 @@ def scale_by_adamax(
     return Chain((AdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
+@checked_types
 def scale_by_radam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -591,6 +599,7 @@ def scale_by_radam(
     return Chain((RAdam(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
+@checked_types
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
     """Multiply by the ratio of running root mean squares of updates and gradients (AdaDelta; Zeiler, 2012).
 

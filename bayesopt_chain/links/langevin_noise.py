@@ -19,6 +19,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core import counters
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.core.filters import Conditions
@@ -237,6 +238,7 @@ class LangevinNoise(Rule):
         return f"inject_langevin_noise({', '.join(words)})"
 
 
+@checked
 def inject_langevin_noise(
     temperature: Temperature,
     *,

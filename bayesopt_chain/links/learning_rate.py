@@ -14,6 +14,7 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core import counters
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.foreign import recognises
@@ -84,6 +85,7 @@ def _times(x: Tensor, factor: Any) -> Tensor:
     return out.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) and factor.dtype == torch.float64 else out
 
 
+@checked_types
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """Multiply by ``-lr``: the link that turns gradients into a descent.
 
@@ -108,6 +110,7 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     return Chain((Scale(lr, -1),))
 
 
+@checked_types
 def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
@@ -120,6 +123,7 @@ def scale(step_size: float) -> Chain:
     return Chain((Scale(step_size),))
 
 
+@checked_types
 def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
     """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core import counters
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.foreign import recognises
@@ -118,6 +119,7 @@ def _requires_grad(*values: Any) -> bool:
     return any(torch.is_tensor(x) and x.requires_grad for x in values)
 
 
+@checked_types
 def add_momentum(
     momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, *, moment_requires_grad: bool = False
 ) -> Chain:

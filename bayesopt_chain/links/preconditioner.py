@@ -8,6 +8,7 @@ the curvature do not commute. A running ``P`` samples, while it follows the grad
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.leaves import each
 from bayesopt_chain.core.link import Rule
@@ -39,6 +41,7 @@ class RunningRMS:
     freeze_after: int | None = None
 
 
+@checked_types
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningRMS:
@@ -94,7 +97,12 @@ class Precondition(Rule):
                 else [self.tree] * len(leaves)
             )
         except ValueError:
-            values = spec.flatten_up_to(self.tree)
+            try:
+                values = spec.flatten_up_to(self.tree)
+            except ValueError as err:
+                raise ValueError(
+                    f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
+                ) from None
         return PreconditionerState(tuple(torch.empty(0) if p is None else like(p, v) for p, v in zip(leaves, values)))
 
     def preconditioner(self, state: PreconditionerState) -> tuple[Tensor, ...]:
@@ -130,4 +138,11 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
     if isinstance(preconditioner, (int, float)):
         checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
         return Chain((Scale(float(preconditioner)),))
+    for leaf in optree.tree_leaves(preconditioner, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and not leaf.is_complex()
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(
+                f"scale_by_preconditioner: preconditioner must be a positive number, a tree of such numbers and tensors, or "
+                f"an estimator, got {checks.short(leaf)}"
+            )
     return Chain((Precondition(preconditioner),))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.foreign import recognises
 from bayesopt_chain.core.leaves import each
@@ -55,6 +56,7 @@ class FlipSign(Rule):
         return "flip_sign"
 
 
+@checked_types
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -84,6 +86,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     return link if mask is None else masked(link, mask)
 
 
+@checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.core.response import Noise
 from bayesopt_chain.links.adaptive import (
@@ -32,6 +33,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 
 
+@checked
 def sgd(
     lr: ScalarOrSchedule,
     momentum: float = 0.0,
@@ -70,6 +72,7 @@ def sgd(
     )
 
 
+@checked
 def adam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -117,6 +120,7 @@ def adam(
     )
 
 
+@checked
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -158,6 +162,7 @@ def adamw(
     )
 
 
+@checked
 def adamax(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -187,6 +192,7 @@ def adamax(
     )
 
 
+@checked
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -216,6 +222,7 @@ def radam(
     )
 
 
+@checked
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,
     lr_decay: float = 0.0,
@@ -253,6 +260,7 @@ def adagrad(
     )
 
 
+@checked
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -299,6 +307,7 @@ def rmsprop(
     )
 
 
+@checked
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,
     rho: float = 0.9,

@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Rule
 from bayesopt_chain.core.response import Linear
@@ -138,6 +139,7 @@ class Swag(Chain):
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data))
 
 
+@checked
 def swag(rank: int = 20, *, start: int = 0, every: int = 1) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 

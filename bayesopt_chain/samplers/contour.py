@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, Rule, chain
 from bayesopt_chain.core.leaves import each
 from bayesopt_chain.core.response import Nonlinear
@@ -89,6 +90,7 @@ class Contour(Rule):
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
+@checked
 def scale_by_contour(
     temperature: Temperature,
     low: float,
@@ -133,6 +135,7 @@ def scale_by_contour(
     return Chain((Contour(temperature, low, high, bins, zeta, omega),))
 
 
+@checked
 def contour_sgld(
     lr: ScalarOrSchedule,
     low: float,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, Rule
 from bayesopt_chain.core.leaves import zeros_like
 from bayesopt_chain.links import own_noise
@@ -130,6 +131,7 @@ class DenseFisherScoring(FisherScoring):
         return own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
 
 
+@checked
 def sgfs(
     lr: float,
     *,

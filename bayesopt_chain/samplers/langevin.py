@@ -22,12 +22,14 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sgld(
     lr: ScalarOrSchedule, *, temperature: Temperature, order: int = 2, generator: torch.Generator | None = None
 ) -> Chain:
@@ -56,6 +58,7 @@ def sgld(
     return chain(inject_langevin_noise(temperature, order=order, generator=generator), scale_by_neg_lr(lr))
 
 
+@checked
 def sghmc(
     lr: ScalarOrSchedule,
     momentum: float = 0.9,

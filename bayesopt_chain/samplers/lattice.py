@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, Rule
 from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.langevin_noise import Temperature
@@ -63,6 +64,7 @@ class Lattice(Rule):
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
+@checked
 def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, Rule, chain
 from bayesopt_chain.core.leaves import zeros_like
 from bayesopt_chain.links import own_noise
@@ -87,6 +88,7 @@ class SolveAndNoise(Rule):
         return f"precondition_by({type(self.precision).__name__}, temperature={checks.show(self.temperature)})"
 
 
+@checked
 def langevin_with_precision(
     precision: SupportsSolve,
     lr: float,

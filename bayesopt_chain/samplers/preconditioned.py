@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core import counters
 from bayesopt_chain.core.chain import Chain, Rule, chain
 from bayesopt_chain.core.leaves import each, zeros_like
@@ -46,6 +47,7 @@ from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def psgld(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -141,6 +143,7 @@ class RunningScaleWithDivergence(RunningScale):
         return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")
 
 
+@checked
 def adam_sghmc(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -228,6 +231,7 @@ class AdaptiveWindow(Rule):
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
+@checked
 def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
 
@@ -257,6 +261,7 @@ def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     return Chain((AdaptiveWindow(freeze_after, float(eps)),))
 
 
+@checked
 def adaptive_sghmc(
     lr: ScalarOrSchedule = 1e-2,
     momentum: float = 0.95,

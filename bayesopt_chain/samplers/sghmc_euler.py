@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
@@ -25,6 +26,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sghmc_euler(
     lr: float, momentum: float = 0.9, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:

@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 from bayesopt_chain.links.langevin_noise import Temperature
@@ -48,6 +49,7 @@ class ChainParameters(NamedTuple):
     momentum: float
 
 
+@checked
 def baoab(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
@@ -76,6 +78,7 @@ def baoab(
     return sghmc(lr, momentum, temperature=temperature, generator=generator)
 
 
+@checked
 def obabo(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
@@ -107,6 +110,7 @@ def obabo(
     return sghmc(lr, momentum, temperature=temperature, order=1, generator=generator)
 
 
+@checked
 def ubu(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
@@ -170,6 +174,10 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
     checks.positive("step_size", step_size)
     checks.positive("friction", friction)
     mu = math.exp(-friction * step_size)
+    if mu == 1.0:
+        raise ValueError(
+            f"step_size * friction = {step_size * friction:.3g} is lost to rounding; raise step_size or friction"
+        )
     return ChainParameters(step_size**2 * (1.0 + mu) / 2.0, mu)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain, Rule, chain
 from bayesopt_chain.core.response import Refused
 from bayesopt_chain.links import own_noise
@@ -89,6 +90,7 @@ class Stein(Rule):
         return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
+@checked
 def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = "median") -> Chain:
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
@@ -116,6 +118,7 @@ def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = 
     return Chain((Stein(temperature, bandwidth),))
 
 
+@checked
 def svgd(lr: ScalarOrSchedule, *, temperature: Temperature, bandwidth: float | str = "median") -> Chain:
     """Stein variational gradient descent (Liu and Wang, 2016). At ``temperature=0`` it is gradient descent smoothed by
     the kernel.

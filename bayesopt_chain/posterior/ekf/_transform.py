@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Rule
 from bayesopt_chain.core.response import Refused
@@ -312,6 +313,7 @@ class FilteredPosterior(Chain):
         return Gaussian(mean, rule.precision(mine, params).factorised())
 
 
+@checked
 def dense(
     lr: float | Tensor = 1.0,
     *,
@@ -357,6 +359,7 @@ def dense(
     return FilteredPosterior((DenseFilter(*_common("ekf.dense", lr, prior_precision, transition_noise, forgetting)),))
 
 
+@checked
 def diagonal(
     lr: float | Tensor = 1.0,
     *,
@@ -384,6 +387,7 @@ def diagonal(
     )
 
 
+@checked
 def low_rank(
     lr: float | Tensor = 1.0,
     *,

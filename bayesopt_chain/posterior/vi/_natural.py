@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.leaves import keep
 from bayesopt_chain.core.link import Rule
 from bayesopt_chain.core.response import Refused, Response
@@ -291,6 +292,7 @@ class VOGN(VON):
         return Diagonal(ctx.to_tree(values), count)
 
 
+@checked
 def ivon(
     lr: Dial,
     *,
@@ -340,6 +342,7 @@ def ivon(
     return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
 
 
+@checked
 def von(
     lr: Dial,
     *,
@@ -389,6 +392,7 @@ def von(
     )
 
 
+@checked
 def vogn(
     lr: Dial,
     *,
