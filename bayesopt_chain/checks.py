@@ -101,6 +101,14 @@ def temperature(value: Any) -> None:
     number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
 
 
+def positive_temperature(who: str, value: Any, why: str) -> None:
+    """Refuse temperature 0 for a sampler that is no optimizer there."""
+    temperature(value)
+    number = value.item() if isinstance(value, Tensor) and not is_hidden(value) else value
+    if isinstance(number, Real) and number == 0:
+        raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")
+
+
 def positive(name: str, value: Any) -> None:
     """A positive, finite number."""
     number(name, value, "(0, inf)")
@@ -111,7 +119,7 @@ def momentum(name: str, value: Any) -> None:
     number(name, value, "[0, 1)")
 
 
-def parameters(leaves: list, paths: list) -> None:
+def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
     """Parameters that can be sampled: at least one, floating point, real."""
     found = False
     for leaf, path in zip(leaves, paths):
@@ -193,8 +201,8 @@ def alike(what: str, i: int, x, whose: str, shape, dtype, device) -> None:
         )
 
 
-def name(path: tuple) -> str:
-    return "".join(f"[{part!r}]" for part in path) or "(the bare tensor)"
+def name(path: tuple | str) -> str:
+    return (path if isinstance(path, str) else "".join(f"[{part!r}]" for part in path)) or "(the bare tensor)"
 
 
 def show(value: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core import counters
+from bayesopt_chain.core.scalar_or_schedule import scalar
 
 Schedule = Callable[[Any], Tensor]
 
@@ -270,8 +270,8 @@ class join:
 
     def __call__(self, count: Any) -> Tensor:
         t = torch.as_tensor(count)
-        out = counters.scalar(self.schedules[0](t), t.device)
+        out = scalar(self.schedules[0](t), t.device)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
-            later = counters.scalar(schedule((t - boundary).clamp(min=0)), t.device)
+            later = scalar(schedule((t - boundary).clamp(min=0)), t.device)
             out = torch.where(t >= boundary, later, out)
         return out

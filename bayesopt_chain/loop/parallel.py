@@ -131,7 +131,7 @@ def parallel(
 
     Returns:
         A callable with the step's interface on parameters and states stacked on axis 0, with ``init(tx, params)``.
-        Chains draw the noise that each would draw alone; from :func:`counter_based` chains they draw it all at once.
+        Chains draw the noise that each would draw alone; from chains :func:`with_stream` ``"philox"`` they draw it all at once.
 
     Raises:
         RuntimeError: at a call, a step that vmap refuses.
@@ -139,7 +139,7 @@ def parallel(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> def tx(temperature):
-        ...     return bc.counter_based(bc.sghmc(0.1, temperature=temperature))
+        ...     return bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox")
         >>> def step(temperature):
         ...     return bc.make_step(lambda params, batch: (params**2).sum(), tx(temperature))
         >>> chains = bc.parallel(step, 3, each={"temperature": torch.tensor([0.0, 0.5, 1.0])})

@@ -114,7 +114,7 @@ def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, co
 
 
 def test_counter_based_noise_can_be_probed():
-    tx = bc.counter_based(bc.sghmc(0.1, 0.9, temperature=0.5))
+    tx = bc.with_stream(bc.sghmc(0.1, 0.9, temperature=0.5), "philox")
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     covariance = bc.testing.stationary_covariance(tx, curvature)
     torch.testing.assert_close(covariance, 0.5 * torch.linalg.inv(curvature), rtol=1e-10, atol=0)
@@ -158,8 +158,8 @@ def test_counter_based_chains_draw_from_philox_on_a_cpu_and_nowhere_else():
     """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
     params = {"a": torch.zeros(70), "b": torch.zeros(3)}
     plain = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
-    tx = bc.counter_based(plain)
-    assert bc.counter_based(tx) == tx != plain
+    tx = bc.with_stream(plain, "philox")
+    assert bc.with_stream(tx, "philox") == tx != plain
     state = tx.init(params)
     key = next(s.key for s in state if hasattr(s, "key"))
     for count in range(3):
