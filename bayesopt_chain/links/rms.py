@@ -114,7 +114,8 @@ class RunningScale(Link):
         """``1 / P``."""
         if not self.centred:
             return [n.sqrt().add(self.eps) for n in state.nu]
-        return [n.addcmul(m, m, value=-1.0).sqrt_().add(self.eps) for n, m in zip(state.nu, state.mu)]
+        # rounding may leave less than 0, of which TorchOpt makes NaN
+        return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
     def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
         return inverse_coloured(e, [at.learned[n] for n in k], power)
@@ -152,7 +153,7 @@ class RootSumOfSquares(Link):
         return inverse_coloured(e, [at.learned[n] for n in k], power)
 
     def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
-        return [torch.where(n > 0.0, x, 0.0) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)], state
+        return [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)], state
 
     def __str__(self) -> str:
         return f"scale_by_rss(eps={self.eps}{frozen_note(self.freeze_after)})"

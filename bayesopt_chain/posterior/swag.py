@@ -49,6 +49,8 @@ class SwagState(NamedTuple):
 class Collect(Link):
     """The link behind :func:`swag`."""
 
+    exacting = True
+
     rank: int
     start: int
     every: int

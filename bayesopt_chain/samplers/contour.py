@@ -43,6 +43,8 @@ class ContourState(NamedTuple):
 class Contour(Link):
     """The link behind :func:`scale_by_contour`."""
 
+    exacting = True
+
     temperature: ScalarOrSchedule
     low: float
     high: float

@@ -60,6 +60,7 @@ class Lattice(Keyed):
             delta * torch.where(u < 0.5 * (1.0 - tilt * x), torch.ones_like(x), -torch.ones_like(x))
             for x, (u,) in zip(g, uniform)
         ]
+        moves = [torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)]  # a comparison hides a NaN
         return op.put(g, moves), LatticeState(state.key, *op.count([state.count]))
 
     def __str__(self) -> str:

@@ -179,6 +179,10 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
     checks.positive("step_size", step_size)
     checks.positive("friction", friction)
     mu = math.exp(-friction * step_size)
+    if mu == 1.0:
+        raise ValueError(
+            f"step_size * friction = {step_size * friction:.3g} is lost to rounding; raise step_size or friction"
+        )
     return ChainParameters(step_size**2 * (1.0 + mu) / 2.0, mu)
 
 

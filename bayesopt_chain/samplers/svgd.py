@@ -39,6 +39,8 @@ class SteinState(NamedTuple):
 class Stein(Link):
     """The link behind :func:`scale_by_stein_kernel`."""
 
+    exacting = True
+
     temperature: ScalarOrSchedule
     bandwidth: float | str
     needs_params = True

@@ -76,6 +76,8 @@ class LowRankFilterState(NamedTuple):
 class Filter(Link):
     """What the filters share; each answers ``start``, ``predict_and_update`` and ``precision``."""
 
+    exacting = True
+
     lr: Any
     prior_precision: Any = field(hash=False, compare=False)
     transition_noise: Any = field(hash=False, compare=False)
