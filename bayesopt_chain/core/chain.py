@@ -157,6 +157,11 @@ class Chain(GradientTransformation):
 
     Attributes:
         links: the links, in the order written.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> isinstance(bc.sgd(0.1), bc.Chain)
+        True
     """
 
     links: tuple[Link, ...]

@@ -46,6 +46,12 @@ class Info(NamedTuple):
     """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
 
     ``finite``: whether loss and gradient are finite, 0-d, from ``make_step(..., check_finite=True)``; else ``()``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum(), bc.sgd(0.1))
+        >>> step(torch.zeros(1), bc.sgd(0.1).init(torch.zeros(1)), torch.ones(1))[2].loss
+        tensor(1.)
     """
 
     loss: Tensor
