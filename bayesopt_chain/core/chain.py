@@ -18,6 +18,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core import injection
 from bayesopt_chain.core.leaves import owned, repeats
 from bayesopt_chain.core.link import At, Link, require_samplable, show
@@ -59,6 +60,8 @@ class Plan:
         self.sites = self.matched()
         self.noisy = sorted({j for sites in self.sites.values() for s in sites for j in s.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
+        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, layout.where) if x.exacting for j in w)})
+        self.stacked = {j for x, w in zip(links, layout.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self) if lower else {})
         self.spec: Any = None  # the structure of updates that was compared with the paths last
 
@@ -118,17 +121,22 @@ class Plan:
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
-        if not (self.noisy or self.coupled):
+        if not (self.exact or self.coupled):
             return p
         if structure != spec:
             raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
-        for j in self.noisy:
+        for j in self.exact:
             x = g[j]
             if x is None:
                 continue
             if not isinstance(x, Tensor):
-                raise TypeError(f"updates: leaf {j} is {x!r}, not a tensor")
-            if x.shape != layout.shapes[j] or x.dtype != layout.dtypes[j]:
+                raise TypeError(f"updates: leaf {j} is {checks.short(x)}, not a tensor")
+            if x.layout is not torch.strided:
+                raise ValueError(
+                    f"updates: leaf {j} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                    "(torch.nn.Embedding), or pass .to_dense()"
+                )
+            if x.dtype != layout.dtypes[j] or (x.shape != layout.shapes[j] and j not in self.stacked):
                 checks.alike("updates", j, x, "the state has", layout.shapes[j], layout.dtypes[j], x.device)
             if p is not None and x.device != p[j].device:
                 checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
@@ -245,6 +253,9 @@ class Chain(GradientTransformation):
 
         The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
         """
+        if any(isinstance(x.response, Noise) for x in self.links):
+            for x in self.links:
+                check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
         masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}

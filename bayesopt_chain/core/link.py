@@ -69,6 +69,7 @@ class Link:
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
     needs_params: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
     coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
@@ -130,6 +131,8 @@ def show(link: Link) -> str:
 @dataclass(frozen=True)
 class Keyed(Link):
     """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
+
+    exacting = True
 
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
     stream: keyed_stream.Stream | None = field(default=None, kw_only=True)

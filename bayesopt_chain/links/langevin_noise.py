@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.injection import NoiseLink, Weather
 from bayesopt_chain.core.matching import Site
@@ -64,6 +65,7 @@ class LangevinNoise(NoiseLink):
         return f"inject_langevin_noise({', '.join(words)})"
 
 
+@checked
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,

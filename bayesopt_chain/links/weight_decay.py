@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -46,6 +47,7 @@ class FlipSign(Link):
         return "flip_sign"
 
 
+@checked_types
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -74,6 +76,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     return Chain((AddDecayedWeights(weight_decay, masks=() if mask is None else (mask,)),))
 
 
+@checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
 

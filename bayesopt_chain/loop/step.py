@@ -148,7 +148,15 @@ def make_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
     if isinstance(tx, SkipNonfinite):
-        inner = make_step(loss, tx.transformation, curvature=curvature, inplace=inplace, check_finite=check_finite)
+        inner = make_step(
+            loss,
+            tx.transformation,
+            curvature=curvature,
+            gradient_variance=gradient_variance,
+            hessian_diagonal=hessian_diagonal,
+            inplace=inplace,
+            check_finite=check_finite,
+        )
         return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
     accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
@@ -139,6 +140,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
 
 
+@checked
 def replica_exchange(
     lr: float,
     momentum: float = 0.0,
