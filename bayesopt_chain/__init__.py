@@ -35,8 +35,7 @@ from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.samplers.langevin import sghmc, sgld
-
-__version__ = "0.1.0"
+from bayesopt_chain.version import __version__
 
 __all__ = [
     "SGD",

@@ -17,7 +17,7 @@ from bayesopt_chain.tracing import is_hidden
 def number(
     name: str,
     value: Any,
-    within: str = "(-inf, inf)",
+    within: str | None = "(-inf, inf)",
     *,
     integer: bool = False,
     tensor: bool = False,
@@ -29,7 +29,7 @@ def number(
     Args:
         name: the argument's, with which the message begins.
         value: what came. ``True`` and ``False`` are no numbers.
-        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not.
+        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not; ``None`` for any.
         integer: whether it must be an integer.
         tensor: whether a real 0-d tensor will do. One that is hidden (see :mod:`bayesopt_chain.tracing`) passes unread.
         schedule: whether a callable will do; it passes uncalled.
@@ -61,10 +61,16 @@ def number(
     if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
         kinds = ["an integer" if integer else "a number", *["a 0-d tensor"] * tensor, *["a schedule"] * schedule]
         wanted = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
-        raise TypeError(f"{name} must be {wanted}, got {_short(shown)}{tail}")
-    x, (low, high, has_low, has_high) = float(value), _interval(within)
+        raise TypeError(f"{name} must be {wanted}, got {short(shown)}{tail}")
+    try:
+        x = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that fits into a float, got {short(shown)}{tail}") from None
+    if within is None:
+        return
+    low, high, has_low, has_high = _interval(within)
     if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
-        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {_short(shown)}{tail}")
+        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {short(shown)}{tail}")
 
 
 _WORDS = {
@@ -82,7 +88,7 @@ def _interval(within: str) -> tuple[float, float, bool, bool]:
     return float(low), float(high), within[0] == "[", within[-1] == "]"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     text = repr(value)
@@ -150,7 +156,7 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
                 f"params: leaf {path} is {leaf.dtype}, in which no gradient can be taken; keep it in the batch"
             )
         raise TypeError(
-            f"params: leaf {path} is {_short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
+            f"params: leaf {path} is {short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
             "keep it in the batch"
         )
 

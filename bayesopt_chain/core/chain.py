@@ -18,6 +18,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core import injection
 from bayesopt_chain.core.leaves import owned, repeats
 from bayesopt_chain.core.link import At, Link, require_samplable, show
@@ -59,6 +60,8 @@ class Plan:
         self.sites = self.matched()
         self.noisy = sorted({j for sites in self.sites.values() for s in sites for j in s.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
+        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, layout.where) if x.exacting for j in w)})
+        self.stacked = {j for x, w in zip(links, layout.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self) if lower else {})
         self.spec: Any = None  # the structure of updates that was compared with the paths last
 
@@ -118,17 +121,22 @@ class Plan:
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
-        if not (self.noisy or self.coupled):
+        if not (self.exact or self.coupled):
             return p
         if structure != spec:
             raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
-        for j in self.noisy:
+        for j in self.exact:
             x = g[j]
             if x is None:
                 continue
             if not isinstance(x, Tensor):
-                raise TypeError(f"updates: leaf {j} is {x!r}, not a tensor")
-            if x.shape != layout.shapes[j] or x.dtype != layout.dtypes[j]:
+                raise TypeError(f"updates: leaf {j} is {checks.short(x)}, not a tensor")
+            if x.layout is not torch.strided:
+                raise ValueError(
+                    f"updates: leaf {j} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                    "(torch.nn.Embedding), or pass .to_dense()"
+                )
+            if x.dtype != layout.dtypes[j] or (x.shape != layout.shapes[j] and j not in self.stacked):
                 checks.alike("updates", j, x, "the state has", layout.shapes[j], layout.dtypes[j], x.device)
             if p is not None and x.device != p[j].device:
                 checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
@@ -149,6 +157,11 @@ class Chain(GradientTransformation):
 
     Attributes:
         links: the links, in the order written.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> isinstance(bc.sgd(0.1), bc.Chain)
+        True
     """
 
     links: tuple[Link, ...]
@@ -215,7 +228,9 @@ class Chain(GradientTransformation):
         if isinstance(state, State) and state.layout is self.last[0]:  # a state hands its layout on
             return self.last[1]  # pyright: ignore[reportReturnType]
         if not isinstance(state, State):
-            raise ValueError(f"state: must be what init of this chain returned, got {type(state).__name__}; call init first")
+            raise ValueError(
+                f"state: must be what init of this chain returned, got {type(state).__name__}; call init first"
+            )
         layout = state.layout
         if layout.kinds != self.kinds:
             raise ValueError(
@@ -238,6 +253,9 @@ class Chain(GradientTransformation):
 
         The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
         """
+        if any(isinstance(x.response, Noise) for x in self.links):
+            for x in self.links:
+                check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
         masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}
@@ -289,17 +307,23 @@ class Chain(GradientTransformation):
             if where and not present:
                 continue
             keep = [plan.position[i][j] for j in present] if len(present) < len(where) else None
-            at = At(spec, where, present, p, plan, {k: v for k, v in extra.items() if stage.takes(k)} if extra else extra)
+            at = At(
+                spec, where, present, p, plan, {k: v for k, v in extra.items() if stage.takes(k)} if extra else extra
+            )
             mine = entries[i] if len(stage.run) == 1 else tuple([entries[k] for k in stage.run])
             if keep is not None:
-                mine = part(mine, keep, len(where)) if len(stage.run) == 1 else [part(x, keep, len(where)) for x in mine]
+                mine = (
+                    part(mine, keep, len(where)) if len(stage.run) == 1 else [part(x, keep, len(where)) for x in mine]
+                )
             if stage.learns:
                 mine, learned = link.learn([g[j] for j in present], mine, op, at)
                 at = at._replace(learned=learned)
             if stage.enter:
                 self._enter(plan, i, noises, entries, g, op, at, mine if stage.learns else None)
             new, after = link.update([g[j] for j in present], mine, op, at)
-            for k, old, entry in zip(stage.run, [entries[k] for k in stage.run], [after] if len(stage.run) == 1 else after):
+            for k, old, entry in zip(
+                stage.run, [entries[k] for k in stage.run], [after] if len(stage.run) == 1 else after
+            ):
                 entries[k] = entry if keep is None else put_back(old, keep, len(where), entry)
             for j, y in zip(present, new):
                 g[j] = y
@@ -362,7 +386,15 @@ class Chain(GradientTransformation):
             noises[n] = x._replace(noise=e if x.site.carried else ())
 
     def _coloured(
-        self, plan: Plan, entries: list[Any], site: Site, leaves: Sequence[int], e: Any, i: int = -1, at: Any = None, mine: Any = None
+        self,
+        plan: Plan,
+        entries: list[Any],
+        site: Site,
+        leaves: Sequence[int],
+        e: Any,
+        i: int = -1,
+        at: Any = None,
+        mine: Any = None,
     ) -> Any:
         """The noise of these leaves of a site as the metrics shape it; link ``i`` has just learned, to the state ``mine``."""
         for m, power in site.colours:

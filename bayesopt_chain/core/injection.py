@@ -50,7 +50,9 @@ class NoiseLink(Keyed):
     def response(self) -> Response:
         return Linear() if is_zero(self.temperature) else Noise()
 
-    def started(self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]) -> None:
+    def started(
+        self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]
+    ) -> None:
         """Look at the first step's conditions when a state is made."""
 
 

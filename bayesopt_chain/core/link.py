@@ -45,7 +45,9 @@ class At(NamedTuple):
             return self.spec.unflatten(leaves)
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
         absent = self.plan.absent
-        return self.spec.unflatten([have[j] if j in have else None if j in absent else () for j in range(self.spec.num_leaves)])
+        return self.spec.unflatten(
+            [have[j] if j in have else None if j in absent else () for j in range(self.spec.num_leaves)]
+        )
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
@@ -67,6 +69,7 @@ class Link:
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
     needs_params: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
     coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
@@ -129,13 +132,17 @@ def show(link: Link) -> str:
 class Keyed(Link):
     """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
 
+    exacting = True
+
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
     stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
 
     def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
         """A fresh key and a count of zero, on the parameters' device."""
         require_samplable(leaves, [at.plan.paths[j] for j in at.index])
-        return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+        return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros(
+            (), dtype=torch.int64, device=leaves[0].device
+        )
 
     def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
@@ -144,7 +151,13 @@ class Keyed(Link):
         like = [given[j] if j in given else at.plan.template(j) for j in at.index]
         numbers = [at.plan.numbers[j] for j in at.index]
         xi = keyed_stream.normals(
-            state.key, state.count, [t.unsqueeze(0) for t in like], [draws] * len(like), kind, self.stream, numbers=numbers
+            state.key,
+            state.count,
+            [t.unsqueeze(0) for t in like],
+            [draws] * len(like),
+            kind,
+            self.stream,
+            numbers=numbers,
         )
         return [x for j, x in zip(at.index, xi) if j in given]
 

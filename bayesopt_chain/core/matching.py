@@ -115,9 +115,7 @@ def _require_known(link: Link) -> None:
     if isinstance(response, Refused):
         raise ValueError(f"chain: temperature > 0 is refused with {show(link)}: {response.reason}")
     if isinstance(response, (Linear, Metric)) and not law.is_stable(response.a):
-        raise ValueError(
-            f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)"
-        )
+        raise ValueError(f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)")
     if isinstance(response, Decay) and not _finite(response.weight_decay):
         raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
 
@@ -205,9 +203,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
     return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, poles)
 
 
-def _sites(
-    links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, leaves: tuple[int, ...]
-) -> list[Site]:
+def _sites(links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, leaves: tuple[int, ...]) -> list[Site]:
     """The spectrum of the whole chain, split by the metrics that colour its parts."""
     whole, noise = _whole(links, r, at), links[written]
     if whole is None:

@@ -49,7 +49,7 @@ optree.register_pytree_node(
     State,
     lambda state: (tuple(state), state.layout),
     lambda layout, entries: State(entries, layout),
-    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # noqa: B009  # where TorchOpt's tree functions look
+    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # where TorchOpt's tree functions look
 )
 _pytree.register_pytree_node(
     State,

@@ -1,6 +1,6 @@
 """Runs of links lowered to one sweep. A lowered run is itself a link over the same entries of the state.
 
-    v <- mu v + g;  u <- f v        momentum and a constant learning rate, block after block while both are in cache
+v <- mu v + g;  u <- f v        momentum and a constant learning rate, block after block while both are in cache
 """
 
 from __future__ import annotations

@@ -128,7 +128,9 @@ class FusedSGD:
             self.last[:] = [last]
         return last
 
-    def _with_noise(self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], carried: float) -> None:
+    def _with_noise(
+        self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], carried: float
+    ) -> None:
         """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + carried fresh`` (see the module's note)."""
         if self.momentum:
             torch._foreach_add_(g, fresh)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -183,9 +184,7 @@ class ScaleByRAdam(TwoMoments):
 
     def update(self, g: Leaves, state: ScaleByRAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByRAdamState]:
         mu = self.first(g, state, op)
-        moves = [
-            _choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, at.learned)
-        ]
+        moves = [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, at.learned)]
         return moves, ScaleByRAdamState(mu, state.nu, state.count)
 
     @property
@@ -227,6 +226,7 @@ def _power(decay: float, count: Tensor) -> Any:
     return decay ** _number(count)
 
 
+@checked_types
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -264,6 +264,7 @@ def scale_by_adam(
     return Chain((ScaleByAdam(b1, b2, eps, moment_requires_grad, freeze_after, eps_root),))
 
 
+@checked_types
 def scale_by_adamax(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -298,6 +299,7 @@ def scale_by_adamax(
     return Chain((ScaleByAdaMax(b1, b2, eps, moment_requires_grad, freeze_after),))
 
 
+@checked_types
 def scale_by_radam(
     b1: float = 0.9,
     b2: float = 0.999,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -71,6 +72,7 @@ class AdaptiveWindow(Link):
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
+@checked
 def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.injection import NoiseLink, Weather
 from bayesopt_chain.core.matching import Site
@@ -30,7 +31,9 @@ LOW = (torch.bfloat16, torch.float16)
 class LangevinNoise(NoiseLink):
     """The link behind :func:`inject_langevin_noise`."""
 
-    def started(self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]) -> None:
+    def started(
+        self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]
+    ) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
 
         Learned preconditioners are not known yet and count as one.
@@ -62,6 +65,7 @@ class LangevinNoise(NoiseLink):
         return f"inject_langevin_noise({', '.join(words)})"
 
 
+@checked
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -65,6 +66,7 @@ class Scale(Link):
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 
+@checked_types
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """Multiply by ``-lr``: the link that turns gradients into a descent.
 
@@ -89,6 +91,7 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     return Chain((Scale(lr, -1),))
 
 
+@checked_types
 def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
@@ -101,6 +104,7 @@ def scale(step_size: float) -> Chain:
     return Chain((Scale(step_size),))
 
 
+@checked_types
 def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
     """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
 
@@ -111,5 +115,3 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
         [tensor([1.])]
     """
     return Chain((Scale(step_size_fn),))
-
-

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -54,8 +55,7 @@ class Momentum(Link):
         mu, v, count = self.momentum, list(state.trace), state.count
         if self.dampening:
             new = [
-                torch.where(c == 0, t + x, t.mul(mu).add(x, alpha=1.0 - self.dampening))
-                for t, x, c in zip(v, g, count)
+                torch.where(c == 0, t + x, t.mul(mu).add(x, alpha=1.0 - self.dampening)) for t, x, c in zip(v, g, count)
             ]
             v, count = op.put(v, new), op.count(count)
         else:
@@ -69,6 +69,7 @@ class Momentum(Link):
         return f"add_momentum({', '.join(words)})"
 
 
+@checked_types
 def add_momentum(
     momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, *, moment_requires_grad: bool = False
 ) -> Chain:

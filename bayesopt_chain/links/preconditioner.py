@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -57,6 +59,7 @@ class RunningRMS:
     freeze_after: int | None = None
 
 
+@checked_types
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningRMS:
@@ -104,7 +107,12 @@ class Precondition(Link):
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
         except ValueError:
-            values = at.spec.flatten_up_to(self.tree)
+            try:
+                values = at.spec.flatten_up_to(self.tree)
+            except ValueError as err:
+                raise ValueError(
+                    f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
+                ) from None
         return PreconditionerState(tuple([_positive(values[j], p) for j, p in zip(at.index, leaves)]))
 
     def colour(self, state: PreconditionerState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
@@ -127,6 +135,8 @@ def _positive(value: Any, p: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class SolvePrecision(Link):
     """Multiply by the inverse of a frozen precision, which may couple all parameters."""
+
+    exacting = True
 
     precision: SupportsSolve = field(hash=False, compare=False)
     coupled = True
@@ -172,4 +182,11 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
         return Chain((Scale(float(preconditioner)),))
     if isinstance(preconditioner, SupportsSolve):
         return Chain((SolvePrecision(preconditioner),))
+    for leaf in optree.tree_leaves(preconditioner, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and not leaf.is_complex()
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(
+                f"scale_by_preconditioner: preconditioner must be a positive number, a tree of such numbers and tensors, or "
+                f"an estimator, got {checks.short(leaf)}"
+            )
     return Chain((Precondition(preconditioner),))

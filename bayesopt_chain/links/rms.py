@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import PURE, Leaves, Op
@@ -113,7 +114,8 @@ class RunningScale(Link):
         """``1 / P``."""
         if not self.centred:
             return [n.sqrt().add(self.eps) for n in state.nu]
-        return [n.addcmul(m, m, value=-1.0).sqrt_().add(self.eps) for n, m in zip(state.nu, state.mu)]
+        # rounding may leave less than 0, of which TorchOpt makes NaN
+        return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
     def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
         return inverse_coloured(e, [at.learned[n] for n in k], power)
@@ -151,9 +153,7 @@ class RootSumOfSquares(Link):
         return inverse_coloured(e, [at.learned[n] for n in k], power)
 
     def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
-        return [
-            torch.where(n > 0.0, x, 0.0) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)
-        ], state
+        return [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)], state
 
     def __str__(self) -> str:
         return f"scale_by_rss(eps={self.eps}{frozen_note(self.freeze_after)})"
@@ -198,6 +198,7 @@ def require_settings(eps: float, freeze_after: int | None) -> None:
         raise ValueError(f"Invalid freeze_after value: {freeze_after}; it must be None or at least 1")
 
 
+@checked_types
 def scale_by_rms(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -225,6 +226,7 @@ def scale_by_rms(
     return Chain((RunningScale(False, alpha, eps, initial_scale, freeze_after),))
 
 
+@checked_types
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
@@ -251,6 +253,7 @@ def scale_by_stddev(
     return Chain((RunningScale(True, alpha, eps, initial_scale, freeze_after),))
 
 
+@checked_types
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
@@ -277,6 +280,7 @@ def scale_by_rss(
     return Chain((RootSumOfSquares(initial_accumulator_value, eps, freeze_after),))
 
 
+@checked_types
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
     """Multiply by the ratio of running root mean squares of updates and gradients (AdaDelta; Zeiler, 2012).
 

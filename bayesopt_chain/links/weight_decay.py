@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -26,7 +27,9 @@ class AddDecayedWeights(Link):
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g
-        theta = [p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p for p, x in zip(at.params, g)]
+        theta = [
+            p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p for p, x in zip(at.params, g)
+        ]
         return op.add(g, theta, alpha=self.weight_decay), state
 
     def __str__(self) -> str:
@@ -44,6 +47,7 @@ class FlipSign(Link):
         return "flip_sign"
 
 
+@checked_types
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -72,6 +76,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     return Chain((AddDecayedWeights(weight_decay, masks=() if mask is None else (mask,)),))
 
 
+@checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
 
@@ -85,5 +90,3 @@ def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = F
     if weight_decay == 0.0:
         return Chain((FlipSign(),) if maximize else ())
     return Chain((AddDecayedWeights(weight_decay, flip=maximize),))
-
-

@@ -18,6 +18,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.version import __version__
+
 FORMAT = "bayesopt_chain/1"
 Scalar = bool | int | float | str | None
 
@@ -88,6 +90,13 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         FileNotFoundError: no such file.
         ValueError: a truncated or damaged file, one that something else wrote, or one of another tree or chain; the
             message names what differs.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> file = tempfile.mkdtemp() + "/params.safetensors"
+        >>> bc.save(file, {"w": torch.ones(2)})
+        >>> bc.load(file, like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
     """
     tensors, header = read(Path(path))
     if tx is not None and header.get("chain") not in (None, repr(tx)):
@@ -123,8 +132,6 @@ def _names(tree: Any) -> list[str]:
 def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
     """Write tensors and a header atomically; returns the checksum of the data."""
     from safetensors.torch import save_file
-
-    from bayesopt_chain import __version__
 
     held, seen = {}, set()
     for name, x in tensors.items():

@@ -28,6 +28,8 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.step import Info, Loss, apply, gradient
 
+__all__ = ["GradientEstimator", "control_variates", "make_estimated_step", "mean_gradient", "svrg"]
+
 
 class ReferenceState(NamedTuple):
     """The reference parameters ``theta*`` and the gradient of the whole loss there, each a tree like the parameters."""

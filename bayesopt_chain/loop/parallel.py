@@ -38,7 +38,7 @@ class Parallel:
             states.append(mine.init(_take(params, i)))
         return stack(states)
 
-    def __call__(self, params: Any, state: Any, batch: Any):
+    def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""
         both: Any = (params, state)
         for leaf in optree.tree_leaves(both):

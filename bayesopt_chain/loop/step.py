@@ -46,6 +46,12 @@ class Info(NamedTuple):
     """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
 
     ``finite``: whether loss and gradient are finite, 0-d, from ``make_step(..., check_finite=True)``; else ``()``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum(), bc.sgd(0.1))
+        >>> step(torch.zeros(1), bc.sgd(0.1).init(torch.zeros(1)), torch.ones(1))[2].loss
+        tensor(1.)
     """
 
     loss: Tensor
@@ -142,7 +148,15 @@ def make_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
     if isinstance(tx, SkipNonfinite):
-        inner = make_step(loss, tx.transformation, curvature=curvature, inplace=inplace, check_finite=check_finite)
+        inner = make_step(
+            loss,
+            tx.transformation,
+            curvature=curvature,
+            gradient_variance=gradient_variance,
+            hessian_diagonal=hessian_diagonal,
+            inplace=inplace,
+            check_finite=check_finite,
+        )
         return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
     accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
@@ -158,7 +172,9 @@ def make_step(
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
     if stacked and (draws or by_datum or estimators):
-        raise ValueError("make_step: a chain over particles takes their gradients and losses, and can ask for nothing else")
+        raise ValueError(
+            "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
+        )
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""

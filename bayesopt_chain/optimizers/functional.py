@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.response import Noise
@@ -27,6 +28,7 @@ from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_r
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 
 
+@checked
 def sgd(
     lr: ScalarOrSchedule,
     momentum: float = 0.0,
@@ -65,6 +67,7 @@ def sgd(
     )
 
 
+@checked
 def adam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -112,6 +115,7 @@ def adam(
     )
 
 
+@checked
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -153,6 +157,7 @@ def adamw(
     )
 
 
+@checked
 def adamax(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -182,6 +187,7 @@ def adamax(
     )
 
 
+@checked
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -211,6 +217,7 @@ def radam(
     )
 
 
+@checked
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,
     lr_decay: float = 0.0,
@@ -248,6 +255,7 @@ def adagrad(
     )
 
 
+@checked
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -294,6 +302,7 @@ def rmsprop(
     )
 
 
+@checked
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,
     rho: float = 0.9,

@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
@@ -47,6 +48,8 @@ class SwagState(NamedTuple):
 @dataclass(frozen=True)
 class Collect(Link):
     """The link behind :func:`swag`."""
+
+    exacting = True
 
     rank: int
     start: int
@@ -137,6 +140,7 @@ class Swag(Chain):
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data))
 
 
+@checked
 def swag(rank: int = 20, *, start: int = 0, every: int = 1) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 

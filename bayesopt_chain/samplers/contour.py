@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
@@ -41,6 +42,8 @@ class ContourState(NamedTuple):
 @dataclass(frozen=True)
 class Contour(Link):
     """The link behind :func:`scale_by_contour`."""
+
+    exacting = True
 
     temperature: ScalarOrSchedule
     low: float
@@ -100,6 +103,7 @@ class Contour(Link):
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
+@checked
 def scale_by_contour(
     temperature: ScalarOrSchedule,
     low: float,
@@ -144,6 +148,7 @@ def scale_by_contour(
     return Chain((Contour(temperature, low, high, bins, zeta, omega),))
 
 
+@checked
 def contour_sgld(
     lr: ScalarOrSchedule,
     low: float,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now
@@ -68,6 +69,7 @@ class sampling_phase:
         return hot.to(torch.float64) * self.temperature
 
 
+@checked
 def cyclical(
     lr: float,
     cycle: int,

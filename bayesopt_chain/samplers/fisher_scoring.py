@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
@@ -124,6 +125,7 @@ class DenseFisherScoring(FisherScoring):
         return op.put(g, moves), FisherState(state.key, *op.count([state.count]), *op.put([old], [new]))
 
 
+@checked
 def sgfs(
     lr: float,
     *,

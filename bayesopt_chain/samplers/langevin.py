@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
@@ -30,6 +31,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sgld(
     lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, order: int = 2, generator: torch.Generator | None = None
 ) -> Chain:
@@ -58,6 +60,7 @@ def sgld(
     return chain(inject_langevin_noise(temperature, order=order, generator=generator), scale_by_neg_lr(lr))
 
 
+@checked
 def sghmc(
     lr: ScalarOrSchedule,
     momentum: float = 0.9,

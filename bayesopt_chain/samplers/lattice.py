@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
@@ -59,12 +60,14 @@ class Lattice(Keyed):
             delta * torch.where(u < 0.5 * (1.0 - tilt * x), torch.ones_like(x), -torch.ones_like(x))
             for x, (u,) in zip(g, uniform)
         ]
+        moves = [torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)]  # a comparison hides a NaN
         return op.put(g, moves), LatticeState(state.key, *op.count([state.count]))
 
     def __str__(self) -> str:
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
+@checked
 def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 

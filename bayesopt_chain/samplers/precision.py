@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
@@ -24,6 +25,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import SolvePrecision, SupportsSolve
 
 
+@checked
 def langevin_with_precision(
     precision: SupportsSolve,
     lr: ScalarOrSchedule,

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
@@ -48,6 +49,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.rms import RunningScale, RunningScaleState, inverse_coloured, scale_by_rms
 
 
+@checked
 def psgld(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -154,6 +156,7 @@ class RunningScaleWithDivergence(RunningScale):
         return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")
 
 
+@checked
 def adam_sghmc(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -193,6 +196,7 @@ def adam_sghmc(
     )
 
 
+@checked
 def adaptive_sghmc(
     lr: ScalarOrSchedule = 1e-2,
     momentum: float = 0.95,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
@@ -139,6 +140,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
 
 
+@checked
 def replica_exchange(
     lr: float,
     momentum: float = 0.0,
@@ -194,5 +196,7 @@ def replica_exchange(
         raise ValueError(f"replica_exchange: correction_factor must be at least 1, got {correction_factor!r}")
     if isinstance(swap_every, bool) or not isinstance(swap_every, int) or swap_every < 1:
         raise ValueError(f"replica_exchange: swap_every must be a number of updates, at least 1, got {swap_every!r}")
-    link = ReplicaExchange(lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator=generator)
+    link = ReplicaExchange(
+        lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator=generator
+    )
     return Chain((link,))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
@@ -26,6 +27,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sghmc_euler(
     lr: float, momentum: float = 0.9, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:

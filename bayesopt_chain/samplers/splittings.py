@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
@@ -49,6 +50,7 @@ class ChainParameters(NamedTuple):
     momentum: float
 
 
+@checked
 def baoab(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -77,6 +79,7 @@ def baoab(
     return sghmc(lr, momentum, temperature=temperature, generator=generator)
 
 
+@checked
 def obabo(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -108,6 +111,7 @@ def obabo(
     return sghmc(lr, momentum, temperature=temperature, order=1, generator=generator)
 
 
+@checked
 def ubu(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -175,6 +179,10 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
     checks.positive("step_size", step_size)
     checks.positive("friction", friction)
     mu = math.exp(-friction * step_size)
+    if mu == 1.0:
+        raise ValueError(
+            f"step_size * friction = {step_size * friction:.3g} is lost to rounding; raise step_size or friction"
+        )
     return ChainParameters(step_size**2 * (1.0 + mu) / 2.0, mu)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
@@ -37,6 +38,8 @@ class SteinState(NamedTuple):
 @dataclass(frozen=True)
 class Stein(Link):
     """The link behind :func:`scale_by_stein_kernel`."""
+
+    exacting = True
 
     temperature: ScalarOrSchedule
     bandwidth: float | str
@@ -87,6 +90,7 @@ class Stein(Link):
         return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
+@checked
 def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | str = "median") -> Chain:
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
@@ -114,6 +118,7 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
     return Chain((Stein(temperature, bandwidth),))
 
 
+@checked
 def svgd(lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, bandwidth: float | str = "median") -> Chain:
     """Stein variational gradient descent (Liu and Wang, 2016). At ``temperature=0`` it is gradient descent smoothed by
     the kernel.

@@ -60,6 +60,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
@@ -190,6 +191,7 @@ def _ou_scale(x: Tensor) -> Tensor:
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
 
+@checked
 def sgnht(
     lr: float,
     momentum: float = 0.9,
@@ -237,6 +239,7 @@ def sgnht(
     return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator=generator),))
 
 
+@checked
 def badodab(
     step_size: float,
     friction: float = 1.0,

@@ -12,7 +12,7 @@ from torchopt.base import GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain.core.state import State
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
-from tests.samplers.registry import TreePrecision
+from tests.registry import TreePrecision
 
 P = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
 T = 0.3
@@ -235,7 +235,13 @@ def test_derivatives_by_lr_temperature_and_data_at_positive_temperature_are_righ
 
 def test_pure_updates_may_be_vmapped_over_gradients_at_zero_temperature_as_torchopts():
     g = torch.randn(4, 2)
-    for tx in (bc.sgd(0.1, 0.9), bc.adam(0.1), bc.rmsprop(0.1, centered=True), bc.adamax(0.1), torchopt.sgd(0.1, momentum=0.9)):
+    for tx in (
+        bc.sgd(0.1, 0.9),
+        bc.adam(0.1),
+        bc.rmsprop(0.1, centered=True),
+        bc.adamax(0.1),
+        torchopt.sgd(0.1, momentum=0.9),
+    ):
         state = tx.init([torch.zeros(2)])
 
         def one(x, tx=tx, state=state):

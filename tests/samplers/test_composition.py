@@ -6,7 +6,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
-from tests.samplers.registry import SAMPLERS
+from tests.registry import SAMPLERS
 
 
 def loss(params, batch):

@@ -8,7 +8,8 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
-from tests.samplers.registry import cheap, fed, frozen_adam, frozen_rms, frozen_window
+from tests.registry.dressings import fed
+from tests.registry.samplers import cheap, frozen_adam, frozen_rms, frozen_window
 
 T = 0.7
 

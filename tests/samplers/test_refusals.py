@@ -5,7 +5,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain import samplers
-from tests.samplers.registry import TreePrecision
+from tests.registry.samplers import TreePrecision
 
 NAN = float("nan")
 

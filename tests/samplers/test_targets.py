@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.samplers.registry import cheap
+from tests.registry.samplers import cheap
 
 
 class Target(NamedTuple):

@@ -9,7 +9,7 @@ import bayesopt_chain as bc
 from bayesopt_chain import samplers
 from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import run, smooth_gradient
-from tests.samplers.registry import thermostat_probe
+from tests.registry.samplers import thermostat_probe
 from tests.samplers.transfer import QUARTIC, fitted_slope, stationary_moment, target_moment
 
 BOTH = [samplers.sgnht, samplers.badodab]

@@ -21,6 +21,11 @@ class Steps(NamedTuple):
 
     ``draws`` is ``()`` unless asked for; ``finite`` is, unless the step checks (``make_step(..., check_finite=True)``);
     ``negative_elbo`` is, unless the step is variational.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> bc.Steps(loss=torch.tensor([2.0, 1.0]), aux=()).loss.mean()
+        tensor(1.5000)
     """
 
     loss: Tensor

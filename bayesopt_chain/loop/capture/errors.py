@@ -11,7 +11,18 @@ import torch
 
 
 class CaptureError(RuntimeError):
-    """The step cannot be captured; the message names the line and what to change."""
+    """The step cannot be captured; the message names the line and what to change.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.sgd(0.1)
+        >>> step = bc.make_step(lambda p, batch: p.sum() * p.max().item(), tx)  # .item() asks for a number
+        >>> try:
+        ...     bc.capture(step, torch.ones(2), tx.init(torch.ones(2)), ())
+        ... except bc.CaptureError:
+        ...     print("not captured")
+        not captured
+    """
 
 
 def describe(x: Any) -> str:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Op
@@ -74,6 +75,8 @@ class LowRankFilterState(NamedTuple):
 @dataclass(frozen=True)
 class Filter(Link):
     """What the filters share; each answers ``start``, ``predict_and_update`` and ``precision``."""
+
+    exacting = True
 
     lr: Any
     prior_precision: Any = field(hash=False, compare=False)
@@ -311,6 +314,7 @@ class FilteredPosterior(Chain):
         return Gaussian(mean, link.precision(mine, params).factorised())
 
 
+@checked
 def dense(
     lr: float | Tensor = 1.0,
     *,
@@ -356,6 +360,7 @@ def dense(
     return FilteredPosterior((DenseFilter(*_common("ekf.dense", lr, prior_precision, transition_noise, forgetting)),))
 
 
+@checked
 def diagonal(
     lr: float | Tensor = 1.0,
     *,
@@ -383,6 +388,7 @@ def diagonal(
     )
 
 
+@checked
 def low_rank(
     lr: float | Tensor = 1.0,
     *,

@@ -8,12 +8,14 @@ import torch
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.posterior.state import Dial
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
 
 
+@checked
 def mean_field(
     optimizer: GradientTransformation,
     *,
@@ -77,6 +79,7 @@ def mean_field(
     )
 
 
+@checked
 def dense(
     optimizer: GradientTransformation,
     *,
@@ -115,6 +118,7 @@ def dense(
     )
 
 
+@checked
 def low_rank(
     optimizer: GradientTransformation,
     *,

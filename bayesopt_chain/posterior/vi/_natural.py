@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
@@ -296,6 +297,7 @@ class VOGN(VON):
         return Diagonal(at.tree(values), count)
 
 
+@checked
 def ivon(
     lr: Dial,
     *,
@@ -345,6 +347,7 @@ def ivon(
     return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
 
 
+@checked
 def von(
     lr: Dial,
     *,
@@ -399,6 +402,7 @@ def von(
     )
 
 
+@checked
 def vogn(
     lr: Dial,
     *,
