@@ -7,12 +7,17 @@ The noise travels with the draw, since ``theta_s - mean`` cancels in low precisi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.core.link import At, Keyed, require_own_key
+from bayesopt_chain.core.op import Leaves
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
+from bayesopt_chain.posterior.state import device_of
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
@@ -31,13 +36,63 @@ class Draw(NamedTuple):
 
 
 def standard_normals(
-    key: Tensor, count: Tensor, templates: list[Tensor], samples: int, antithetic: bool
+    key: Tensor,
+    count: Tensor,
+    templates: Sequence[Tensor],
+    names: Sequence[str],
+    samples: int,
+    antithetic: bool = False,
+    stream: keyed_stream.Stream | None = None,
 ) -> tuple[Tensor, ...]:
-    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``."""
+    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
+
+    ``names`` tell the templates from each other where the stream is counter-based: the paths of leaves, or other words.
+    """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes))]
+    numbers = keyed_stream.leaf_numbers(tuple(names))
+    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes), stream=stream, numbers=numbers)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
+
+
+class Drawing(Keyed):
+    """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``."""
+
+    n_samples: int
+    temperature: ScalarOrSchedule
+
+    @property
+    def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.n_samples
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the temperature is the number 0, so that nothing is drawn."""
+        return is_zero(self.temperature)
+
+    def first_key(self, leaves: Leaves, at: At) -> tuple[Tensor, Tensor]:
+        """A key and a count of zero; where nothing is drawn the key is zero."""
+        if self.is_deterministic:
+            device = device_of(leaves)
+            return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        return self.start(leaves, at)
+
+    def sample(self, state: Any, params: Leaves, at: At) -> Draw:
+        return self.draw(state, params, at.paths)
+
+    def draw(self, state: Any, leaves: Leaves, names: Sequence[str]) -> Draw:
+        """A draw for parameters given as leaves, which a counter-based stream knows by their names."""
+        if self.is_deterministic:
+            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
+            return Draw(same, (), state.key, state.count)
+        require_own_key(state.key, leaves)
+        noise, moves = self.displacements(state, leaves, names)
+        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
+        return Draw(drawn, noise, state.key, state.count)
+
+    def displacements(self, state: Any, leaves: Leaves, names: Sequence[str]) -> tuple[tuple[Tensor, ...], Leaves]:
+        """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
+        raise NotImplementedError
 
 
 def require_drawn_from(draw: Any, state: Any, who: str) -> None:
@@ -61,7 +116,7 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
     """Gradients with a leading axis of ``samples``; ``None`` stays."""
     out = []
     for i, (x, p) in enumerate(zip(g, params)):
-        if x is None or p is None:
+        if x is None:
             out.append(None)
             continue
         wanted = tuple(p.shape) if samples == 1 else (samples, *p.shape)
@@ -74,34 +129,31 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
     return out
 
 
-def drawn(tx: Any, i: int, state: tuple, params: Any) -> tuple[Draw, list]:
-    """The draw that rule ``i`` of a chain asks for, and the trees of parameters to take gradients at.
+def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
+    """The draw that link ``i`` of a chain asks for, and the trees of parameters to take gradients at.
 
-    Leaves that a mask keeps from the rule stay at the parameters in each of these trees.
+    Leaves that a mask keeps from the link stay at the parameters in each of these trees.
     """
-    rule = tx.rules[i]
+    link = tx.links[i]
+    at, mine = tx.at(state, i, params)
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    idx = tx.positions(params)[i]
-    idx = range(len(leaves)) if idx is None else idx
-    draw = rule.sample(state[i], [leaves[j] for j in idx])
+    draw = link.sample(state[i], mine, at)
     points = []
-    for s in range(rule.n_samples):
+    for s in range(link.samples):
         point = list(leaves)
-        for j, leaf in zip(idx, draw.params):
-            point[j] = leaf if leaf is None or rule.n_samples == 1 else leaf[s]
+        for j, leaf in zip(at.index, draw.params):
+            point[j] = leaf if link.samples == 1 else leaf[s]
         points.append(optree.tree_unflatten(spec, point))
     return draw, points
 
 
-def gathered(tx: Any, i: int, trees: list, params: Any) -> Any:
-    """Gradients at the trees of :func:`drawn` as rule ``i`` wants them: stacked where it drew, averaged elsewhere."""
+def gathered(trees: list, where: Sequence[int]) -> Any:
+    """Gradients at the trees of :func:`drawn`: stacked at the leaves ``where`` they were drawn, averaged elsewhere."""
     if len(trees) == 1:
         return trees[0]
     leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in trees]
-    idx = tx.positions(params)[i]
-    mine = set(range(len(leaves[0])) if idx is None else idx)
     out = [
-        None if xs[0] is None else torch.stack(xs) if j in mine else torch.stack(xs).mean(0)
+        None if xs[0] is None else torch.stack(xs) if j in where else torch.stack(xs).mean(0)
         for j, xs in enumerate(zip(*leaves))
     ]
-    return optree.tree_unflatten(optree.tree_structure(params, none_is_leaf=True), out)
+    return optree.tree_unflatten(optree.tree_structure(trees[0], none_is_leaf=True), out)

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Linear
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
 from bayesopt_chain.precision import Kronecker, LowRank, Precision, Root, Woodbury, Zero
@@ -57,19 +57,22 @@ def accumulated(total: Any, increment: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Accumulate(Rule):
-    """The rule behind :func:`laplace`."""
+class Accumulate(Link):
+    """The link behind :func:`laplace`."""
 
-    response = Linear()
-    accepts = frozenset({"curvature"})
+    whole = True
     state = LaplaceState
 
-    def init(self, params: list) -> LaplaceState:
-        device = next((leaf.device for leaf in params if leaf is not None), None)
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"curvature"})
+
+    def init(self, leaves: Leaves, at: At) -> LaplaceState:
+        device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 
-    def update(self, g: list, state: LaplaceState, params: list | None, ctx: Any) -> tuple[list, LaplaceState]:
-        return g, LaplaceState(accumulated(state.precision, ctx.extra.get("curvature")))
+    def update(self, g: Leaves, state: LaplaceState, op: Op, at: At) -> tuple[Leaves, LaplaceState]:
+        return g, LaplaceState(accumulated(state.precision, at.extra.get("curvature")))
 
     def __str__(self) -> str:
         return "laplace()"

@@ -1,4 +1,4 @@
-"""What the transformations that carry a posterior share: finding their state in a chain's, schedules, writing in place.
+"""What the transformations that carry a posterior share: finding their state in a chain's, and refusals.
 
 Their states are NamedTuples of tensors, with one tensor for each parameter that is present, in optree order.
 
@@ -9,54 +9,33 @@ that was kept stays what it was. The states of variational inference are an opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.state import State
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import paths
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-State = TypeVar("State", bound=tuple)
-ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Tensor], Any]
+Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
 
 class PosteriorTransformation(Chain):
-    """A chain of one rule, with questions for its state, or for that of a chain that has it as a link."""
-
-    def __new__(cls, rules: tuple[Rule, ...]) -> Self:
-        return super().__new__(cls, rules)  # pyright: ignore[reportReturnType]
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.rules,)
+    """A chain of one link, with questions for its state, or for that of a chain that has it as a link."""
 
     @property
-    def _rule(self) -> Any:
-        return self.rules[0]
+    def _link(self) -> Any:
+        return self.links[0]
 
     def _state(self, state: Any) -> Any:
-        return find(state, self._rule.state, str(self._rule))
+        return find(state, self._link.state, str(self._link))
 
 
-def present(leaves: Sequence[Tensor | None] | None) -> list[Tensor]:
-    """The leaves that are there."""
-    return [leaf for leaf in leaves or () if leaf is not None]
-
-
-def spread_over(values: Sequence[Any], leaves: Sequence[Any] | None) -> list:
-    """``values`` in the places of the leaves that are there, ``None`` in the others."""
-    rest = iter(values)
-    return [None if leaf is None else next(rest) for leaf in leaves or ()]
-
-
-def find(state: Any, kind: type[State], maker: str) -> State:
+def find(state: Any, kind: type[Kind], maker: str) -> Kind:
     """The one state of class ``kind`` in a chain's state."""
     if isinstance(state, kind):
         return state
@@ -67,6 +46,14 @@ def find(state: Any, kind: type[State], maker: str) -> State:
             "with it, returned"
         )
     return found[0]
+
+
+def names_in(state: Any, entry: Any) -> list[str]:
+    """The paths of the leaves that the link with this entry acts on; empty for an entry that stands alone."""
+    if not isinstance(state, State):
+        return []
+    where = next(where for mine, where in zip(state, state.layout.where) if mine is entry)
+    return [state.layout.paths[j] for j in where]
 
 
 def require_these(shapes: list | int, params: Any, who: str) -> None:
@@ -97,32 +84,9 @@ def require_finite(tree: Any, what: str) -> None:
         )
 
 
-def written(old: Any, new: Any) -> Any:
-    """``new`` in the tensors of ``old``, where the two are alike; what has outgrown its tensor gets one of its own."""
-    olds, structure = optree.tree_flatten(old)
-    news, grown = optree.tree_flatten(new)
-    if structure != grown or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(olds, news)):
-        return optree.tree_map(torch.clone, new)
-    return optree.tree_unflatten(structure, [a if a is b else a.copy_(b) for a, b in zip(olds, news)])
-
-
-def now(value: ScalarOrSchedule, count: Tensor) -> float | Tensor:
-    """The value of a number, a 0-d tensor or a schedule of the update count, at this count."""
-    if torch.is_tensor(value):
-        return value.detach()
-    return value(count) if callable(value) else value
-
-
 def times(x: Tensor, factor: float | Tensor) -> Tensor:
     """``x`` times a number or a 0-d tensor, in the dtype of ``x`` also where that is 0-d too."""
     return x * (factor.to(x.dtype) if torch.is_tensor(factor) else factor)
-
-
-def tensor_on(value: float | Tensor, device: torch.device) -> Tensor:
-    """A float64 0-d tensor on a device, made there: a copy from the host could not be captured."""
-    if torch.is_tensor(value):
-        return value.to(device=device, dtype=torch.float64)
-    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def device_of(leaves: Sequence[Tensor]) -> torch.device:

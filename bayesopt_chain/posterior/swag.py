@@ -23,17 +23,11 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Linear
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import (
-    PosteriorTransformation,
-    device_of,
-    present,
-    require_finite,
-    require_these,
-)
+from bayesopt_chain.posterior.state import PosteriorTransformation, device_of, require_finite, require_these
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import size
@@ -81,25 +75,26 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 
 
 @dataclass(frozen=True)
-class Collect(Rule):
-    """The rule behind :func:`swag`."""
+class Collect(Link):
+    """The link behind :func:`swag`."""
+
+    exacting = True
 
     rank: int
     start: int
     every: int
     variance_floor: float
-    response = Linear()
     needs_params = True
+    whole = True
     state = SwagState
 
-    def init(self, params: list) -> SwagState:
-        leaves = present(params)
+    def init(self, leaves: Leaves, at: At) -> SwagState:
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
         return empty(leaves, self.rank)
 
-    def update(self, g: list, state: SwagState, params: list | None, ctx: Any) -> tuple[list, SwagState]:
-        iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(params or [], g) if p is not None]
+    def update(self, g: Leaves, state: SwagState, op: Op, at: At) -> tuple[Leaves, SwagState]:
+        iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(at.params, g)]
         due = (state.count >= self.start) & ((state.count - self.start) % self.every == 0)
         return g, collected(state, iterate, due, self.rank)._replace(count=state.count + 1)
 
@@ -124,7 +119,7 @@ class Swag(PosteriorTransformation):
             ValueError: parameters of other shapes than the state's.
         """
         mine = self._state(state)
-        require_these([m.shape for m in mine.mean], params, str(self._rule))
+        require_these([m.shape for m in mine.mean], params, str(self._link))
         leaves, structure = optree.tree_flatten(params)
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
         return optree.tree_unflatten(structure, means)
@@ -142,23 +137,23 @@ class Swag(PosteriorTransformation):
         Raises:
             ValueError: fewer than two iterates collected, iterates with NaN (named), parameters of other shapes.
         """
-        rule, mine = self._rule, self._state(state)
+        link, mine = self._link, self._state(state)
         if not is_hidden(mine.collected) and int(mine.collected) < 2:
             raise ValueError(
                 f"swag: {int(mine.collected)} iterates collected, at least 2 make a covariance: run on past "
-                f"start={rule.start} with every={rule.every}, or use mean(state, params)"
+                f"start={link.start} with every={link.every}, or use mean(state, params)"
             )
         mean, structure = self.mean(state, params), optree.tree_structure(params)
-        variances = [_floored(s / mine.collected.to(s.dtype), rule.variance_floor) for s in mine.squares]
+        variances = [_floored(s / mine.collected.to(s.dtype), link.variance_floor) for s in mine.squares]
         require_finite(mean, "swag: the mean of the iterates")
         require_finite(optree.tree_unflatten(structure, variances), "swag: the variance of the iterates")
         data = torch.zeros((), dtype=torch.float64, device=mine.count.device)
-        if rule.rank == 0:
+        if link.rank == 0:
             inverse = optree.tree_unflatten(structure, [1 / v for v in variances])
             return Gaussian(mean, Diagonal(inverse, data)).factorised()
-        spread = 2 * (mine.collected.clamp(max=rule.rank) - 1).to(torch.float64)
+        spread = 2 * (mine.collected.clamp(max=link.rank) - 1).to(torch.float64)
         rows = [d / spread.sqrt().to(d.dtype) for d in mine.deviations]
-        halves = [_floored(v / 2, rule.variance_floor) for v in variances]
+        halves = [_floored(v / 2, link.variance_floor) for v in variances]
         diagonal, rows = (optree.tree_unflatten(structure, x) for x in (halves, rows))
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data)).factorised()
 
@@ -168,6 +163,7 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
     return variance.clamp(min=max(floor, 4 * torch.finfo(variance.dtype).tiny))
 
 
+@checked
 def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: float = 1e-30) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 
@@ -204,9 +200,6 @@ def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: floa
         >>> average.mean(state, params), average.posterior(state, params).marginal_variance
         (tensor([0.7500]), tensor([0.0625]))
     """
-    if not isinstance(rank, int) or rank < 0 or rank == 1:
-        raise ValueError(f"swag: rank must be 0 or an integer of at least 2 (k - 1 divides), got {rank!r}")
-    if start < 0 or every < 1:
-        raise ValueError(f"swag: start must be at least 0 and every at least 1, got start={start}, every={every}")
-    checks.positive("swag: variance_floor", variance_floor)
+    if rank == 1:
+        raise ValueError("swag: rank must be 0 or at least 2 (k - 1 divides), got 1")
     return Swag((Collect(rank, start, every, variance_floor),))

@@ -189,7 +189,7 @@ def test_a_mask_collects_some_parameters_only():
 
 @pytest.mark.parametrize("rank", [-1, 1, 2.5])
 def test_a_rank_that_makes_no_covariance_is_refused(rank):
-    with pytest.raises(ValueError, match="rank must be 0 or"):
+    with pytest.raises((ValueError, TypeError), match="swag: rank must"):
         bc.swag(rank=rank)
 
 
@@ -197,7 +197,7 @@ def test_other_bad_input_is_refused():
     with pytest.raises(ValueError, match="above the number of parameters, 6"):
         bc.swag(rank=7).init(tree(torch.zeros(P)))
     for schedule in ({"start": -1}, {"every": 0}):
-        with pytest.raises(ValueError, match="start must be at least 0 and every at least 1"):
+        with pytest.raises(ValueError, match=r"swag: (start|every) must lie in"):
             bc.swag(**schedule)
     link = bc.swag(rank=2)
     params, state = collect(link, iterates(1))

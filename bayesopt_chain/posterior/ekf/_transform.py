@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Refused
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Op
+from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.posterior.ekf._information import Information, information, of_moving
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
@@ -27,25 +29,36 @@ from bayesopt_chain.posterior.ekf._structures import (
     Weighed,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import PosteriorTransformation, present, require_these, spread_over, times
+from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, times
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import paths, spread
 
 
 @dataclass(frozen=True)
-class Filter(Rule):
-    """The rule behind the filters."""
+class Filter(Link):
+    """The link behind the filters."""
+
+    exacting = True
 
     structure: Structure
     lr: Any
     prior_precision: Any = field(hash=False, compare=False)
     transition_noise: Any = field(hash=False, compare=False)
     forgetting: Any
-    accepts = frozenset({"curvature"})
-    needs = frozenset({"curvature"})
-    on_trees = True
+    whole = True
     needs_params = True
-    response = Refused("a filter carries its own noise; give it as transition_noise=")
+
+    @property
+    def response(self) -> Response:
+        return Refused("a filter carries its own noise; give it as transition_noise=")
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"curvature"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
 
     @property
     def name(self) -> str:
@@ -55,28 +68,20 @@ class Filter(Rule):
     def state(self) -> type:
         return self.structure.state
 
-    def init_tree(self, params: Any) -> Any:
-        leaves = optree.tree_leaves(params)
+    def init(self, leaves: list, at: At) -> Any:
+        params = at.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
         prior = self._tree("prior_precision", self.prior_precision, params)
         self._noise(params)
         return self.structure.start(prior, leaves, torch.zeros((), dtype=torch.float64, device=leaves[0].device))
 
-    def update(self, g: list, state: Any, params: list | None, ctx: Any) -> tuple[list, Any]:
-        leaves = present(params)
-        known = information(ctx.extra.get("curvature"), leaves, self.name)
-        mine = [x for x, p in zip(g, params or ()) if p is not None]
-        for i, (x, p) in enumerate(zip(mine, leaves)):
-            if x is not None and x.shape != p.shape:
-                raise ValueError(
-                    f"{self.name}: gradient {i} has shape {tuple(x.shape)}, the parameter {tuple(p.shape)}"
-                )
-        moving = [x is not None for x in mine]
-        batch = weighed(known if all(moving) else of_moving(known, moving), mine, leaves, self.lr)
-        noise = self._noise(ctx.to_tree(params))
-        moves, new = self.structure.step(state, batch, noise, self.forgetting, leaves)
-        moves = [move if m else None for move, m in zip(moves, moving)]
-        return spread_over(moves, params), self.structure.only(state, new, moving)
+    def update(self, g: list, state: Any, op: Op, at: At) -> tuple[list, Any]:
+        leaves = at.params
+        known = information(at.extra.get("curvature"), leaves, self.name)
+        moving = [x is not None for x in g]
+        batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, self.lr)
+        moves, new = self.structure.step(state, batch, self._noise(at.tree(leaves)), self.forgetting, leaves)
+        return [move if m else None for move, m in zip(moves, moving)], self.structure.only(state, new, moving)
 
     def _noise(self, params: Any) -> list[Tensor] | None:
         """Transition variances like the parameters, ``None`` for none."""
@@ -135,12 +140,13 @@ class KalmanFilter(PosteriorTransformation):
         Raises:
             ValueError: parameters of other shapes than the state's; NaN in the state or the parameters (named).
         """
-        mine, structure = self._state(state), self._rule.structure
-        require_these(structure.shapes(mine), params, str(self._rule))
+        mine, structure = self._state(state), self._link.structure
+        require_these(structure.shapes(mine), params, str(self._link))
         mean = optree.tree_map(torch.Tensor.detach, params)
         return Gaussian(mean, structure.precision(mine, params)).factorised()
 
 
+@checked
 def dense(
     lr: float | Tensor = 1.0,
     *,
@@ -191,6 +197,7 @@ def dense(
     return _filter(DenseRoot(), lr, prior_precision, transition_noise, forgetting)
 
 
+@checked
 def diagonal(
     lr: float | Tensor = 1.0,
     *,
@@ -216,6 +223,7 @@ def diagonal(
     return _filter(DiagonalInformation(), lr, prior_precision, transition_noise, forgetting)
 
 
+@checked
 def low_rank(
     lr: float | Tensor = 1.0,
     *,
@@ -250,14 +258,5 @@ def low_rank(
 def _filter(
     structure: Structure, lr: Any, prior_precision: Any, transition_noise: Any, forgetting: Any
 ) -> KalmanFilter:
-    who = structure.name
-    if not torch.is_tensor(lr):
-        checks.positive(f"{who}: lr", lr)
-    if not torch.is_tensor(forgetting) and not (isinstance(forgetting, (int, float)) and 0 < forgetting <= 1):
-        raise ValueError(f"{who}: forgetting must lie in (0, 1], got {forgetting!r}")
-    for name, value in (("prior_precision", prior_precision), ("transition_noise", transition_noise)):
-        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{who}: {name} must be finite and not negative, got {value!r}")
-    if isinstance(prior_precision, (int, float)) and prior_precision == 0:
-        raise ValueError(f"{who}: prior_precision=0 leaves nothing to start from; pass a small positive number")
+    checks.number(f"{structure.name}: lr", lr, "(0, inf)", tensor=True)
     return KalmanFilter((Filter(structure, lr, prior_precision, transition_noise, forgetting),))

@@ -20,7 +20,8 @@ In the paper's letters ``lambda = 1 / T``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -28,25 +29,17 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.leaves import keep
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.core.link import At
+from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
+from bayesopt_chain.posterior.draw import Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import (
-    ScalarOrSchedule,
-    device_of,
-    now,
-    present,
-    spread_over,
-    tensor_on,
-    times,
-    written,
-)
+from bayesopt_chain.posterior.state import device_of, times
 from bayesopt_chain.posterior.vi._gaussian_families import require_samples
 from bayesopt_chain.posterior.vi._transform import DrawingTransformation
 from bayesopt_chain.precision import Diagonal, Precision
-from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
 
@@ -62,8 +55,8 @@ class NaturalState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Natural(Rule):
-    """What the natural-gradient rules share: the stream, the momentum, the gradient over several draws."""
+class Natural(Drawing):
+    """What the natural-gradient links share: the stream, the momentum, the gradient over several draws."""
 
     lr: ScalarOrSchedule
     temperature: ScalarOrSchedule
@@ -72,48 +65,35 @@ class Natural(Rule):
     init_hessian: float
     n_samples: int
     antithetic: bool
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     state = NaturalState
-    on_trees = True
+    whole = True
     needs_params = True
-    accepts = frozenset({"draw"})
     name = "vi"
 
     @property
-    def is_deterministic(self) -> bool:
-        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw"})
 
     @property
-    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def needs(self) -> frozenset[str]:
         return self.accepts - {"draw"} if self.is_deterministic else self.accepts
 
     @property
-    def response(self) -> Response:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def response(self) -> Response:
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init_tree(self, params: Any) -> NaturalState:
-        leaves = optree.tree_leaves(params)
-        checks.parameters(leaves, optree.tree_paths(params))
-        device = device_of(leaves)
-        key = torch.zeros((), dtype=torch.int64, device=device)
-        if not self.is_deterministic:
-            key = keyed_stream.new_key(self.generator, device)
+    def init(self, leaves: list, at: At) -> NaturalState:
+        checks.parameters(leaves, at.paths)
+        key, count = self.first_key(leaves, at)
         momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
-        return NaturalState(momentum, self.first_hessian(params), key, torch.zeros_like(key))
+        return NaturalState(momentum, self.first_hessian(at.tree(leaves)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
         raise NotImplementedError
 
-    def sample(self, state: NaturalState, params: list) -> Draw:
-        """A draw for parameters given as leaves."""
-        leaves = present(params)
-        if self.is_deterministic:
-            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(spread_over(same, params), (), state.key, state.count)
-        noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic)
-        moves = self.displace(state, noise, leaves)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(spread_over(drawn, params), noise, state.key, state.count)
+    def displacements(self, state: NaturalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
+        noise = standard_normals(state.key, state.count, leaves, names, self.n_samples, self.antithetic, self.stream)
+        return noise, self.displace(state, noise, leaves)
 
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
         raise NotImplementedError
@@ -131,19 +111,18 @@ class Natural(Rule):
     def precision(self, state: NaturalState, params: Any) -> Precision:
         raise NotImplementedError
 
-    def _samples(self, g: list, draw: Any, state: NaturalState, params: list | None) -> list:
-        """Present leaves' gradients, samples on axis 0."""
-        params = [] if params is None else params
+    def _samples(self, g: list, draw: Any, state: NaturalState, leaves: list) -> list:
+        """The leaves' gradients, samples on axis 0."""
         if not self.is_deterministic:
             require_drawn_from(draw, state, self.name)
         elif self.n_samples > 1:
-            g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, params)]
-        return [x for x, p in zip(along_samples(g, params, self.n_samples, self.name), params) if p is not None]
+            g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, leaves)]
+        return along_samples(g, leaves, self.n_samples, self.name)
 
     def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
         """``v-bar + delta m``, ``None`` without a gradient, and the next momentum."""
         beta = self.betas[0]
-        momentum = keep(lambda v, g: v * beta + g * (1 - beta), means, state.momentum)
+        momentum = tuple(v if g is None else v * beta + g * (1 - beta) for g, v in zip(means, state.momentum))
         correction = 1 - beta ** (state.count + 1).to(torch.float64)
         force = [
             None if g is None else times(v, 1 / correction) + p * self.weight_decay
@@ -171,21 +150,23 @@ class IVON(Natural):
         return [s * z for s, z in zip(self._sigma(state), noise)]
 
     def _sigma(self, state: NaturalState) -> list[Tensor]:
-        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.count), state.key.device)
         return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
 
-    def update(self, g: list, state: NaturalState, params: list | None, ctx: Any) -> tuple[list, NaturalState]:
-        draw: Any = ctx.extra.get("draw")
-        leaves = present(params)
-        samples = self._samples(g, draw, state, params)
+    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
+        draw: Any = at.extra.get("draw")
+        leaves = at.params
+        samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else x.mean(0) for x in samples]
         hessian = state.hessian
         if not self.is_deterministic:
             estimates = [
                 None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
-            warm = tensor_on(now(self.temperature, state.count), state.key.device) > 0
-            hessian = keep(lambda h, x: torch.where(warm, self._averaged(h, x), h), estimates, state.hessian)
+            warm = scalar(now(self.temperature, state.count), state.key.device) > 0
+            hessian = tuple(
+                h if x is None else torch.where(warm, self._averaged(h, x), h) for x, h in zip(estimates, state.hessian)
+            )
         force, momentum = self._force(means, state, leaves)
         lr = now(self.lr, state.count)
         if self.rescale_lr:
@@ -195,7 +176,7 @@ class IVON(Natural):
             for f, h in zip(force, hessian)
         ]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+        return steps, op.keep(state, new)
 
     def _averaged(self, h: Tensor, estimate: Tensor) -> Tensor:
         rho = 1 - self.betas[1]
@@ -207,14 +188,17 @@ class IVON(Natural):
     def precision(self, state, params):
         temperature = now(self.temperature, state.count)
         values = [times(h + self.weight_decay, 1 / temperature) for h in state.hessian]
-        data = 1 / tensor_on(temperature, state.key.device)
+        data = 1 / scalar(temperature, state.key.device)
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), data)
 
 
 @dataclass(frozen=True)
 class VON(Natural):
-    accepts = frozenset({"draw", "curvature"})
     name = "vi.von"
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw", "curvature"})
 
     def first_hessian(self, params):
         one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
@@ -222,16 +206,16 @@ class VON(Natural):
 
     def displace(self, state, noise, leaves):
         precision = state.hessian.add_diagonal(self.weight_decay)
-        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.count), state.key.device)
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g: list, state: NaturalState, params: list | None, ctx: Any) -> tuple[list, NaturalState]:
-        draw: Any = ctx.extra.get("draw")
-        leaves = present(params)
-        samples = self._samples(g, draw, state, params)
+    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
+        draw: Any = at.extra.get("draw")
+        leaves = at.params
+        samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else x.mean(0) for x in samples]
-        hessian = self._averaged(state, self._increment(ctx.extra, params, ctx))
+        hessian = self._averaged(state, self._increment(leaves, at))
         force, momentum = self._force(means, state, leaves)
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
@@ -241,10 +225,10 @@ class VON(Natural):
         lr = now(self.lr, state.count)
         steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+        return steps, op.keep(state, new)
 
-    def _increment(self, extra: Any, params: list | None, ctx: Any) -> Precision:
-        increment = extra.get("curvature")
+    def _increment(self, leaves: list, at: At) -> Precision:
+        increment = at.extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
                 f"{self.name}: update got curvature={type(increment).__name__}: pass an increment of an estimator of "
@@ -270,30 +254,33 @@ class VON(Natural):
 
 @dataclass(frozen=True)
 class VOGN(VON):
-    accepts = frozenset({"draw", "per_sample_gradients"})
     name = "vi.vogn"
 
-    def _increment(self, extra: Any, params: list | None, ctx: Any) -> Precision:
-        gradients = extra.get("per_sample_gradients")
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw", "per_sample_gradients"})
+
+    def _increment(self, leaves: list, at: At) -> Precision:
+        gradients = at.extra.get("per_sample_gradients")
         if gradients is None:
             raise ValueError(
                 f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
                 "leaves [B, *leaf.shape] (make_step does)"
             )
-        leaves = present(ctx.from_tree(gradients))
-        lead = [x.ndim - p.ndim for x, p in zip(leaves, present(params))]
+        given = at.leaves(gradients)
+        lead = [x.ndim - p.ndim for x, p in zip(given, leaves)]
         wanted = 1 if self.n_samples == 1 else 2
         if any(n != wanted for n in lead):
             raise ValueError(
                 f"{self.name}: per_sample_gradients must have leaves {'[B' if wanted == 1 else '[S, B'}, *leaf.shape], got "
-                f"{[tuple(x.shape) for x in leaves]}"
+                f"{[tuple(x.shape) for x in given]}"
             )
-        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in leaves]
+        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in given]
         count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
-        values = spread_over([x.sum(0) for x in squares], params)
-        return Diagonal(ctx.to_tree(values), count)
+        return Diagonal(at.tree([x.sum(0) for x in squares]), count)
 
 
+@checked_types
 def ivon(
     lr: ScalarOrSchedule,
     *,
@@ -339,10 +326,11 @@ def ivon(
         torch.Size([2])
     """
     checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
-    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)
-    return DrawingTransformation((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
+    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawingTransformation((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
 
 
+@checked_types
 def von(
     lr: ScalarOrSchedule,
     *,
@@ -387,11 +375,11 @@ def von(
         >>> tx.posterior(state, params).precision.to_dense().shape
         torch.Size([2, 2])
     """
-    return DrawingTransformation(
-        (VON(*_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)),)
-    )
+    common = _common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawingTransformation((VON(*common, generator=generator),))
 
 
+@checked_types
 def vogn(
     lr: ScalarOrSchedule,
     *,
@@ -418,20 +406,12 @@ def vogn(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    return DrawingTransformation(
-        (
-            VOGN(
-                *_common(
-                    "vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator
-                )
-            ),
-        )
-    )
+    common = _common("vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawingTransformation((VOGN(*common, generator=generator),))
 
 
-def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator) -> tuple:
-    if not callable(lr) and not lr >= 0:
-        raise ValueError(f"{who}: lr must be a number >= 0, a 0-d tensor or a schedule, got {lr!r}")
+def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic) -> tuple:
+    checks.number(f"{who}: lr", lr, "[0, inf)", tensor=True, schedule=True)
     checks.temperature(temperature)
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
@@ -439,4 +419,4 @@ def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, 
         raise ValueError(f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}")
     checks.positive(f"{who}: init_hessian", init_hessian)
     require_samples(who, n_samples, antithetic)
-    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic, generator
+    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic

@@ -18,7 +18,8 @@ Nott and Smith, 2018 (low rank plus diagonal).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -26,26 +27,21 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.chain import Chain, paths_of
+from bayesopt_chain.core.link import At
+from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
+from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
     PosteriorTransformation,
-    ScalarOrSchedule,
-    device_of,
-    now,
-    present,
+    names_in,
     require_finite,
     require_these,
-    spread_over,
-    tensor_on,
     times,
-    written,
 )
 from bayesopt_chain.posterior.vi._families import Family
-from bayesopt_chain.random import stream as keyed_stream
 
 
 class VariationalState(NamedTuple):
@@ -73,8 +69,8 @@ class VariationalInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variational(Rule):
-    """The rule behind the variational families."""
+class Variational(Drawing):
+    """The link behind the variational families."""
 
     family: Family
     mean_optimizer: Chain
@@ -84,73 +80,62 @@ class Variational(Rule):
     antithetic: bool = False
     stick_the_landing: bool = True
     weight_decay: float = 0.0
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     state = VariationalState
-    on_trees = True
+    whole = True
     needs_params = True
-    accepts = frozenset({"draw"})
 
     @property
-    def is_deterministic(self) -> bool:
-        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw"})
 
     @property
-    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def needs(self) -> frozenset[str]:
         return frozenset() if self.is_deterministic else self.accepts
 
     @property
-    def response(self) -> Response:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def response(self) -> Response:
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init_tree(self, params: Any) -> VariationalState:
-        leaves = optree.tree_leaves(params)
-        device = device_of(leaves)
-        if self.is_deterministic:
-            key = torch.zeros((), dtype=torch.int64, device=device)
-        else:
-            checks.parameters(leaves, optree.tree_paths(params))
-            key = keyed_stream.new_key(self.generator, device)
-        scale = self.family.start(leaves, key)  # from the stream's first value; the draws begin with the second
-        count = torch.ones((), dtype=torch.int64, device=device)
-        return VariationalState(scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, count)
+    def init(self, leaves: list, at: At) -> VariationalState:
+        params, (key, zero) = at.tree(leaves), self.first_key(leaves, at)
 
-    def sample(self, state: VariationalState, params: list) -> Draw:
-        """A draw for parameters given as leaves."""
-        leaves = present(params)
-        if self.is_deterministic:
-            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(spread_over(same, params), (), state.key, state.count)
-        noise = standard_normals(
-            state.key, state.count, self.family.noise_like(leaves), self.n_samples, self.antithetic
+        def normals(n: int) -> tuple[Tensor, ...]:  # the stream's first value; the draws begin with the second
+            return standard_normals(key, zero, leaves, at.paths, n, stream=self.stream)
+
+        scale = self.family.start(leaves, normals)
+        return VariationalState(
+            scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1
         )
-        moves = self.family.displace(state.scale, noise, leaves)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(spread_over(drawn, params), noise, state.key, state.count)
 
-    def update(self, g: list, state: VariationalState, params: list | None, ctx: Any) -> tuple[list, VariationalState]:
-        params = [] if params is None else params
+    def displacements(self, state: VariationalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
+        like, names = self.family.noise_like(leaves), self.family.noise_names(names)
+        noise = standard_normals(state.key, state.count, like, names, self.n_samples, self.antithetic, self.stream)
+        return noise, self.family.displace(state.scale, noise, leaves)
+
+    def update(self, g: list, state: VariationalState, op: Op, at: At) -> tuple[list, VariationalState]:
+        params = at.params
         if self.is_deterministic:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
             if self.weight_decay:
                 g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
-            moves, optimizer = self._move_mean(g, state, params, ctx)
+            moves, optimizer = self._move_mean(g, state, params, op, at)
             return moves, state._replace(mean_optimizer=optimizer)
-        draw = ctx.extra.get("draw")
+        draw: Any = at.extra.get("draw")
         require_drawn_from(draw, state, self.family.name)
         by_mean, by_scale = self._gradients(g, draw.noise, state, params)
-        moves, mean_optimizer = self._move_mean(by_mean, state, params, ctx)
+        moves, mean_optimizer = self._move_mean(by_mean, state, params, op, at)
         steps, scale_optimizer = self.scale_optimizer.update(
-            by_scale, state.scale_optimizer, params=state.scale, inplace=ctx.inplace
+            by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
         )
         scale = tuple(s if step is None else s + step for s, step in zip(state.scale, steps))
         new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.count + 1)
-        return moves, written(state, new) if ctx.inplace else new
+        return moves, op.keep(state, new)
 
-    def _gradients(self, g: list, noise: Any, state: VariationalState, params: list) -> tuple[list, tuple]:
+    def _gradients(self, g: list, noise: Any, state: VariationalState, leaves: list) -> tuple[list, tuple]:
         """Of F by the mean, ``None`` where there is none, and by phi."""
-        leaves, family = present(params), self.family
-        samples = [x for x, p in zip(along_samples(g, params, self.n_samples, family.name), params) if p is not None]
+        family = self.family
+        samples = along_samples(g, leaves, self.n_samples, family.name)
         moves = [x is not None for x in samples]
         filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
         temperature = now(self.temperature, state.count - 1)
@@ -164,16 +149,14 @@ class Variational(Rule):
         if not self.stick_the_landing:
             entropy = family.entropy_gradient(state.scale)
             by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
-        by_mean = spread_over([x.mean(0) if m else None for x, m in zip(filled, moves)], params)
+        by_mean = [x.mean(0) if m else None for x, m in zip(filled, moves)]
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
-    def _move_mean(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, Any]:
+    def _move_mean(self, g: list, state: VariationalState, params: list, op: Op, at: At) -> tuple[list, Any]:
         moves, optimizer = self.mean_optimizer.update(
-            ctx.to_tree(g), state.mean_optimizer, params=ctx.to_tree(params), inplace=ctx.inplace
+            at.tree(g), state.mean_optimizer, params=at.tree(params), inplace=op.inplace
         )
-        if ctx.inplace:
-            optimizer = written(state.mean_optimizer, optimizer)
-        return ctx.from_tree(moves), optimizer
+        return at.leaves(moves), op.keep(state.mean_optimizer, optimizer)
 
     def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
         """What a step from this state says about itself."""
@@ -200,7 +183,7 @@ class Variational(Rule):
         if self.is_deterministic:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         temperature = now(self.temperature, state.count - 1)
-        data = 1 / tensor_on(temperature, state.count.device)
+        data = 1 / scalar(temperature, state.count.device)
         mean = optree.tree_map(torch.Tensor.detach, params)
         require_finite(mean, "the posterior's mean")
         require_finite(state.scale, f"{self.family.name}: the scale")
@@ -233,8 +216,11 @@ class DrawingTransformation(PosteriorTransformation):
             ValueError: a state of another transformation.
         """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        draw = self._rule.sample(self._state(state), leaves)
-        return draw._replace(params=optree.tree_unflatten(spec, draw.params))
+        entry, here = self._state(state), [i for i, leaf in enumerate(leaves) if leaf is not None]
+        names = names_in(state, entry) or [paths_of(params)[i] for i in here]
+        draw = self._link.draw(entry, [leaves[i] for i in here], names)
+        drawn = dict(zip(here, draw.params))
+        return draw._replace(params=optree.tree_unflatten(spec, [drawn.get(i) for i in range(len(leaves))]))
 
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
@@ -251,8 +237,8 @@ class DrawingTransformation(PosteriorTransformation):
                 state or the parameters (named).
         """
         mine = self._state(state)
-        require_these(self._rule.shapes(mine), params, str(self._rule))
-        return self._rule.posterior(mine, params)
+        require_these(self._link.shapes(mine), params, str(self._link))
+        return self._link.posterior(mine, params)
 
 
 class VariationalTransform(DrawingTransformation):
@@ -272,4 +258,4 @@ class VariationalTransform(DrawingTransformation):
         Raises:
             ValueError: with ``weight_decay`` and no draw.
         """
-        return self._rule.negative_elbo(self._state(state), loss, draw)
+        return self._link.negative_elbo(self._state(state), loss, draw)
