@@ -9,6 +9,7 @@ from bayesopt_chain import curvature, likelihoods, meta, precision, predict, sam
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
+from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -67,6 +68,7 @@ __all__ = [
     "curvature",
     "delay",
     "ekf",
+    "epochs",
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
