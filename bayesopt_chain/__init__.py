@@ -5,7 +5,7 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
@@ -30,6 +30,7 @@ from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.loop.suggest_lr import suggest_lr
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -67,6 +68,7 @@ __all__ = [
     "counter_based",
     "curvature",
     "delay",
+    "diagnostics",
     "ekf",
     "epochs",
     "flip_sign_and_add_weight_decay",
@@ -104,6 +106,7 @@ __all__ = [
     "sghmc",
     "sgld",
     "stack",
+    "suggest_lr",
     "swag",
     "testing",
     "tune_by_evidence",

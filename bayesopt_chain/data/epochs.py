@@ -1,14 +1,17 @@
 r"""``epochs``: minibatches in an order that is a pure function of (seed, epoch, offset), so that any position resumes.
 
-``N`` data and batches of ``b`` make ``K = floor(N / b)`` steps an epoch. What the order does to a sampler (``C = s^2 / b``, ``s^2`` the
-covariance of one datum's gradient; :func:`bayesopt_chain.diagnostics.heating` has the laws):
+``N`` data and batches of ``b`` make ``K = floor(N / b)`` steps an epoch. What the order does to a sampler (``C = s^2 /
+b``, ``s^2`` the covariance of one datum's gradient; :func:`bayesopt_chain.diagnostics.heating` has the laws):
 
     independent    every batch a fresh subset: the noise of the gradients is white
-    reshuffled     every epoch a new permutation, cut into K batches: the noise of an epoch sums to zero, which takes away most
+    reshuffled     every epoch a new permutation, cut into K batches: the noise of an epoch sums to zero, which takes
+    away most
                    of its effect on directions that relax slowly (fewer than one relaxation an epoch)
-    palindrome     a permutation forward, then the same one backward (symmetric minibatch splitting; Paulin, Whalley, Chada
+    palindrome     a permutation forward, then the same one backward (symmetric minibatch splitting; Paulin, Whalley,
+    Chada
                    and Leimkuhler, 2024)
-    fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages away
+    fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages
+    away
 
 Permutations sort 62-bit Philox keys of the counter (block, chain, epoch); a subset is the first ``b`` distinct numbers
 of such a stream. No generator is kept: the position is two integers.
@@ -33,8 +36,8 @@ Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
 class Epochs:
     """Batches of a data set; made by :func:`epochs`.
 
-    Iterating gives the rest of the current epoch, so that ``for batch in data`` once is one epoch, again the next one, and
-    after an interruption the rest of the one that was left. ``len`` is the number of steps an epoch.
+    Iterating gives the rest of the current epoch, so that ``for batch in data`` once is one epoch, again the next one,
+    and after an interruption the rest of the one that was left. ``len`` is the number of steps an epoch.
 
     Attributes:
         epoch: the epoch of the next batch, from 0.
@@ -65,7 +68,8 @@ class Epochs:
             yield self.batch(*self._advance())
 
     def batch(self, epoch: int, offset: int) -> Any:
-        """Batch number ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``."""
+        """Batch number ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b,
+        ...]``."""
         if self.leaves is None:
             raise TypeError(
                 f"epochs: {type(self.data).__name__} is not a tree of tensors; read it with "
@@ -75,7 +79,8 @@ class Epochs:
         return optree.tree_unflatten(self.spec, [leaf[rows.to(leaf.device)] for leaf in self.leaves])
 
     def rows(self, epoch: int, offset: int) -> Tensor:
-        """The data of that batch by number, int64 ``[b]`` or ``[chains, b]``; a pure function of (seed, epoch, offset)."""
+        """The data of that batch by number, int64 ``[b]`` or ``[chains, b]``; a pure function of (seed, epoch,
+        offset)."""
         if not (0 <= offset < len(self) and epoch >= 0):
             raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
         if self.order == "independent":
@@ -178,21 +183,24 @@ def epochs(
     """Minibatches of ``data``, in an order that resumes anywhere.
 
     Args:
-        data: a tensor or a tree of tensors with one entry a datum on axis 0. For :attr:`Epochs.indices` alone, anything with a
-            length, such as a ``Dataset``.
-        batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that epoch.
-        order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module. ``"fixed"`` warns.
+        data: a tensor or a tree of tensors with one entry a datum on axis 0. For :attr:`Epochs.indices` alone, anything
+            with a length, such as a ``Dataset``.
+        batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
+            epoch.
+        order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
+            ``"fixed"`` warns.
         seed: of the order, an integer.
-        chains: give each of so many chains of :func:`bayesopt_chain.parallel` an order of its own, batches with the chains on
-            axis 0 (``batch_dim=0``). A chain's order does not depend on how many there are; chain 0 has that of ``chains=None``.
+        chains: give each of so many chains of :func:`bayesopt_chain.parallel` an order of its own, batches with the
+            chains on axis 0 (``batch_dim=0``). A chain's order does not depend on how many there are; chain 0 has that
+            of ``chains=None``.
 
     Returns:
         :class:`Epochs`: iterable, an epoch a pass; ``state_dict``, ``load_state_dict`` and ``seek`` move its position.
 
     Raises:
         TypeError: ``data`` is neither a tree of tensors nor something with a length.
-        ValueError: leaves of different lengths, a batch size outside 1 to ``N``, an unknown order, or ``order="fixed"`` with a batch size
-            that does not divide ``N`` (the last data would never be used).
+        ValueError: leaves of different lengths, a batch size outside 1 to ``N``, an unknown order, or ``order="fixed"``
+            with a batch size that does not divide ``N`` (the last data would never be used).
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -252,7 +260,8 @@ def _permutation(seed: int, epoch: int, chain: int, size: int) -> Tensor:
 
 
 def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
-    """``n`` different numbers below ``size``: the first that the stream names, or of a permutation where those are many."""
+    """``n`` different numbers below ``size``: the first that the stream names, or of a permutation where those are
+    many."""
     if 4 * n > size:
         return _permutation(seed, step, chain, size)[:n]
     found: dict[int, None] = {}

@@ -1,15 +1,15 @@
 r"""What a chain does to gradients, to parameters and to its noise, read off the chain itself.
 
-For one element ``theta`` of a leaf every linear chain is a small system. With ``s`` the numbers that the state keeps for that
-element, ``g`` its gradient and ``xi`` its normal draws,
+For one element ``theta`` of a leaf every linear chain is a small system. With ``s`` the numbers that the state keeps
+for that element, ``g`` its gradient and ``xi`` its normal draws,
 
     s'     = A s + b g + u theta + E xi
     theta' = theta + c s - d g - w theta + f xi.
 
-Impulses through ``tx.update`` give these numbers, whatever links the chain is made of. Elements differ by a gain ``G``, the
-displacement that a unit gradient causes in the end (``lr / (1 - mu)`` for momentum, times the preconditioner). In the
-coordinates ``phi = theta / sqrt(G)`` the gradient is ``sqrt(G) g``, and all elements on which the same links act have the
-same system, of gain one: a *group*. A learned preconditioner is taken as it stands in the state.
+Impulses through ``tx.update`` give these numbers, whatever links the chain is made of. Elements differ by a gain ``G``,
+the displacement that a unit gradient causes in the end (``lr / (1 - mu)`` for momentum, times the preconditioner). In
+the coordinates ``phi = theta / sqrt(G)`` the gradient is ``sqrt(G) g``, and all elements on which the same links act
+have the same system, of gain one: a *group*. A learned preconditioner is taken as it stands in the state.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     """The response of ``tx`` as it stands in ``state`` (default: two steps after ``init``).
 
     Raises:
-        ValueError: ``tx`` is not linear at that state, or its elements act on each other in ways that no gain describes.
+        ValueError: ``tx`` is not linear at that state, or its elements act on each other in ways that no gain
+            describes.
     """
     probe = _Probe(tx, params, state)
     first, second = probe.response("gradient", 0), probe.response("gradient", 1)
@@ -208,7 +209,9 @@ class _Probe:
         pulses = [self._pulse(j), self._pulse(j, "theta"), *(self._draws([n]) for n in draws)]
         places = set().union(*(late(pulse)[1] for pulse in pulses))
         if len(places) > MEMORY:
-            raise ValueError(f"the chain's elements act on each other: one gradient reaches {len(places)} numbers of its state")
+            raise ValueError(
+                f"the chain's elements act on each other: one gradient reaches {len(places)} numbers of its state"
+            )
         columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]] = {}
         for place in places:
             moves, after = self(change=self._change(*place))

@@ -1,20 +1,21 @@
 r"""The covariance of minibatch gradients, from a few of them, with nothing of size P x P.
 
-``g_1 .. g_m`` are the gradients of ``m`` batches at the same parameters, ``N`` data making ``K = N / b`` batches of ``b``; ``s^2`` is the
-covariance of one datum's gradient. Two covariances are in use,
+``g_1 .. g_m`` are the gradients of ``m`` batches at the same parameters, ``N`` data making ``K = N / b`` batches of
+``b``; ``s^2`` is the covariance of one datum's gradient. Two covariances are in use,
 
     C = s^2 / b            of a batch drawn with replacement,
     B = C (1 - 1 / K)      of a batch of different data, which is what an epoch and :func:`bayesopt_chain.epochs` give.
 
-The gradients of batches that share no datum have ``sum (g - mean)(g - mean)^T / (m - 1)`` equal to ``C`` in the mean. ``C`` has rank
-``m - 1`` at most, and its eigenvectors are combinations of the rows ``R = (g - mean) / sqrt(m - 1)``,
+The gradients of batches that share no datum have ``sum (g - mean)(g - mean)^T / (m - 1)`` equal to ``C`` in the mean.
+``C`` has rank ``m - 1`` at most, and its eigenvectors are combinations of the rows ``R = (g - mean) / sqrt(m - 1)``,
 
     G^(1/2) C G^(1/2) v = lambda v,     v = G^(1/2) R^T a / sqrt(lambda),     (R G R^T) a = lambda a,
 
 with the gain ``G`` of a chain with a preconditioner. The matrix ``R G R^T`` is ``m x m``.
 
-A model that draws (dropout) adds noise that does not sum to zero over an epoch. Its batches are gone through twice, ``g`` and ``g'``: the rows
-``(g - g') / sqrt(2 m)`` have its covariance ``D``, and those of the means of the two have ``C + D / 2``.
+A model that draws (dropout) adds noise that does not sum to zero over an epoch. Its batches are gone through twice,
+``g`` and ``g'``: the rows ``(g - g') / sqrt(2 m)`` have its covariance ``D``, and those of the means of the two have
+``C + D / 2``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class GradientNoise(NamedTuple):
     """What :func:`gradient_noise` found.
 
     Attributes:
-        rows: centred gradients, a tree of leaves ``[m, *leaf.shape]`` with ``rows^T rows = C`` (``C + D / 2`` beside ``draws``).
+        rows: centred gradients, a tree of leaves ``[m, *leaf.shape]`` with ``rows^T rows = C`` (``C + D / 2`` beside
+            ``draws``).
         draws: the same of the model's own draws, ``draws^T draws = D``; ``None`` for a loss that draws nothing.
         mean: the mean gradient, like the parameters.
         eigenvalues: the largest of ``G^(1/2) (C + D) G^(1/2)``, descending, float64 ``[rank]``.
@@ -74,20 +76,22 @@ def gradient_noise(
 ) -> GradientNoise:
     """Audit the noise of minibatch gradients at ``params``.
 
-    Its eigenvalues stand against ``2 T / lr_eff``, the noise that the chain injects: :func:`heating` says what comes of it.
+    Its eigenvalues stand against ``2 T / lr_eff``, the noise that the chain injects: :func:`heating` says what comes of
+    it.
 
     Args:
         loss: as for :func:`bayesopt_chain.make_step`. Draws of the model (dropout) are counted, and kept apart.
         params: where to look; after burn-in.
-        batches: ``bc.epochs(...)`` (its current epoch, whose position stays) or any iterable of batches of one size. Batches of an iterable must
-            share no datum, as those of a shuffled ``DataLoader`` do not.
+        batches: ``bc.epochs(...)`` (its current epoch, whose position stays) or any iterable of batches of one size.
+            Batches of an iterable must share no datum, as those of a shuffled ``DataLoader`` do not.
         tx: a chain whose preconditioner and learning rates weigh the parameters; default: none, ``G = 1``.
         state: its state (default: that of ``init``).
         rank: how many directions to keep.
         max_batches: use at most so many. All ``m`` gradients are held: ``m`` times the parameters' memory.
 
     Returns:
-        :class:`GradientNoise`. From few batches the largest eigenvalues come out too large, and those after them too small.
+        :class:`GradientNoise`. From few batches the largest eigenvalues come out too large, and those after them too
+        small.
 
     Raises:
         ValueError: fewer than two batches; ``rank`` below 1; a ``tx`` that is not linear.
@@ -120,7 +124,10 @@ def gradient_noise(
     rows = [(leaf - mean) / math.sqrt((m - 1) * share) for leaf, mean in zip(stacked, means)]
     draws = None
     if second is not None:
-        draws = [torch.stack([(x - y) / math.sqrt(2 * m) for x, y in zip(xs, ys)]) for xs, ys in zip(zip(*first), zip(*second))]
+        draws = [
+            torch.stack([(x - y) / math.sqrt(2 * m) for x, y in zip(xs, ys)])
+            for xs, ys in zip(zip(*first), zip(*second))
+        ]
     gains = [torch.ones((), device=leaf.device) for leaf in means] if tx is None else read(tx, params, state).gains
     total = rows if draws is None else [torch.cat([x, y / math.sqrt(2)]) for x, y in zip(rows, draws)]
     values = torch.linalg.eigvalsh(weighted_gram(total, gains)).flip(0).clamp(min=0.0)
@@ -137,7 +144,8 @@ def gradient_noise(
 
 
 def take(batches: Iterable[Any], most: int) -> tuple[list[Any], float | None, str | None]:
-    """At most so many batches, and the steps of an epoch and the order where they say them. ``epochs`` are left as they are."""
+    """At most so many batches, and the steps of an epoch and the order where they say them. ``epochs`` are left as they
+    are."""
     if isinstance(batches, Epochs):
         used = [batches.batch(batches.epoch, k) for k in range(min(most, len(batches)))]
         return used, batches.size / batches.batch_size, batches.order

@@ -1,12 +1,13 @@
 r"""How far minibatches heat a chain: its stationary covariance under their noise, against the one without.
 
-In the coordinates of :mod:`._response` (gain one, ``phi = theta / sqrt(G)``) let ``H`` be the curvature, ``C`` the noise of a batch drawn with
-replacement, ``K = N / b`` the steps of an epoch and ``L`` its whole part. Parameters and state ``x = (phi, s)`` follow
+In the coordinates of :mod:`._response` (gain one, ``phi = theta / sqrt(G)``) let ``H`` be the curvature, ``C`` the
+noise of a batch drawn with replacement, ``K = N / b`` the steps of an epoch and ``L`` its whole part. Parameters and
+state ``x = (phi, s)`` follow
 
     x_{t+1} = M x_t - Gamma n_t + F xi_t,            n_t the noise of the batch gradient,
 
-with ``M, Gamma, F`` from the chain's own response to gradients, parameters and draws. Let ``S_t = sum_{i<t} M^i Gamma C Gamma^T M^iT`` and
-``R_t = sum_{i<t} M^i Gamma``. What the batches add to the covariance of ``x`` is, for each order,
+with ``M, Gamma, F`` from the chain's own response to gradients, parameters and draws. Let ``S_t = sum_{i<t} M^i Gamma C
+Gamma^T M^iT`` and ``R_t = sum_{i<t} M^i Gamma``. What the batches add to the covariance of ``x`` is, for each order,
 
     independent    X = M X M^T + (1 - 1/K) Gamma C Gamma^T
     reshuffled     X_0 = M^L X_0 M^LT + Q_L,   X_t = M^t X_0 M^tT + Q_t,      Q_t = S_t - R_t C R_t^T / K
@@ -14,18 +15,22 @@ with ``M, Gamma, F`` from the chain's own response to gradients, parameters and 
                    Q_{L+t} = M^t S_L M^tT + S_t + Z_t + Z_t^T - R_{L+t} C R_{L+t}^T / K,
                    Z_t = sum_{i<=t} M^{t+i-1} Gamma C Gamma^T M^{t-i}T
                    (the last term with R of the L different batches, each used twice)
-    fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1, averaged over what the order may be
+    fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1, averaged over what the
+    order may be
 
-since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C`` alone, without ``B = C (1 - 1/K)`` for
-one and ``-C / K`` between two, and nothing in their sum when ``b`` divides ``N``. In the book-keeping of one batch's own covariance ``B`` that is
-``B K/(K-1) (delta_ij - 1/K)``. The model's own draws (dropout) are independent in every order.
+since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C``
+alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides
+``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
+draws (dropout) are independent in every order.
 
-One group of parameters without preconditioner needs no more than each curvature alone. Several groups are coupled by ``H``: the equations are then
-solved in the span of the largest eigenvectors of ``H`` and ``C``, split into the groups, times the state; exact where ``H`` keeps that
-span, and a Galerkin projection else. Directions without curvature have no stationary variance and are left out.
+One group of parameters without preconditioner needs no more than each curvature alone. Several groups are coupled by
+``H``: the equations are then solved in the span of the largest eigenvectors of ``H`` and ``C``, split into the groups,
+times the state; exact where ``H`` keeps that span, and a Galerkin projection else. Directions without curvature have no
+stationary variance and are left out.
 
-For momentum and independent batches the answer is ``rho 2(1+mu) / (2(1+mu) - y)``, ``rho = lr_eff B / (2T)``, ``y = lr k``; for reshuffled ones about
-``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / kappa^2)`` where ``B = K T H`` and ``mu = 0``, ``kappa = K lr_eff k``.
+For momentum and independent batches the answer is ``rho 2(1+mu) / (2(1+mu) - y)``, ``rho = lr_eff B / (2T)``, ``y = lr
+k``; for reshuffled ones about ``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / kappa^2)`` where ``B = K T H`` and ``mu =
+0``, ``kappa = K lr_eff k``.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from torch import Tensor
 
 from bayesopt_chain.data.epochs import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read, stationary
-from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, weighted_gram
+from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing import Unstable
@@ -54,14 +59,17 @@ class Heating:
     """What :func:`heating` predicts, for directions in descending order of curvature.
 
     Attributes:
-        excess: the variance that minibatches add, over the variance without them; mean over the steps of an epoch, ``[r]``.
+        excess: the variance that minibatches add, over the variance without them; mean over the steps of an epoch,
+            ``[r]``.
         at_end: the same at the ends of epochs alone, ``[r]``.
         worst: the largest ``excess`` of all directions in the span looked at.
         rho: share of the noise budget that the batches spend, ``lr_eff B / (2 T)``, ``[r]``.
         kappa: relaxations an epoch, ``K lr_eff k``, ``[r]``.
-        directions: unit vectors, a tree of leaves ``[r, *leaf.shape]``: the ratio of variances is that of ``<direction, theta>``.
+        directions: unit vectors, a tree of leaves ``[r, *leaf.shape]``: the ratio of variances is that of ``<direction,
+            theta>``.
         order, steps_per_epoch: as given.
-        assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model has it.
+        assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
+            has it.
     """
 
     excess: Tensor
@@ -98,12 +106,15 @@ def heating(
     """Predict how far minibatches heat the chain ``tx``.
 
     Args:
-        tx: any linear chain at a temperature above 0: momentum, Nesterov, dampening, decay, schedules and preconditioners as they stand, groups.
+        tx: any linear chain at a temperature above 0: momentum, Nesterov, dampening, decay, schedules and
+            preconditioners as they stand, groups.
         noise: from :func:`gradient_noise`, at the parameters of interest.
         order: of the batches; default: that of the ``bc.epochs`` which ``noise`` came from.
-        steps_per_epoch: ``K = N / b``, at least 1; default likewise. Infinite for independent batches drawn with replacement.
-        curvature: of the mean loss per datum: a matrix ``[P, P]``, a :mod:`bayesopt_chain.precision` summed over its data, or a product ``v -> H v``
-            on trees, such as :func:`hessian_product`. Negative curvature is left out. Default: assume ``C = K T H``, and say so.
+        steps_per_epoch: ``K = N / b``, at least 1; default likewise. Infinite for independent batches drawn with
+            replacement.
+        curvature: of the mean loss per datum: a matrix ``[P, P]``, a :mod:`bayesopt_chain.precision` summed over its
+            data, or a product ``v -> H v`` on trees, such as :func:`hessian_product`. Negative curvature is left out.
+            Default: assume ``C = K T H``, and say so.
         state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
 
     Returns:
@@ -125,7 +136,9 @@ def heating(
     response = read(tx, noise.mean, state)
     order, steps = _order(order or noise.order, steps_per_epoch or noise.steps_per_epoch)
     if not any(group.temperature > 0 for group in response.groups):
-        raise ValueError("heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0")
+        raise ValueError(
+            "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
+        )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
     return predict(system, order, steps)
 
@@ -163,7 +176,12 @@ def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tre
 
         span = torch.cat([span, lanczos(curved, roots, noise.rank)[1]])
     sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
-    owner = torch.cat([torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1)) for j, n in enumerate(sizes)])
+    owner = torch.cat(
+        [
+            torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1))
+            for j, n in enumerate(sizes)
+        ]
+    )
     groups, bases = [], []
     for i, group in enumerate(response.groups):
         basis = _orthonormal(span * (owner == i).to(span))
@@ -226,17 +244,26 @@ def loop(system: Reduced) -> Loop:
 
     def spread(of: Callable[[Group], Tensor]) -> Tensor:
         """Block-diagonal, a block ``of(group) x 1`` for each group."""
-        return torch.block_diag(*(torch.kron(of(g), torch.eye(n, dtype=torch.float64)) for g, n in zip(system.groups, sizes)))
+        return torch.block_diag(
+            *(torch.kron(of(g), torch.eye(n, dtype=torch.float64)) for g, n in zip(system.groups, sizes))
+        )
 
-    A, b, u, E = spread(lambda g: g.A), spread(lambda g: g.b[:, None]), spread(lambda g: g.u[:, None]), spread(lambda g: g.E)
+    A, b, u, E = (
+        spread(lambda g: g.A),
+        spread(lambda g: g.b[:, None]),
+        spread(lambda g: g.u[:, None]),
+        spread(lambda g: g.E),
+    )
     c, d, w, f = (spread(lambda g, name=name: getattr(g, name).reshape(1, -1)) for name in ("c", "d", "w", "f"))
     prior = spread(lambda g: torch.tensor([[g.prior]], dtype=torch.float64))
     values, V = torch.linalg.eigh(system.H + prior)
     V = V[:, values > SMALL * values.amax().clamp(min=1e-300)].flip(1)
-    M = torch.cat([
-        torch.cat([V.T @ (torch.eye(q, dtype=torch.float64) - d @ system.H - w) @ V, V.T @ c], dim=1),
-        torch.cat([(b @ system.H + u) @ V, A], dim=1),
-    ])
+    M = torch.cat(
+        [
+            torch.cat([V.T @ (torch.eye(q, dtype=torch.float64) - d @ system.H - w) @ V, V.T @ c], dim=1),
+            torch.cat([(b @ system.H + u) @ V, A], dim=1),
+        ]
+    )
     return Loop(M, torch.cat([V.T @ d, -b]), torch.cat([V.T @ f, E]), V, prior)
 
 
@@ -324,7 +351,9 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
     if not torch.is_tensor(curvature) or tuple(curvature.shape) != (size, size):
         came = tuple(curvature.shape) if torch.is_tensor(curvature) else type(curvature).__name__
-        raise TypeError(f"heating: curvature must be a [{size}, {size}] matrix, a precision or a product on trees, got {came}")
+        raise TypeError(
+            f"heating: curvature must be a [{size}, {size}] matrix, a precision or a product on trees, got {came}"
+        )
     matrix = curvature
 
     def times(tree: Tree) -> Tree:

@@ -2,9 +2,12 @@ r"""``suggest_lr``: the learning rate that neither diverges nor lets minibatches
 
 Two limits, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.heating` has the equations):
 
-    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1, the curvature being that of the largest
-                 eigenvectors of the Hessian (``lr k = 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
-    heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any direction
+    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1, the
+    curvature being that of the largest
+                 eigenvectors of the Hessian (``lr k = 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for
+                 Nesterov)
+    heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any
+    direction
 
 Half the stability limit is left as a margin for the curvature of other places and other batches.
 """
@@ -74,14 +77,15 @@ def suggest_lr(
         state: the state of the chain, where a preconditioner learns.
         rank: number of directions looked at, of the noise and of the curvature each.
         max_batches: use at most so many batches. The heating limit is as certain as a variance from so many gradients:
-            a standard error of ``sqrt(2 / max_batches)`` in each direction. Curvature takes some dozens of passes over them.
+            a standard error of ``sqrt(2 / max_batches)`` in each direction. Curvature takes some dozens of passes over
+            them.
 
     Returns:
         :class:`LearningRate` with both limits; ``print`` it.
 
     Raises:
-        ValueError: a chain without noise, or one that is not linear; a loss without positive curvature here; a tolerance
-            that is not positive.
+        ValueError: a chain without noise, or one that is not linear; a loss without positive curvature here; a
+            tolerance that is not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -100,7 +104,9 @@ def suggest_lr(
     first = 1e-3
     response = read(make_tx(first), params, state)
     if not any(group.temperature > 0 for group in response.groups):
-        raise ValueError("suggest_lr: the chain draws no noise, which is what batches are compared with; give it a temperature above 0")
+        raise ValueError(
+            "suggest_lr: the chain draws no noise, which is what batches are compared with; give it a temperature above 0"
+        )
     system = reduce(response, noise, hessian_product(loss, params, used, max_batches=max_batches), steps)
     top = float(system.H.diagonal().amax())
     if not top > 0:
@@ -130,21 +136,21 @@ def _count(batches: Any, used: Any) -> int:
 
 def _largest(allowed: Callable[[float], bool], start: float, most: float) -> float:
     """The largest number that is allowed, to 1e-4 of it; infinite where ``most`` is."""
-    low = start
+    low, high = start, None
     while not allowed(low):
-        low /= 4.0
+        low, high = low / 4.0, low
         if low < 1e-30:
             raise ValueError("suggest_lr: no learning rate is small enough; look at the noise of the gradients first")
-    high = 2.0 * low if low < start else low
-    if low == start:
-        while (high := min(2.0 * low, most)) > low and allowed(high):
-            low = high
-            if low >= most:
-                return math.inf
-            if low > 1e30:
-                raise ValueError("suggest_lr: no learning rate is too large; the chain does not move, or the loss is flat")
-    else:
-        high = 4.0 * low
+    while high is None:
+        if low >= most:
+            return math.inf
+        if low > 1e30:
+            raise ValueError("suggest_lr: no learning rate is too large; the chain does not move, or the loss is flat")
+        wider = min(2.0 * low, most)
+        if allowed(wider):
+            low = wider
+        else:
+            high = wider
     while high > low * (1.0 + 1e-4):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if allowed(middle) else (low, middle)

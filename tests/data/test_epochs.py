@@ -55,7 +55,8 @@ def test_the_remainder_sits_out_one_epoch_and_not_every_one():
 
 
 def test_permutations_are_uniform():
-    """Chi-square over the 24 permutations of 4 data in 4,800 epochs; 23 degrees of freedom, false alarms 1e-4 (58.6 is 6e-5)."""
+    """Chi-square over the 24 permutations of 4 data in 4,800 epochs; 23 degrees of freedom, false alarms 1e-4 (58.6 is
+    6e-5)."""
     data = bc.epochs(torch.arange(4), 4)
     counts: dict[tuple, int] = {}
     for epoch in range(4_800):
