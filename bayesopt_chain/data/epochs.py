@@ -219,12 +219,12 @@ def epochs(
     if order == "fixed":
         if left := made.size % made.batch_size:
             raise ValueError(
-                f"epochs: order='fixed' with batches of {batch_size} would never use the last {left} of {made.size} data; take a "
-                "batch_size that divides their number, or order='reshuffled'"
+                f"epochs: order='fixed' with batches of {batch_size} would never use the last {left} of {made.size} "
+                "data; take a batch_size that divides their number, or order='reshuffled'"
             )
         warnings.warn(
-            "epochs: a fixed order biases the mean of a chain, and no number of epochs averages that away (its square is 5 % of the "
-            "variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias",
+            "epochs: a fixed order biases the mean of a chain, and no number of epochs averages that away (its square is "
+            "5 % of the variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias",
             stacklevel=2,
         )
     return made

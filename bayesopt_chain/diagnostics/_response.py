@@ -42,6 +42,8 @@ class Group(NamedTuple):
     d: Tensor
     w: Tensor
     f: Tensor
+    places: tuple[tuple[int, int], ...] = ()  # of the numbers ``s`` in the state: entry, element
+    draws: tuple[int, ...] = ()  # the numbers of the draws ``xi`` among those of a step
 
     @property
     def prior(self) -> float:
@@ -88,8 +90,8 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     later = _Probe(tx, params, probe.next_state).response("gradient", 0)
     if any(_differ(x, y, tolerance=DRIFT) for x, y in zip(first, later)):
         raise ValueError(
-            "the chain answers a gradient otherwise from one step to the next at this state; pass the state of a run, after its "
-            "burn-in, as state="
+            "the chain answers a gradient otherwise from one step to the next at this state; pass the state of "
+            "a run, after its burn-in, as state="
         )
     gains = [torch.zeros_like(p) for p in probe.params]
     groups: list[tuple[Tensor, list[int]]] = []
@@ -129,6 +131,19 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             gains[j] *= gain / peak
         systems.append(system._replace(leaves=tuple(leaves)))
     return Response(tuple(gains), tuple(systems))
+
+
+def reread(known: Response, tx: Any, params: Any, state: Any = None) -> Response:
+    """The response of the same chain at another learning rate, by impulses where :func:`read` found its numbers."""
+    probe = _Probe(tx, params, state)
+    gains, groups = list(known.gains), []
+    for group in known.groups:
+        system, gain = probe.at(group.leaves[0], group.places, group.draws)
+        before = _first(gains[group.leaves[0]])
+        for j in group.leaves:
+            gains[j] = gains[j] * (gain / before)
+        groups.append(system._replace(leaves=group.leaves))
+    return Response(tuple(gains), tuple(groups))
 
 
 class _Probe:
@@ -216,29 +231,44 @@ class _Probe:
         for place in places:
             moves, after = self(change=self._change(*place))
             columns[place] = _first(moves[j]) / SIZE, {(i, n): float(after[i].view(-1)[n]) / SIZE for i, n in places}
-        kept = sorted(_influence(columns))
-        k = len(kept)
-        A = torch.tensor([[columns[n][1][i] for n in kept] for i in kept], dtype=torch.float64).reshape(k, k)
-        c = torch.tensor([columns[n][0] for n in kept], dtype=torch.float64)
+        group, gain = self.at(j, sorted(_influence(columns)), draws)
+        root = gain**0.5
+        A, c, E = group.A, group.c * root, group.E
+        built = torch.cat(
+            [
+                _run(A, group.b * root, c, -group.d * gain) / peak,
+                _run(A, group.u / root, c, -group.w),
+                _run(A, E.sum(1), c, group.f.sum() * root) / peak**0.5,
+            ]
+        )
+        if _differ(built, shape):
+            raise ValueError("the chain's response could not be read: a linear system does not reproduce it")
+        return group, gain
 
-        def column(pulse: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def at(self, j: int, places: Sequence[tuple[int, int]], draws: Sequence[int]) -> tuple[Group, float]:
+        """The system of the first element of leaf ``j`` whose memory is at these places of the state, and its gain."""
+
+        def column(**pulse: Any) -> tuple[Tensor, Tensor]:
             moves, after = self(**pulse)
-            s = [float(after[i].view(-1)[n]) / SIZE for i, n in kept]
+            s = [float(after[i].view(-1)[n]) / SIZE for i, n in places]
             return torch.tensor(_first(moves[j]) / SIZE, dtype=torch.float64), torch.tensor(s, dtype=torch.float64)
 
-        (d, b), (w, u), *noise = (column(pulse) for pulse in pulses)
-        f = torch.stack([x for x, _ in noise]) if noise else torch.zeros(0, dtype=torch.float64)
-        E = torch.stack([x for _, x in noise], dim=1) if noise else torch.zeros(k, 0, dtype=torch.float64)
-        if k and float(torch.linalg.eigvals(A).abs().amax()) >= 1.0:
+        def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+            if not columns:
+                return torch.zeros(0, dtype=torch.float64), torch.zeros(len(places), 0, dtype=torch.float64)
+            return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
+
+        c, A = matrix([column(change=self._change(*place)) for place in places])
+        f, E = matrix([column(**self._draws([n])) for n in draws])
+        (d, b), (w, u) = column(**self._pulse(j)), column(**self._pulse(j, "theta"))
+        if len(places) and float(torch.linalg.eigvals(A).abs().amax()) >= 1.0:
             raise ValueError("the chain's own memory does not fade: its momentum must lie below 1")
         gain = float(-d - c @ torch.linalg.solve(_eye(A) - A, b))
         if not gain > 0:
             raise ValueError("the chain climbs the loss: a constant gradient moves the parameters along it")
-        built = torch.cat([_run(A, b, c, d) / peak, _run(A, u, c, w), _run(A, E.sum(1), c, f.sum()) / peak**0.5])
-        if _differ(built, shape):
-            raise ValueError("the chain's response could not be read: a linear system does not reproduce it")
         root = gain**0.5
-        return Group((j,), A, b / root, u * root, E, c / root, -d / gain, -w, f / root), gain
+        group = Group((j,), A, b / root, u * root, E, c / root, -d / gain, -w, f / root, tuple(places), tuple(draws))
+        return group, gain
 
     def _pulse(self, j: int, name: str = "g") -> dict[str, Any]:
         """A pulse in the first element of leaf ``j``."""

@@ -100,7 +100,8 @@ def gradient_noise(
         >>> import torch, bayesopt_chain as bc
         >>> def loss(w, batch):
         ...     return (w - batch).square().mean() / 2
-        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])])
+        >>> batches = [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])]
+        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), batches)
         >>> noise.eigenvalues, noise.mean
         (tensor([2.], dtype=torch.float64), tensor(-1.5000))
     """

@@ -200,8 +200,8 @@ def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tre
         temperatures = {round(g.temperature, 12) for g in groups}
         if max(temperatures) - min(temperatures) > 1e-6 * max(temperatures):
             raise ValueError(
-                f"heating: the groups have the temperatures {sorted(temperatures)}, so that the curvature cannot be taken from the noise; "
-                "pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
+                f"heating: the groups have the temperatures {sorted(temperatures)}, so that the curvature cannot be taken "
+                "from the noise; pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
             )
         H = C / (steps * groups[0].temperature)
     return Reduced(response, tuple(groups), tuple(bases), H, C, D, like, curve is None)

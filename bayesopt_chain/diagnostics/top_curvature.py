@@ -39,7 +39,8 @@ def hessian_product(
         >>> import torch, bayesopt_chain as bc
         >>> def loss(w, batch):
         ...     return (batch @ w).square().mean() / 2
-        >>> product = bc.diagnostics.hessian_product(loss, torch.zeros(2), [torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 4.0]])])
+        >>> batches = [torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 4.0]])]
+        >>> product = bc.diagnostics.hessian_product(loss, torch.zeros(2), batches)
         >>> product(torch.ones(2))
         tensor([2., 8.])
     """

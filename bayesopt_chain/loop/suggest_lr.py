@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from bayesopt_chain import checks
 from bayesopt_chain.data.epochs import Epochs, Order
-from bayesopt_chain.diagnostics._response import read
+from bayesopt_chain.diagnostics._response import read, reread
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, take
 from bayesopt_chain.diagnostics.heating import Heating, loop, predict, reduce, rescaled
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
@@ -46,8 +46,8 @@ class LearningRate(NamedTuple):
     def __str__(self) -> str:
         which = "heating" if self.heating <= MARGIN * self.stability else "half the stability limit"
         return (
-            f"lr = {self.lr:.4g} ({which}); the chain diverges from {self.stability:.4g} on, minibatches heat it too much from "
-            f"{self.heating:.4g} on\n{self.report}"
+            f"lr = {self.lr:.4g} ({which}); the chain diverges from {self.stability:.4g} on, minibatches heat it too "
+            f"much from {self.heating:.4g} on\n{self.report}"
         )
 
 
@@ -105,7 +105,7 @@ def suggest_lr(
     response = read(make_tx(first), params, state)
     if not any(group.temperature > 0 for group in response.groups):
         raise ValueError(
-            "suggest_lr: the chain draws no noise, which is what batches are compared with; give it a temperature above 0"
+            "suggest_lr: the chain draws no noise to compare that of the batches with; give it a temperature above 0"
         )
     system = reduce(response, noise, hessian_product(loss, params, used, max_batches=max_batches), steps)
     top = float(system.H.diagonal().amax())
@@ -113,7 +113,7 @@ def suggest_lr(
         raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
 
     def at(lr: float) -> Any:
-        return rescaled(system, read(make_tx(lr), params, state))
+        return rescaled(system, reread(response, make_tx(lr), params, state))
 
     def is_stable(lr: float) -> bool:
         return loop(at(lr)).radius < 1.0 + 1e-6

@@ -26,9 +26,13 @@ def rows_of(data, epochs):
     return [[batch.tolist() for batch in data] for _ in range(epochs)]
 
 
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def test_a_reshuffled_epoch_uses_every_datum_once_and_the_next_in_another_order():
     first, second = rows_of(bc.epochs(torch.arange(60), 6), 2)
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(60))
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(60))
     assert first != second
 
 
@@ -50,7 +54,7 @@ def test_an_independent_batch_has_no_datum_twice(size, batch_size):
 
 
 def test_the_remainder_sits_out_one_epoch_and_not_every_one():
-    left_out = [set(range(11)) - set(sum(epoch, [])) for epoch in rows_of(bc.epochs(torch.arange(11), 4), 12)]
+    left_out = [set(range(11)) - set(flat(epoch)) for epoch in rows_of(bc.epochs(torch.arange(11), 4), 12)]
     assert all(len(left) == 3 for left in left_out) and set.union(*left_out) == set(range(11))
 
 
@@ -79,7 +83,7 @@ def test_independent_subsets_are_uniform():
 @given(position=st.integers(0, 40), seed=st.integers(-(2**64), 2**64))
 def test_any_position_resumes(order, position, seed):
     whole = make(torch.arange(12), 2, order=order, seed=seed)
-    reference = sum(rows_of(whole, 8), [])
+    reference = flat(rows_of(whole, 8))
     data = make(torch.arange(12), 2, order=order, seed=seed)
     stream = itertools.chain.from_iterable(itertools.repeat(data))
     for _ in range(position):
@@ -87,7 +91,7 @@ def test_any_position_resumes(order, position, seed):
     resumed = make(torch.arange(12), 2, order=order, seed=seed)
     resumed.load_state_dict(pickle.loads(pickle.dumps(data.state_dict())))
     assert (resumed.epoch, resumed.offset, resumed.at_end) == (data.epoch, data.offset, data.at_end)
-    rest = sum(rows_of(resumed, 8), [])
+    rest = flat(rows_of(resumed, 8))
     assert rest[: 48 - position] == reference[position:]
 
 

@@ -1,7 +1,7 @@
 """Exact answers for small problems, by other ways than the library's: every state number probed, every order enumerated.
 
-``affine`` reads ``x' = M x - Gamma n + F xi`` off a chain on a quadratic loss, ``x`` being all parameters and all that the state holds. The orders
-are then gone through one by one, with the actual noises of the batches.
+``affine`` reads ``x' = M x - Gamma n + F xi`` off a chain on a quadratic loss, ``x`` being all parameters and all that
+the state holds. The orders are then gone through one by one, with the actual noises of the batches.
 """
 
 import itertools
@@ -64,7 +64,8 @@ def lyapunov(M, Q):
 
 
 def enumerated(M, gamma, noises, order):
-    """Covariance that batches with the gradients ``noises`` (rows, sum zero) add: mean over the phases of a period, and at its end.
+    """Covariance that batches with the gradients ``noises`` (rows, sum zero) add: mean over the phases of a period, and
+    at its end.
 
     ``"fixed"``: the mean over all orders of the square of the bias.
     """

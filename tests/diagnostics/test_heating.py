@@ -46,7 +46,9 @@ CHAINS = {
     "dampened": lambda lr: bc.sgd(lr, 0.9, 0.3, temperature=T),
     "nesterov": lambda lr: bc.sgd(lr, 0.8, nesterov=True, temperature=T),
     "prior by weight decay": lambda lr: bc.sgd(lr, 0.9, weight_decay=0.2, temperature=T),
-    "decoupled decay": lambda lr: bc.chain(bc.add_momentum(0.9), bc.add_decayed_weights(0.1), bc.sgld(lr, temperature=T)),
+    "decoupled decay": lambda lr: bc.chain(
+        bc.add_momentum(0.9), bc.add_decayed_weights(0.1), bc.sgld(lr, temperature=T)
+    ),
     "two momenta": lambda lr: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.sgd(lr, temperature=T)),
     "scheduled": lambda lr: bc.sgd(lambda count: lr, 0.9, temperature=T),
     "clipped far away": lambda lr: bc.chain(torchopt.clip_grad_norm(10.0), bc.sghmc(lr, temperature=T)),
@@ -109,7 +111,9 @@ def test_law_1_in_closed_form(mu, y):
     replaced = heating(
         tx, noise_of(one * B / k), order="independent", steps_per_epoch=math.inf, curvature=one
     )  # with replacement B is C
-    different = heating(tx, noise_of(one * B / k / (1 - 1 / 20)), order="independent", steps_per_epoch=20, curvature=one)
+    different = heating(
+        tx, noise_of(one * B / k / (1 - 1 / 20)), order="independent", steps_per_epoch=20, curvature=one
+    )
     for report in (replaced, different):
         assert report.excess.item() == pytest.approx(law, rel=1e-10)
         assert report.rho.item() == pytest.approx(rho, rel=1e-10)
@@ -132,7 +136,11 @@ def test_at_the_same_share_of_the_budget_reshuffling_helps_where_relaxation_is_s
     assert [round(100 * v, 1) for v in report.excess.tolist()] == [49.1, 40.3, 9.2]
     # the same C with replacement is the law without K / (K - 1)
     wrong = heating(
-        bc.sghmc(lr, mu, temperature=T), noise_of(B), order="reshuffled", steps_per_epoch=K, curvature=torch.diag(kappa / (K * lr_eff))
+        bc.sghmc(lr, mu, temperature=T),
+        noise_of(B),
+        order="reshuffled",
+        steps_per_epoch=K,
+        curvature=torch.diag(kappa / (K * lr_eff)),
     )
     assert torch.allclose(wrong.excess, report.excess * (K - 1) / K)
 
@@ -185,7 +193,10 @@ GROUPED = {
         bc.add_momentum(0.8), bc.scale_by_preconditioner(DIAGONAL), bc.sgld(0.1, temperature=T)
     ),
     "decoupled decay behind a preconditioner": lambda: bc.chain(
-        bc.scale_by_preconditioner(DIAGONAL), bc.add_momentum(0.8), bc.add_decayed_weights(0.3), bc.sgld(0.1, temperature=T)
+        bc.scale_by_preconditioner(DIAGONAL),
+        bc.add_momentum(0.8),
+        bc.add_decayed_weights(0.3),
+        bc.sgld(0.1, temperature=T),
     ),
 }
 
@@ -278,7 +289,9 @@ def test_a_models_own_draws_are_independent_in_every_order():
     both = data._replace(rows=torch.cat([data.rows, own / 2**0.5]), draws=own)
     for order in ORDERS:
         alone = heating(tx, data, order=order, steps_per_epoch=K, curvature=H).excess
-        assert torch.allclose(heating(tx, both, order=order, steps_per_epoch=K, curvature=H).excess, alone + white, rtol=1e-9)
+        assert torch.allclose(
+            heating(tx, both, order=order, steps_per_epoch=K, curvature=H).excess, alone + white, rtol=1e-9
+        )
 
 
 def test_the_full_variance_is_the_matched_one():
