@@ -6,7 +6,8 @@ r"""The covariance of minibatch gradients, from a few of them, with nothing of s
     C = s^2 / b            of a batch drawn with replacement,
     B = C (1 - 1 / K)      of a batch of different data, which is what an epoch and :func:`bayesopt_chain.epochs` give.
 
-The gradients of batches that share no datum have ``sum (g - mean)(g - mean)^T / (m - 1)`` equal to ``C`` in the mean.
+The gradients of batches that share no datum have ``sum (g - mean)(g - mean)^T / (m - 1)`` equal to ``C`` in the
+mean (those of several epochs are centred epoch by epoch).
 ``C`` has rank ``m - 1`` at most, and its eigenvectors are combinations of the rows ``R = (g - mean) / sqrt(m - 1)``,
 
     G^(1/2) C G^(1/2) v = lambda v,     v = G^(1/2) R^T a / sqrt(lambda),     (R G R^T) a = lambda a,
@@ -82,7 +83,7 @@ def gradient_noise(
     Args:
         loss: as for :func:`bayesopt_chain.make_step`. Draws of the model (dropout) are counted, and kept apart.
         params: where to look; after burn-in.
-        batches: ``bc.epochs(...)`` (its current epoch, whose position stays) or any iterable of batches of one size.
+        batches: ``bc.epochs(...)`` (whose position stays) or any iterable of batches of one size.
             Batches of an iterable must share no datum, as those of a shuffled ``DataLoader`` do not.
         tx: a chain whose preconditioner and learning rates weigh the parameters; default: none, ``G = 1``.
         state: its state (default: that of ``init``).
@@ -107,9 +108,11 @@ def gradient_noise(
     """
     if rank < 1:
         raise ValueError(f"gradient_noise: rank must be at least 1, got {rank}")
-    used, steps_per_epoch, order = take(batches, max_batches)
-    if len(used) < 2:
-        raise ValueError(f"gradient_noise: needs at least two batches, got {len(used)}")
+    blocks, steps_per_epoch, order = take(batches, max_batches)
+    used = [batch for block in blocks for batch in block]
+    freedom = len(used) - len(blocks)
+    if freedom < 1:
+        raise ValueError(f"gradient_noise: needs at least two batches an epoch, got {max(map(len, blocks), default=0)}")
     devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
     with torch.random.fork_rng(devices=devices):
         first = [gradients(loss, params, batch) for batch in used]
@@ -120,9 +123,12 @@ def gradient_noise(
     averages = first if second is None else [[(x + y) / 2 for x, y in zip(*pair)] for pair in zip(first, second)]
     stacked = [torch.stack(leaf) for leaf in zip(*averages)]
     means = [leaf.mean(0) for leaf in stacked]
+    sizes = [len(block) for block in blocks]
     # batches of an epoch share no datum; independent ones do, and have B instead of C
     share = 1.0 - 1.0 / steps_per_epoch if order == "independent" and steps_per_epoch else 1.0
-    rows = [(leaf - mean) / math.sqrt((m - 1) * share) for leaf, mean in zip(stacked, means)]
+    rows = [
+        torch.cat([part - part.mean(0) for part in leaf.split(sizes)]) / math.sqrt(freedom * share) for leaf in stacked
+    ]
     draws = None
     if second is not None:
         draws = [
@@ -136,7 +142,7 @@ def gradient_noise(
         optree.tree_unflatten(spec, rows),
         None if draws is None else optree.tree_unflatten(spec, draws),
         optree.tree_unflatten(spec, means),
-        values[: min(rank, len(total[0]) - 1)],
+        values[: min(rank, freedom + (0 if draws is None else m))],
         float(values.sum()),
         m,
         steps_per_epoch,
@@ -144,13 +150,22 @@ def gradient_noise(
     )
 
 
-def take(batches: Iterable[Any], most: int) -> tuple[list[Any], float | None, str | None]:
-    """At most so many batches, and the steps of an epoch and the order where they say them. ``epochs`` are left as they
-    are."""
-    if isinstance(batches, Epochs):
-        used = [batches.batch(batches.epoch, k) for k in range(min(most, len(batches)))]
-        return used, batches.size / batches.batch_size, batches.order
-    return list(islice(batches, most)), None, None
+def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | None, str | None]:
+    """At most so many batches, in blocks that share no datum; the steps of an epoch and the order, where they say them.
+
+    ``epochs`` give their current epoch and, where that is shorter, following ones, and stay where they are.
+    """
+    if not isinstance(batches, Epochs):
+        return [list(islice(batches, most))], None, None
+    length = min(most, len(batches))
+    stride = 2 if batches.order == "palindrome" else 1
+    numbers = range(
+        batches.epoch, batches.epoch + (1 if batches.order == "fixed" else stride * (most // length)), stride
+    )
+    blocks = [[batches.batch(epoch, k) for k in range(length)] for epoch in numbers]
+    if batches.order == "independent":
+        blocks = [[batch for block in blocks for batch in block]]
+    return blocks, batches.size / batches.batch_size, batches.order
 
 
 def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[Tensor]:

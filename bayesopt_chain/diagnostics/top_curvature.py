@@ -44,7 +44,7 @@ def hessian_product(
         >>> product(torch.ones(2))
         tensor([2., 8.])
     """
-    used, _, _ = take(batches, max_batches)
+    used = take(batches, max_batches)[0][0]
     if not used:
         raise ValueError("hessian_product: needs at least one batch")
     leaves, spec = optree.tree_flatten(params)

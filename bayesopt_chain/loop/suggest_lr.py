@@ -97,7 +97,7 @@ def suggest_lr(
         (3.8, True)
     """
     checks.positive("suggest_lr: tolerance", tolerance)
-    used = batches if isinstance(batches, Epochs) else take(batches, max_batches)[0]
+    used = batches if isinstance(batches, Epochs) else take(batches, max_batches)[0][0]
     noise = gradient_noise(loss, params, used, rank=rank, max_batches=max_batches)
     order = order or batches.order if isinstance(batches, Epochs) else order or "reshuffled"
     steps = steps_per_epoch or noise.steps_per_epoch or float(_count(batches, used))
