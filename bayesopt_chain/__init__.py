@@ -10,6 +10,7 @@ from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
 from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.links.adaptive import (
     scale_by_adadelta,
     scale_by_adam,
@@ -34,7 +35,6 @@ from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
-from bayesopt_chain.loop.suggest_lr import suggest_lr
 from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd

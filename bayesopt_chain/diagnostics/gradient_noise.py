@@ -45,7 +45,7 @@ class GradientNoise(NamedTuple):
         mean: the mean gradient, like the parameters.
         eigenvalues: the largest of ``G^(1/2) (C + D) G^(1/2)``, descending, float64 ``[rank]``.
         trace: the sum of all of them.
-        count: number of batches, ``m``.
+        batches: how many there were, ``m``.
         steps_per_epoch: ``K``, where the batches said it.
         order: their order, where they said it.
     """
@@ -55,7 +55,7 @@ class GradientNoise(NamedTuple):
     mean: Any
     eigenvalues: Tensor
     trace: float
-    count: int
+    batches: int
     steps_per_epoch: float | None
     order: str | None
 

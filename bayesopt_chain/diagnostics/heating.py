@@ -169,11 +169,12 @@ def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tre
     values, vectors = torch.linalg.eigh((total @ total.T).double())
     largest = vectors[:, values > 1e-10 * values[-1]][:, -noise.rank :]
     span = largest.T.to(dtype) @ total
+
+    def curved(v: Tensor) -> Tensor:
+        assert curve is not None
+        return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
+
     if curve is not None:
-
-        def curved(v: Tensor) -> Tensor:
-            return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
-
         span = torch.cat([span, lanczos(curved, roots, noise.rank)[1]])
     sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
     owner = torch.cat(
@@ -364,13 +365,14 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
 
 
 def _order(order: str | None, steps: float | None) -> tuple[Order, float]:
-    if order not in get_args(Order):
+    known = next((name for name in get_args(Order) if name == order), None)
+    if known is None:
         raise ValueError(f"heating: order must be one of {', '.join(get_args(Order))}, got {order!r}")
     if steps is None or not steps >= 1:
         raise ValueError(f"heating: steps_per_epoch must be at least 1, N / batch size, got {steps}")
     if steps == float("inf") and order != "independent":
         raise ValueError(f"heating: order={order!r} has epochs; give steps_per_epoch, or order='independent'")
-    return order, float(steps)
+    return known, float(steps)
 
 
 def _directions(system: Reduced, V: Tensor) -> Any:

@@ -38,7 +38,7 @@ def test_gradients_of_single_data_give_the_covariance_of_one_datum():
     exact = torch.cov(per_datum_gradients(x, y, params()).T)
     assert torch.allclose(rows.T @ rows, exact, rtol=1e-10)
     assert torch.allclose(noise.eigenvalues, torch.linalg.eigvalsh(exact).flip(0), rtol=1e-10)
-    assert noise.trace == pytest.approx(exact.trace().item()) and noise.count == 120 and noise.draws is None
+    assert noise.trace == pytest.approx(exact.trace().item()) and noise.batches == 120 and noise.draws is None
     assert torch.allclose(noise.mean["b"], per_datum_gradients(x, y, params())[:, 0].mean())
 
 
@@ -115,7 +115,7 @@ def test_short_epochs_are_pooled(order):
     x, y = data()
     exact = torch.cov(per_datum_gradients(x, y, params()).T).trace().item() / 30
     noise = gradient_noise(loss, params(), bc.epochs((x, y), 30, order=order), max_batches=480)
-    assert noise.count == 480 and abs(noise.trace / exact - 1) < 4 * (2 / 360) ** 0.5
+    assert noise.batches == 480 and abs(noise.trace / exact - 1) < 4 * (2 / 360) ** 0.5
 
 
 def test_the_audit_leaves_the_position_of_the_epochs_alone():
@@ -130,7 +130,7 @@ def test_auxiliary_outputs_unused_parameters_and_any_iterable_are_taken():
     x, y = data()
     p = {**params(), "unused": torch.zeros(2, dtype=DOUBLE)}
     noise = gradient_noise(lambda q, batch: (loss(q, batch), q), p, iter([(x[:60], y[:60]), (x[60:], y[60:])]))
-    assert not noise.rows["unused"].any() and noise.count == 2 and noise.steps_per_epoch is None
+    assert not noise.rows["unused"].any() and noise.batches == 2 and noise.steps_per_epoch is None
     report = bc.diagnostics.heating(bc.sghmc(0.01, temperature=0.01), noise, order="reshuffled", steps_per_epoch=2)
     assert report.worst > 0
 

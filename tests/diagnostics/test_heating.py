@@ -158,6 +158,15 @@ def test_law_2_at_small_learning_rates():
             assert report.at_end.item() == pytest.approx(kappa**3 / 24, rel=0.03)
 
 
+def test_the_ends_of_palindromes_are_of_fifth_order():
+    """No momentum, C = K T H: about kappa^5 / 50 at the ends of double passes, where reshuffled ends have kappa^3 / 24."""
+    K, lr = 400, 0.01
+    for kappa in (0.25, 0.5):
+        H = torch.full((1, 1), kappa / (K * lr), dtype=DOUBLE)
+        report = heating(bc.sgld(lr, temperature=T), noise_of(K * T * H), order="palindrome", steps_per_epoch=K)
+        assert report.at_end.item() == pytest.approx(kappa**5 / 50, rel=0.1)
+
+
 def test_a_fixed_order_biases_the_mean():
     """Bias^2 over variance where C = K T H: about 5 % at one relaxation an epoch, 20 % at two, over 90 % at five."""
     K, lr, mu = 100, 0.01, 0.9
@@ -273,11 +282,43 @@ def test_curvature_may_be_a_matrix_a_precision_or_a_product():
     tx, K = bc.sghmc(0.02, temperature=T), 30
     H, C = coupled(4, 1)
     like = torch.zeros(4, dtype=DOUBLE)
-    dense = bc.precision.Dense.from_matrix(50 * H, like, 50) if hasattr(bc.precision.Dense, "from_matrix") else None
-    forms = [H, lambda v: H @ v] + ([dense] if dense is not None else [])
-    reports = [heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=form) for form in forms]
+    precision = bc.precision.Dense(50 * H, like, torch.tensor(50.0))  # summed over 50 data
+    reports = [
+        heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=form)
+        for form in (H, lambda v: H @ v, precision)
+    ]
     for report in reports[1:]:
         assert torch.allclose(report.excess, reports[0].excess, rtol=1e-9)
+    with pytest.raises(TypeError, match="matrix, a precision or a product"):
+        heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=1.0)
+
+
+@pytest.mark.slow
+def test_chains_on_reshuffled_batches_are_as_hot_as_predicted():
+    """2,000 chains, each in its own order of 40 data in batches of 2, kappa = 1: +6 % where independent batches give +50 %.
+
+    The variance over the chains has a standard error of 3.2 % of itself; 4 of them, false alarms 6e-5.
+    """
+    n, b, chains = 40, 2, 2000
+    x, y = signs_regression(n)
+    g = x * y - (x * y).mean()
+    K, mu = n // b, 0.9
+    lr = (1 - mu) / K
+    C = g.square().sum() / (n - 1) / b
+    tx = bc.counter_based(bc.sghmc(lr, mu, temperature=float(C) / K))  # C = K T H
+    report = heating(tx, noise_of(C.reshape(1, 1)), order="reshuffled", steps_per_epoch=K)
+    many = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
+    data = bc.epochs((x, y), b, chains=chains)
+    theta = torch.full((chains,), (x * y).mean().item(), dtype=DOUBLE)
+    state, spread = many.init(tx, theta), []
+    for epoch in range(6):
+        for k in range(K):
+            theta, state, _ = many(theta, state, data.batch(epoch, k))
+            if epoch == 5:
+                spread.append(theta.var())
+    measured = torch.stack(spread).mean().item() / (float(C) / K)
+    assert 0.05 < report.excess.item() < 0.07
+    assert abs(measured - 1 - report.excess.item()) < 4 * (2 / chains) ** 0.5, measured
 
 
 def test_a_models_own_draws_are_independent_in_every_order():

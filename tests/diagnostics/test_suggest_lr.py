@@ -147,7 +147,7 @@ def networks(kind):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["cnn", "transformer"])
 def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
-    """From a mode, 3,000 steps at the suggested rate: the mean excess of the loss over that of full gradients at the same
+    """From a mode, 1,500 steps at the suggested rate: the mean excess of the loss over that of full gradients at the same
     settings is within the 5 % asked for and four standard errors of both runs (false alarms 6e-5)."""
     model, x, y = networks(kind)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -161,7 +161,7 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
     data = bc.epochs((x, y), 24, seed=0)
     tx = bc.sgd(0.05, 0.9)
     step, state = bc.make_step(loss, tx), tx.init(params)
-    for _ in range(600):
+    for _ in range(400):
         params, state, _ = step(params, state, (x, y))
     make = lambda lr: bc.sghmc(lr, 0.9, temperature=1 / N)  # noqa: E731
     found = bc.suggest_lr(make, loss, params, data)
@@ -182,8 +182,8 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
 
     with torch.no_grad():
         floor = loss(params, (x, y)).item()
-    batched, full = mean_loss(found.lr, data, 3000), mean_loss(found.lr, None, 3000)
+    batched, full = mean_loss(found.lr, data, 1500), mean_loss(found.lr, None, 1500)
     heat, reference = batched.mean().item() - floor, full.mean().item() - floor
-    error = sum(run.reshape(10, -1).mean(1).var().item() / 10 for run in (batched[:200], full[:2000])) ** 0.5
+    error = sum(run.reshape(10, -1).mean(1).var().item() / 10 for run in (batched, full)) ** 0.5
     assert math.isfinite(heat) and heat < 1.05 * reference + 4 * error, (heat, reference, error)
     assert 4 * error < 0.3 * reference  # the comparison could have failed
