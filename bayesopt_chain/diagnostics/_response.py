@@ -87,6 +87,11 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     first, second = probe.response("gradient", 0), probe.response("gradient", 1)
     decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)
     noise = probe.response("noise", 0)
+    if any(_differ(x, y) for x, y in zip(noise, probe.response("noise", 0, 1.0))):
+        raise ValueError(
+            "the chain's own draws change how it answers later ones, as a thermostat's do; its heating by minibatches is "
+            "that of no linear chain: compare bc.sghmc at the same lr and momentum"
+        )
     later = _Probe(tx, params, probe.next_state).response("gradient", 0)
     if any(_differ(x, y, tolerance=DRIFT) for x, y in zip(first, later)):
         raise ValueError(
@@ -187,9 +192,9 @@ class _Probe:
         out = [x - y for x, y in zip(self._update(g, theta, change, xi)[0], self.base)]
         return out[: len(self.params)], out[len(self.params) :]
 
-    def response(self, kind: str, seed: int) -> list[Tensor]:
+    def response(self, kind: str, seed: int, size: float = SIZE) -> list[Tensor]:
         """Moves ``[STEPS, size]`` of every leaf to an impulse in each element, of another height for each."""
-        heights = [torch.full_like(p, SIZE) for p in self.params]
+        heights = [torch.full_like(p, size) for p in self.params]
         if kind != "noise":
             generator = torch.Generator().manual_seed(seed)
             for x in heights:
@@ -197,7 +202,7 @@ class _Probe:
         impulse: dict[str, Any] = {
             "gradient": {"g": heights},
             "parameter": {"theta": heights},
-            "noise": {"xi": torch.full((self.drawn,), SIZE, dtype=torch.float64)},
+            "noise": {"xi": torch.full((self.drawn,), size, dtype=torch.float64)},
         }[kind]
         rows: list[list[Tensor]] = [[] for _ in self.params]
         moves, change = self(**impulse)

@@ -353,7 +353,7 @@ def test_the_full_variance_is_the_matched_one():
         (lambda: bc.sghmc(0.1, temperature=T), {"steps_per_epoch": None}, "steps_per_epoch"),
         (lambda: bc.sghmc(0.1, temperature=T), {"steps_per_epoch": math.inf}, "has epochs"),
         (lambda: bc.adam(0.1, temperature=T), {}, "state of a run"),
-        (lambda: bc.samplers.sgnht(0.1, temperature=T), {}, "state of a run"),
+        (lambda: bc.samplers.sgnht(0.1, temperature=T), {}, "thermostat"),
         (lambda: bc.sgd(0.1, temperature=T, maximize=True), {}, "climbs"),
         (
             lambda: bc.chain(
