@@ -159,12 +159,18 @@ class _Probe:
         leaves, self.spec = optree.tree_flatten(params)
         self.params = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
         at_rest = optree.tree_unflatten(self.spec, self.params)
+        with torch.random.fork_rng(devices=[]):
+            fresh = tx.init(at_rest)
+        entries, self.state_spec = optree.tree_flatten(fresh)
         if state is None:
-            state = tx.init(at_rest)
+            state = fresh
             with NormalProbe():
                 for _ in range(2):
                     _, state = tx.update(at_rest, state, params=at_rest, inplace=False)
-        entries, self.state_spec = optree.tree_flatten(state)
+        given = optree.tree_leaves(state)
+        if len(given) != len(entries):
+            raise ValueError("state: it is not that of this chain; pass the state that this tx made")
+        entries = given  # in the structure of a float64 state
         self.entries = [
             t.detach().to(torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t for t in entries
         ]

@@ -168,7 +168,7 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
     assert 0 < found.lr <= found.stability / 2 and found.report.worst <= 0.05 * 1.01
 
     def mean_loss(lr, batches, steps):
-        p, tx = params, bc.counter_based(make(lr))
+        p, tx = params, bc.with_stream(make(lr), "philox")
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
         for k in range(steps):
             if batches is None:
