@@ -9,6 +9,8 @@ from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision,
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -65,6 +67,7 @@ __all__ = [
     "delay",
     "diagnostics",
     "ekf",
+    "epochs",
     "flip_sign_and_add_weight_decay",
     "fork",
     "gradients",
@@ -107,6 +110,7 @@ __all__ = [
     "skip_nonfinite",
     "stack",
     "state_dict",
+    "suggest_lr",
     "swag",
     "testing",
     "tune_by_evidence",
