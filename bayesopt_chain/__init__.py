@@ -5,7 +5,7 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain import curvature, likelihoods, meta, optim, precision, predict, samplers, schedules, testing
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
@@ -77,6 +77,7 @@ __all__ = [
     "make_step",
     "masked",
     "meta",
+    "optim",
     "parallel",
     "partition",
     "precision",
