@@ -32,6 +32,7 @@ from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
+_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
 
 
@@ -56,7 +57,7 @@ class Sampling(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        bases = [base for base in cls.__mro__ if base.__module__.startswith("torch.optim.")]
+        bases = [base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")]
         cls.torch_class = bases[0]
         if "__init__" in vars(cls):
             own = inspect.signature(cls.__init__)
@@ -199,7 +200,7 @@ class Sampling(torch.optim.Optimizer):
             self._noisy_step()
         return loss
 
-    @torch._disable_dynamo
+    @torch.compiler.disable
     def _noisy_step(self) -> None:
         work = [item for group in self.param_groups for item in self._plan(group)]
         scaled = [w for w in work if w.noise is not None and w.noise.velocity_scale != 1.0 and w.linear.velocity]
@@ -309,11 +310,11 @@ class Sampling(torch.optim.Optimizer):
         assert first.noise is not None
         if first.noise.previous:
             for tensors, sign in targets:
-                torch._foreach_add_(tensors, draws, alpha=sign * first.noise.previous)
+                _add_(tensors, draws, alpha=sign * first.noise.previous)
         for w, draw in leaves:
             self._filler(normals, numbers, w, 0)(draw)
         for tensors, sign in targets:
-            torch._foreach_add_(tensors, draws, alpha=sign * first.noise.current)
+            _add_(tensors, draws, alpha=sign * first.noise.current)
 
     def _sweep(self, w: Work, draw: Tensor, fill: Callable) -> None:
         """The noise of one leaf: all of the formula for one block after the other."""
@@ -326,8 +327,8 @@ class Sampling(torch.optim.Optimizer):
             root = None
             if self.adaptive:
                 root = self._denominator(w.group, self._held(w), lambda name, at=block: at(state[name])).sqrt_()
-            for size in (noise.previous, noise.current):
-                if size is noise.current:
+            for fresh, size in ((False, noise.previous), (True, noise.current)):
+                if fresh:
                     fill(xi)
                 if not size:
                     continue
@@ -349,8 +350,8 @@ class Sampling(torch.optim.Optimizer):
             root = None
             if self.adaptive:
                 root = self._denominator(w.group, self._held(w), lambda name, at=block: at(state[name])).sqrt_()
-            for now in (False, True):
-                if now:
+            for fresh in (False, True):
+                if fresh:
                     fill(xi)
                 theta.add_(xi, alpha=size) if root is None else theta.addcdiv_(xi, root, value=size)
 
@@ -452,7 +453,9 @@ class Sampling(torch.optim.Optimizer):
 
     def _check_leaf(self, p: Tensor, group: dict[str, Any]) -> None:
         if p.grad is not None and p.grad.is_sparse and group.get("momentum", 0):
-            raise ValueError(f"{self._name}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
+            raise ValueError(
+                f"{self._name}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False"
+            )
         if p.is_complex():
             raise ValueError(f"{self._name}: complex parameters at temperature > 0: sample torch.view_as_real of them")
         if type(p) not in (Tensor, torch.nn.Parameter):
@@ -471,7 +474,9 @@ class Sampling(torch.optim.Optimizer):
         size = w.param.detach().abs().float().mean()
         step = w.linear.step_size * max(w.noise.current, w.noise.direct)
         if self.adaptive:
-            step /= float(self._denominator(w.group, self._held(w), self.state[w.param].__getitem__).float().mean().sqrt())
+            step /= float(
+                self._denominator(w.group, self._held(w), self.state[w.param].__getitem__).float().mean().sqrt()
+            )
         if step < torch.finfo(w.param.dtype).eps * float(size) / 2:
             warnings.warn(
                 f"{self._name}: parameters in {w.param.dtype} with entries near {float(size):.2g}, and a step's noise of about "
@@ -502,4 +507,3 @@ def _blocks(param: Tensor, state: dict[str, Any], splits: bool) -> Iterable[Call
     starts = range(0, n - n % BLOCK if n % BLOCK >= 16 else n - BLOCK - n % BLOCK + 1, BLOCK)
     edges = [*starts, *([n - n % BLOCK] if n % BLOCK >= 16 else []), n]
     return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in zip(edges, edges[1:])]
-

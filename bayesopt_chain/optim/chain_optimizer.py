@@ -107,7 +107,9 @@ class _Built:
         seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names")})
         self.tx = make_chain(seen)
         if not isinstance(self.tx, GradientTransformation):
-            raise TypeError(f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}")
+            raise TypeError(
+                f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
+            )
         self.numbers = {k: group[k] for k in seen.read if k in group and not torch.is_tensor(group[k])}
         self.state = self.tx.init(group["params"])
 

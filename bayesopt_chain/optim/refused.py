@@ -25,7 +25,9 @@ class Adafactor(Sampling, torch.optim.Adafactor):
 class ASGD(Sampling, torch.optim.ASGD):
     """``torch.optim.ASGD``; a temperature above 0 is refused: its average of the iterates would miss the noise."""
 
-    refusal = "ASGD averages its iterates inside its step, before noise could enter; use bc.optim.SGLD and average the draws"
+    refusal = (
+        "ASGD averages its iterates inside its step, before noise could enter; use bc.optim.SGLD and average the draws"
+    )
 
 
 class LBFGS(Sampling, torch.optim.LBFGS):
@@ -49,4 +51,6 @@ class Rprop(Sampling, torch.optim.Rprop):
 class SparseAdam(Sampling, torch.optim.SparseAdam):
     """``torch.optim.SparseAdam``; a temperature above 0 is refused: rows without a gradient would have to move too."""
 
-    refusal = "SparseAdam moves only rows that have a gradient, while a sample moves all; use bc.optim.Adam with sparse=False"
+    refusal = (
+        "SparseAdam moves only rows that have a gradient, while a sample moves all; use bc.optim.Adam with sparse=False"
+    )

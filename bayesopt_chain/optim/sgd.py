@@ -109,9 +109,7 @@ class SGHMC(SGD):
         stream: _noise.Stream | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            params, lr, momentum, temperature=temperature, generator=generator, stream=stream, **kwargs
-        )
+        super().__init__(params, lr, momentum, temperature=temperature, generator=generator, stream=stream, **kwargs)
 
 
 class SGLD(SGD):

@@ -73,7 +73,9 @@ class ModelStep:
                 )
             for name, p in self._named.items():
                 if params[name].shape != p.shape:
-                    raise ValueError(f"as_step: {name} has shape {tuple(params[name].shape)}, the model's {tuple(p.shape)}")
+                    raise ValueError(
+                        f"as_step: {name} has shape {tuple(params[name].shape)}, the model's {tuple(p.shape)}"
+                    )
             for name, p in self._named.items():
                 p.copy_(params[name])
         if state is not self.state:
@@ -89,9 +91,7 @@ class ModelStep:
                 self.scheduler.load_state_dict(_restored(state["scheduler"], self.scheduler.state_dict()))
 
 
-def as_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, *, scheduler: Any = None
-) -> ModelStep:
+def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, *, scheduler: Any = None) -> ModelStep:
     """One step of a torch model and a torch optimizer, for loops that take ``(params, state, batch)`` steps.
 
     Args:
