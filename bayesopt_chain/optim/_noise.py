@@ -44,6 +44,7 @@ class Normals:
 
     def __init__(self) -> None:
         self._generator = torch.Generator()
+        self._own: dict[tuple[int, int], int] = {}
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device) -> Callable:
@@ -51,7 +52,9 @@ class Normals:
 
         A filler is good until the next one is asked for.
         """
-        own = splitmix64(key + leaf)
+        own = self._own.get((key, leaf))
+        if own is None:
+            own = self._own[key, leaf] = splitmix64(key + leaf)
         if splits(stream, device):
             self._generator.manual_seed(splitmix64(own + count))
             return self._from_generator

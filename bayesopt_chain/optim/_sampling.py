@@ -33,6 +33,8 @@ from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_LEAST_MOMENTUM = 1 / 16  # below it the last draw's part is not sent through the velocity, by which it would be divided
+_NEXT_BRANCH = 0x9E3779B97F4A7C15  # from a leaf's number to that of its second draw
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
 
 
@@ -41,10 +43,13 @@ class Work(NamedTuple):
 
     group: dict[str, Any]
     param: Tensor
+    state: dict[str, Any]
+    number: int
     linear: Linear
     noise: Noise | None
+    updates: int  # this one included
     frozen: bool
-    updates: int
+    early: bool  # whether the last draw's part goes through the velocity, in front of torch's step
 
 
 class Sampling(torch.optim.Optimizer):
@@ -202,19 +207,16 @@ class Sampling(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def _noisy_step(self) -> None:
-        work = [item for group in self.param_groups for item in self._plan(group)]
-        scaled = [w for w in work if w.noise is not None and w.noise.velocity_scale != 1.0 and w.linear.velocity]
-        for w in scaled:
-            velocity = self.state.get(w.param, {}).get(w.linear.velocity)
-            if velocity is not None and w.noise is not None:
-                velocity.mul_(w.noise.velocity_scale)
-        with _without_gradients([w.param for w in work if w.frozen]):
+        work = [item for i in range(len(self.param_groups)) for item in self._plan(i)]
+        noisy = [w for w in work if w.noise is not None]
+        frozen = [w for w in work if w.frozen]
+        self._prepare_velocities(noisy)
+        with _without_gradients([w.param for w in frozen]):
             self._torch_step(None)
-        self._move_frozen([w for w in work if w.frozen])
-        self._add_noise([w for w in work if w.noise is not None])
-        for group in self.param_groups:
-            if self._temperature(group) > 0.0:
-                group["noise_count"] += 1
+        self._move_frozen(frozen)
+        self._add_noise(noisy)
+        for group in {id(w.group): w.group for w in noisy}.values():
+            group["noise_count"] += 1
 
     def _is_ours(self, group: dict[str, Any]) -> bool:
         """Whether a group asks for more than torch's step: noise, a frozen preconditioner, or noise to be forgotten."""
@@ -232,37 +234,47 @@ class Sampling(torch.optim.Optimizer):
             step = getattr(step, "__wrapped__")
         return step(self, closure)  # pyright: ignore[reportArgumentType]
 
-    def _plan(self, group: dict[str, Any]) -> Iterable[Work]:
+    def _plan(self, index: int) -> list[Work]:
         """What this step does to each leaf of the group that has a gradient. Raises before anything moved."""
+        group = self.param_groups[index]
         temperature, freeze_after = self._temperature(group), group.get("freeze_after")
         if temperature > 0.0:
             self._check_group(group)
-            self._draw_key()
+            if group["noise_key"] is None:
+                self._draw_key()
         elif group["noise_count"]:  # noise that came before is no longer remembered
             for p in group["params"]:
                 for name in _REMEMBERED:
                     self.state.get(p, {}).pop(name, None)
         if temperature == 0.0 and freeze_after is None:
             return []
-        out, rules, linears = [], {}, {}
-        for p in group["params"]:
+        out: list[Work] = []
+        linears: dict[tuple, Linear] = {}
+        rules: dict[tuple, Noise] = {}
+        for p, number in zip(group["params"], self._leaf_numbers()[index]):
             if p.grad is None:
                 continue
-            state = self.state.get(p, {})
-            if temperature > 0.0:
-                self._check_leaf(p, group)
+            state = self.state[p]
             clock = self._clock(state)
             linear = linears.get(clock)
             if linear is None:
                 linear = linears[clock] = self._linear(group, *clock)
-            noise = None
+            noise, early = None, False
             if temperature > 0.0:
+                self._check_leaf(p, group)
                 before = state.get("noise_before") if "noise" in state else None
                 noise = rules.get((clock, before))
                 if noise is None:
                     noise = rules[clock, before] = noise_of(linear, temperature, before)
+                early = (
+                    not self.adaptive
+                    and linear.momentum >= _LEAST_MOMENTUM
+                    and noise.previous != 0.0
+                    and p.numel() <= BLOCK
+                    and state.get(linear.velocity) is not None
+                )
             frozen = freeze_after is not None and clock[0] > freeze_after
-            out.append(Work(group, p, linear, noise, frozen, clock[0]))
+            out.append(Work(group, p, state, number, linear, noise, clock[0], frozen, early))
         return out
 
     # what a subclass says of its step
@@ -281,44 +293,60 @@ class Sampling(torch.optim.Optimizer):
 
     # noise
 
+    def _prepare_velocities(self, work: list[Work]) -> None:
+        """In front of torch's step: velocities rescaled at a rise of lr, and the last draw's part, which momentum brings in."""
+        for w in work:
+            assert w.noise is not None
+            if w.noise.velocity_scale != 1.0 and w.state.get(w.linear.velocity) is not None:
+                w.state[w.linear.velocity].mul_(w.noise.velocity_scale)
+        for leaves in _alike([w for w in work if w.early]):
+            noise, linear = leaves[0].noise, leaves[0].linear
+            assert noise is not None
+            _add_(
+                [w.state[linear.velocity] for w in leaves],
+                [w.state["noise"] for w in leaves],
+                alpha=noise.previous / linear.momentum,
+            )
+
     def _add_noise(self, work: list[Work]) -> None:
-        normals = self.__dict__.setdefault("_normals", _noise.Normals())
-        numbers = self._leaf_numbers()
-        small: dict[tuple, list[tuple[Work, Tensor]]] = {}
+        """Behind torch's step."""
+        normals = self.__dict__.get("_normals")
+        if normals is None:
+            normals = self.__dict__["_normals"] = _noise.Normals()
+        small: list[Work] = []
         for w in work:
             assert w.noise is not None
             if w.linear.step_size > 0.0:
-                draw = self._draw_of(w, "noise")
-                if self.adaptive or draw.numel() > BLOCK:
-                    fill = self._filler(normals, numbers, w, 0)
-                    self._sweep(w, draw, fill)
+                if self.adaptive or w.param.numel() > BLOCK:
+                    self._sweep(w, self._draw_of(w, "noise"), self._filler(normals, w, 0))
                 else:
-                    small.setdefault((id(w.noise), w.linear, draw.dtype, draw.device), []).append((w, draw))
+                    small.append(w)
             if w.linear.direct > 0.0:
-                self._sweep_direct(w, self._draw_of(w, "noise_direct"), self._filler(normals, numbers, w, 1))
-            if w.noise.before is not None:
-                self.state[w.param]["noise_before"] = w.noise.before
-        for leaves in small.values():
-            self._add_small(leaves, normals, numbers)
+                self._sweep_direct(w, self._draw_of(w, "noise_direct"), self._filler(normals, w, 1))
+        for leaves in _alike(small):
+            self._add_small(leaves, normals)
+        for w in work:
+            if w.noise is not None and w.noise.before is not None:
+                w.state["noise_before"] = w.noise.before
 
-    def _add_small(self, leaves: list[tuple[Work, Tensor]], normals: _noise.Normals, numbers: dict) -> None:
+    def _add_small(self, leaves: list[Work], normals: _noise.Normals) -> None:
         """The noise of many small leaves at once."""
-        (first, _), draws = leaves[0], [draw for _, draw in leaves]
-        targets = [([w.param for w, _ in leaves], -first.linear.step_size)]
-        if (name := first.linear.velocity) is not None:
-            targets.append(([self.state[w.param][name] for w, _ in leaves], 1.0))
-        assert first.noise is not None
-        if first.noise.previous:
-            for tensors, sign in targets:
-                _add_(tensors, draws, alpha=sign * first.noise.previous)
-        for w, draw in leaves:
-            self._filler(normals, numbers, w, 0)(draw)
-        for tensors, sign in targets:
-            _add_(tensors, draws, alpha=sign * first.noise.current)
+        linear, noise, early = leaves[0].linear, leaves[0].noise, leaves[0].early
+        assert noise is not None
+        draws, params = [self._draw_of(w, "noise") for w in leaves], [w.param for w in leaves]
+        velocities = [w.state[linear.velocity] for w in leaves] if linear.velocity is not None else []
+        for fresh, size in ((False, 0.0 if early else noise.previous), (True, noise.current)):
+            if fresh:
+                for w, draw in zip(leaves, draws):
+                    self._filler(normals, w, 0)(draw)
+            if size:
+                _add_(params, draws, alpha=-linear.step_size * size)
+                if velocities:
+                    _add_(velocities, draws, alpha=size)
 
     def _sweep(self, w: Work, draw: Tensor, fill: Callable) -> None:
         """The noise of one leaf: all of the formula for one block after the other."""
-        state, linear, noise = self.state[w.param], w.linear, w.noise
+        state, linear, noise = w.state, w.linear, w.noise
         assert noise is not None
         blocks = _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device))
         for block in blocks:
@@ -344,7 +372,7 @@ class Sampling(torch.optim.Optimizer):
     def _sweep_direct(self, w: Work, draw: Tensor, fill: Callable) -> None:
         """The noise of the gradient's direct way to the parameter: ``xi_t + xi_{t-1}``, no velocity."""
         assert w.noise is not None
-        state, size = self.state[w.param], -w.linear.direct * w.noise.direct
+        state, size = w.state, -w.linear.direct * w.noise.direct
         for block in _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device)):
             theta, xi = block(w.param), block(draw)
             root = None
@@ -357,29 +385,30 @@ class Sampling(torch.optim.Optimizer):
 
     def _draw_of(self, w: Work, name: str) -> Tensor:
         """The last draw of a leaf; zeros before the first."""
-        state = self.state[w.param]
+        state = w.state
         if name not in state:
             state[name] = torch.zeros_like(w.param, memory_format=torch.preserve_format, requires_grad=False)
             if w.param.dtype in (torch.bfloat16, torch.float16):
                 self._warn_of_rounding(w)
         return state[name]
 
-    def _filler(self, normals: _noise.Normals, numbers: dict, w: Work, branch: int) -> Callable:
+    def _filler(self, normals: _noise.Normals, w: Work, branch: int) -> Callable:
         g = w.group
-        leaf = numbers[w.param] + branch * 0x9E3779B97F4A7C15
-        return normals.of(g["noise_key"], leaf, g["noise_count"], g["noise_stream"], w.param.device)
+        return normals.of(
+            g["noise_key"], w.number + branch * _NEXT_BRANCH, g["noise_count"], g["noise_stream"], w.param.device
+        )
 
-    def _leaf_numbers(self) -> dict[Tensor, int]:
-        """The number of each parameter: of its name, or its index where there are no names."""
+    def _leaf_numbers(self) -> list[list[int]]:
+        """The numbers of each group's parameters: of their names, or their indices where there are no names."""
         if "_numbers" not in self.__dict__:
-            numbers: dict[Tensor, int] = {}
+            out, index = [], 0
             for group in self.param_groups:
-                for i, p in enumerate(group["params"]):
-                    name = group["param_names"][i] if "param_names" in group else len(numbers)
-                    numbers[p] = _noise.leaf_number(name)
-            if len(set(numbers.values())) < len(numbers):
+                names = group.get("param_names") or range(index, index + len(group["params"]))
+                out.append([_noise.leaf_number(name) for name in names])
+                index += len(group["params"])
+            if len({n for numbers in out for n in numbers}) < index:
                 raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
-            self.__dict__["_numbers"] = numbers
+            self.__dict__["_numbers"] = out
         return self.__dict__["_numbers"]
 
     # a frozen preconditioner
@@ -391,7 +420,7 @@ class Sampling(torch.optim.Optimizer):
     def _move_frozen(self, work: list[Work]) -> None:
         """torch's step with ``D`` left as it is: momentum behind a fixed preconditioner."""
         for w in work:
-            p, group, linear, state = w.param, w.group, w.linear, self.state[w.param]
+            p, group, linear, state = w.param, w.group, w.linear, w.state
             assert p.grad is not None
             g = -p.grad if group["maximize"] else p.grad
             if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
@@ -474,15 +503,21 @@ class Sampling(torch.optim.Optimizer):
         size = w.param.detach().abs().float().mean()
         step = w.linear.step_size * max(w.noise.current, w.noise.direct)
         if self.adaptive:
-            step /= float(
-                self._denominator(w.group, self._held(w), self.state[w.param].__getitem__).float().mean().sqrt()
-            )
+            step /= float(self._denominator(w.group, self._held(w), w.state.__getitem__).float().mean().sqrt())
         if step < torch.finfo(w.param.dtype).eps * float(size) / 2:
             warnings.warn(
                 f"{self._name}: parameters in {w.param.dtype} with entries near {float(size):.2g}, and a step's noise of about "
                 f"{step:.2g} rounds away; keep float32 parameters and use autocast",
                 stacklevel=6,
             )
+
+
+def _alike(work: list[Work]) -> Iterable[list[Work]]:
+    """Leaves whose noise has the same numbers, of one dtype and device."""
+    out: dict[tuple, list[Work]] = {}
+    for w in work:
+        out.setdefault((id(w.noise), w.early, w.param.dtype, w.param.device), []).append(w)
+    return out.values()
 
 
 @contextmanager
