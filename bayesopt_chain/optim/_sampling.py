@@ -211,9 +211,12 @@ class Sampling(torch.optim.Optimizer):
         noisy = [w for w in work if w.noise is not None]
         frozen = [w for w in work if w.frozen]
         self._prepare_velocities(noisy)
-        with _without_gradients([w.param for w in frozen]):
+        if frozen:
+            with _without_gradients([w.param for w in frozen]):
+                self._torch_step(None)
+            self._move_frozen(frozen)
+        else:
             self._torch_step(None)
-        self._move_frozen(frozen)
         self._add_noise(noisy)
         for group in {id(w.group): w.group for w in noisy}.values():
             group["noise_count"] += 1
@@ -271,7 +274,7 @@ class Sampling(torch.optim.Optimizer):
                     and linear.momentum >= _LEAST_MOMENTUM
                     and noise.previous != 0.0
                     and p.numel() <= BLOCK
-                    and state.get(linear.velocity) is not None
+                    and state.get(linear.velocity or "") is not None
                 )
             frozen = freeze_after is not None and clock[0] > freeze_after
             out.append(Work(group, p, state, number, linear, noise, clock[0], frozen, early))
@@ -297,11 +300,11 @@ class Sampling(torch.optim.Optimizer):
         """In front of torch's step: velocities rescaled at a rise of lr, and the last draw's part, which momentum brings in."""
         for w in work:
             assert w.noise is not None
-            if w.noise.velocity_scale != 1.0 and w.state.get(w.linear.velocity) is not None:
-                w.state[w.linear.velocity].mul_(w.noise.velocity_scale)
+            if w.noise.velocity_scale != 1.0 and (velocity := w.state.get(w.linear.velocity or "")) is not None:
+                velocity.mul_(w.noise.velocity_scale)
         for leaves in _alike([w for w in work if w.early]):
             noise, linear = leaves[0].noise, leaves[0].linear
-            assert noise is not None
+            assert noise is not None and linear.velocity is not None
             _add_(
                 [w.state[linear.velocity] for w in leaves],
                 [w.state["noise"] for w in leaves],
