@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers,trainers]'
 	touch $@
 
 demo: $(VENV)/.installed

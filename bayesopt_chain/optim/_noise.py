@@ -1,8 +1,9 @@
 """The normals of :mod:`bayesopt_chain.optim`: a function of (key, leaf, count), whatever else the optimizer holds.
 
-The one place where this package meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's name, or
-by its index where the optimizer was given bare tensors, so that freezing, regrouping or leaving out one parameter leaves the
-noise of the others alone. The number goes into the key: ``splitmix64(key + leaf)`` is the leaf's own key.
+The one place where this package meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's
+name, or by its index where the optimizer was given bare tensors, so that freezing, regrouping or leaving out one
+parameter leaves the noise of the others alone. The number goes into the key: ``splitmix64(key + leaf)`` is the leaf's
+own key.
 """
 
 from __future__ import annotations

@@ -4,30 +4,33 @@ For one element, torch's step is (``g`` the gradient it works with, coupled weig
 
     V' = mu V + b g,        theta' = (1 - s) theta - h V' - h_1 g.                              (torch's step)
 
-``V`` is the velocity (``momentum_buffer``, ``exp_avg``), ``mu`` its momentum, ``b`` its gain, ``h`` the step size, ``h_1`` that of a
-gradient which goes to the parameter directly (Nesterov), and ``s = lr * weight_decay`` of a decoupled decay. Behind it comes
+``V`` is the velocity (``momentum_buffer``, ``exp_avg``), ``mu`` its momentum, ``b`` its gain, ``h`` the step size,
+``h_1`` that of a gradient which goes to the parameter directly (Nesterov), and ``s = lr * weight_decay`` of a decoupled
+decay. Behind it comes
 
     V' += e,    theta' -= h e + h_1 e_1                                                         (noise)
 
 The displacement ``theta' - theta`` is a sum of a momentum branch and a direct branch; the spectrum that matched noise
 asks of a sum of branches is the sum of what it asks of each (:mod:`bayesopt_chain.core.law`, where it reads
-``T cot(w/2) Im[(z - 1 + s) F*]``, linear in ``F``), so that ``e`` and ``e_1`` are matched each by itself and drawn independently.
+``T cot(w/2) Im[(z - 1 + s) F*]``, linear in ``F``), so that ``e`` and ``e_1`` are matched each by itself and drawn
+independently.
 
 A branch at constant ``mu, b, h, s, T`` has
 
     e_t = alpha (xi_t + xi_{t-1}),    alpha^2 = T (1 - mu) / 2 * level,    level = b / h * (1 + mu s / (1 - mu)),
 
 the mean of two draws, exact for every quadratic loss. In the splitting picture behind it the velocity *arrives* at the
-variance ``A_t = T_t (1 + mu_t) / 2 * level_t``. Where anything changes from step to step, the velocity has to arrive at the
-next step's variance:
+variance ``A_t = T_t (1 + mu_t) / 2 * level_t``. Where anything changes from step to step, the velocity has to arrive at
+the next step's variance:
 
     e_t = alpha_t xi_t + (s' - k alpha_{t-1}) xi_{t-1},      s'^2 = A_t - k^2 A_{t-1}   (clamped at 0),      k = mu_t,
 
-except where ``A / T`` falls by more than ``mu^2`` (a rise of lr, such as a warm restart): there the velocity is first multiplied
-by ``k / mu``, ``k^2 = (A_t / T_t) / (A_{t-1} / T_{t-1})``. A falling temperature never rescales. This is
-:func:`bayesopt_chain.core.law.scheduled_momentum_noise` with a momentum that may move too (``OneCycleLR``, ``CyclicLR``); where
-it moves, the position's half of the noise is that of ``mu_{t-1}`` and the velocity's that of ``mu_t``, an error of the order of the
-change of mu in one step. Without momentum nothing needs to be known of the step before.
+except where ``A / T`` falls by more than ``mu^2`` (a rise of lr, such as a warm restart): there the velocity is first
+multiplied by ``k / mu``, ``k^2 = (A_t / T_t) / (A_{t-1} / T_{t-1})``. A falling temperature never rescales. This is
+:func:`bayesopt_chain.core.law.scheduled_momentum_noise` with a momentum that may move too (``OneCycleLR``,
+``CyclicLR``); where it moves, the position's half of the noise is that of ``mu_{t-1}`` and the velocity's that of
+``mu_t``, an error of the order of the change of mu in one step. Without momentum nothing needs to be known of the step
+before.
 
 A step with ``h = 0`` moves nothing. Its velocity decays undisturbed, so the rule goes on from ``T_{t-1} mu^2``.
 """

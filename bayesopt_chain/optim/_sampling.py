@@ -1,18 +1,20 @@
 r"""A temperature for torch's own optimizers: their step, then the noise that is matched to it.
 
-:class:`Sampling` stands in front of a class of ``torch.optim``. With ``D = 1/P`` the denominator that an adaptive rule made of the
-clean gradient (``D = 1`` for SGD), torch's step and what follows it are
+:class:`Sampling` stands in front of a class of ``torch.optim``. With ``D = 1/P`` the denominator that an adaptive rule
+made of the clean gradient (``D = 1`` for SGD), torch's step and what follows it are
 
     V' = mu V + b g,          theta' = (1 - s) theta - (h V' + h_1 g) / D                       (torch)
     V' += D^(1/2) e,          theta' -= D^(-1/2) (h e + h_1 e_1)                                (noise)
 
-or, where the rule's velocity averages ``g / D`` (RMSprop), ``V' += D^(-1/2) e``. The numbers ``e`` and ``e_1`` are made of are those of
-:mod:`bayesopt_chain.optim._rule`. The noise enters the velocity and the parameter, never what ``D`` is made of.
+or, where the rule's velocity averages ``g / D`` (RMSprop), ``V' += D^(-1/2) e``. The numbers ``e`` and ``e_1`` are made
+of are those of :mod:`bayesopt_chain.optim._rule`. The noise enters the velocity and the parameter, never what ``D`` is
+made of.
 
 What the noise needs to know lies where torch keeps such things:
 
-* in the parameter group ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (steps that drew), ``noise_stream``. A group goes
-  through ``load_state_dict`` as it is, while tensors in ``state[p]`` are cast to the parameter's dtype, which a 64-bit key does not survive;
+* in the parameter group ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (steps that drew),
+  ``noise_stream``. A group goes through ``load_state_dict`` as it is, while tensors in ``state[p]`` are cast to the
+  parameter's dtype, which a 64-bit key does not survive;
 * in ``state[p]`` the last draw, ``noise``, of unit variance, and ``noise_before``, three Python floats.
 """
 
@@ -22,6 +24,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -135,8 +138,8 @@ class Sampling(torch.optim.Optimizer):
     def fork(self, generator: torch.Generator | None = None) -> None:
         """Give the noise a new key, so that this chain is independent of the one its state was copied from.
 
-        ``load_state_dict`` goes on with the noise of the run that was saved, which is what resuming wants; a second chain
-        that starts from the same checkpoint calls ``fork`` once after loading.
+        ``load_state_dict`` goes on with the noise of the run that was saved, which is what resuming wants; a second
+        chain that starts from the same checkpoint calls ``fork`` once after loading.
 
         Args:
             generator: source of the key (default: torch's global generator).
@@ -158,9 +161,9 @@ class Sampling(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, noise included, or take over one of torch's own class.
 
-        A state dict of ``torch.optim`` brings its velocities, moments and hyperparameters; temperature, stream and key stay
-        those of this optimizer: train with ``torch.optim``, then sample. As everywhere in torch, lr and momentum are
-        those that were saved. A temperature given as a tensor stays the same tensor and takes the saved value.
+        A state dict of ``torch.optim`` brings its velocities, moments and hyperparameters; temperature, stream and key
+        stay those of this optimizer: train with ``torch.optim``, then sample. As everywhere in torch, lr and momentum
+        are those that were saved. A temperature given as a tensor stays the same tensor and takes the saved value.
         """
         saved = [dict(group) for group in state_dict["param_groups"]]
         dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
@@ -176,7 +179,7 @@ class Sampling(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``GradScaler`` may leave unscaling to the fused kernel: not with noise, which must be skipped with the step."""
+        """Whether ``GradScaler`` may leave unscaling to the fused kernel: not with noise, which a skipped step must skip."""
         asked = self.__dict__.get("_fused_scaling", False)
         return asked and not any(self._temperature(group) > 0.0 for group in self.param_groups)
 
@@ -202,7 +205,7 @@ class Sampling(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
-            self._noisy_step()
+            self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
     @torch.compiler.disable
@@ -234,7 +237,7 @@ class Sampling(torch.optim.Optimizer):
         """torch's own step without its hooks, which run around ours."""
         step = self.torch_class.step
         while getattr(step, "hooked", False):
-            step = getattr(step, "__wrapped__")
+            step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         return step(self, closure)  # pyright: ignore[reportArgumentType]
 
     def _plan(self, index: int) -> list[Work]:
@@ -268,6 +271,7 @@ class Sampling(torch.optim.Optimizer):
                 before = state.get("noise_before") if "noise" in state else None
                 noise = rules.get((clock, before))
                 if noise is None:
+                    self._check_lr(linear)
                     noise = rules[clock, before] = noise_of(linear, temperature, before)
                 early = (
                     not self.adaptive
@@ -456,7 +460,8 @@ class Sampling(torch.optim.Optimizer):
         temperature = group["temperature"]
         if callable(temperature):
             raise TypeError(
-                f"{self._name}: temperature is a function; set group['temperature'] in the loop, or give a 0-d tensor and fill it"
+                f"{self._name}: temperature is a function; set group['temperature'] in the loop, or give a 0-d tensor and "
+                "fill it"
             )
         if torch.is_tensor(temperature) and temperature.requires_grad:
             raise ValueError(f"{self._name}: temperature requires grad, which a step does not carry; detach it")
@@ -494,6 +499,12 @@ class Sampling(torch.optim.Optimizer):
             raise ValueError(
                 f"{self._name}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a "
                 "sharded or wrapped tensor would not be independent; sample plain tensors"
+            )
+
+    def _check_lr(self, linear: Linear) -> None:
+        if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
+            raise ValueError(
+                f"{self._name}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"
             )
 
     def _check_momentum(self, momentum: float, what: str) -> float:
@@ -544,4 +555,4 @@ def _blocks(param: Tensor, state: dict[str, Any], splits: bool) -> Iterable[Call
         return [lambda x: x]
     starts = range(0, n - n % BLOCK if n % BLOCK >= 16 else n - BLOCK - n % BLOCK + 1, BLOCK)
     edges = [*starts, *([n - n % BLOCK] if n % BLOCK >= 16 else []), n]
-    return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in zip(edges, edges[1:])]
+    return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges)]

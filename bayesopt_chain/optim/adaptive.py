@@ -1,18 +1,20 @@
 r"""torch's adaptive optimizers with a temperature: Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad.
 
-Each divides by a diagonal ``D = 1/P`` that it makes of the clean gradients. The noise comes behind torch's step, coloured by ``P``,
-into the first moment (the velocity) and the parameter, and never into what ``D`` is made of: noise there would heat itself.
+Each divides by a diagonal ``D = 1/P`` that it makes of the clean gradients. The noise comes behind torch's step,
+coloured by ``P``, into the first moment (the velocity) and the parameter, and never into what ``D`` is made of: noise
+there would heat itself.
 
     theta <- (1 - s) theta - h V / D,     V <- V + D^(1/2) e,     theta <- theta - h D^(-1/2) e
 
-with ``e`` by the rule of :mod:`bayesopt_chain.optim._rule` for the numbers that each class gives in ``_linear``; Adam's bias
-correction is a step size that falls to ``lr (1 - b1)``, and the rule follows it.
+with ``e`` by the rule of :mod:`bayesopt_chain.optim._rule` for the numbers that each class gives in ``_linear``; Adam's
+bias correction is a step size that falls to ``lr (1 - b1)``, and the rule follows it.
 
-**What is sampled.** For a frozen ``P`` exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients the target is roughly
-``P^-1 exp(-loss / T)``, and worse as lr falls. ``freeze_after=n`` stops ``P`` after ``n`` updates of a parameter, which is the
-only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too. A decoupled weight decay (AdamW)
-samples, exactly for a frozen ``P``, the prior of precision ``weight_decay D / T``. A parameter whose gradient has always been zero has
-``P = 1 / eps`` and the noise that goes with it: raise ``eps`` at T > 0. (Adagrad leaves such parameters where they are.)
+**What is sampled.** For a frozen ``P`` exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients the target
+is roughly ``P^-1 exp(-loss / T)``, and worse as lr falls. ``freeze_after=n`` stops ``P`` after ``n`` updates of a
+parameter, which is the only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too.
+A decoupled weight decay (AdamW) samples, exactly for a frozen ``P``, the prior of precision ``weight_decay D / T``. A
+parameter whose gradient has always been zero has ``P = 1 / eps`` and the noise that goes with it: raise ``eps`` at
+T > 0. (Adagrad leaves such parameters where they are.)
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
-    At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed by noise of
-    the first moment and the parameter; the equations, what is sampled while the preconditioner learns, and what freezing
-    it costs are in :mod:`bayesopt_chain.optim.adaptive`.
+    At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed
+    by noise of the first moment and the parameter; the equations, what is sampled while the preconditioner learns, and
+    what freezing it costs are in :mod:`bayesopt_chain.optim.adaptive`.
 
     Args:
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
-        temperature: a number or a 0-d tensor (read at every step); ``1 / N`` for the posterior of ``N`` data where the loss is a
-            mean. Default 0.
+        temperature: a number or a 0-d tensor (read at every step); ``1 / N`` for the posterior of ``N`` data where the
+            loss is a mean. Default 0.
         generator, stream: see :class:`SGD`.
-        freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact. Default: never.
+        freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact.
+            Default: never.
         The others are torch's, in torch's order.
 
     Raises:
@@ -138,8 +141,8 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
     __doc__ = f"""``torch.optim.NAdam`` with a temperature.
 
     Adam with Nesterov's momentum: ``theta <- theta - (h_1 g + h V) / D``, two branches with a noise each. With
-    ``mu_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and the product ``Pi_t`` of these, ``h_1 = lr (1 - mu_t) / (1 - Pi_t)`` and
-    ``h = lr mu_{{t+1}} / (1 - Pi_{{t+1}})``. 8 bytes a parameter more than NAdam itself.
+    ``mu_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and the product ``Pi_t`` of these, ``h_1 = lr (1 - mu_t) / (1 -
+    Pi_t)`` and ``h = lr mu_{{t+1}} / (1 - Pi_{{t+1}})``. 8 bytes a parameter more than NAdam itself.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -202,8 +205,9 @@ class RMSprop(Sampling, torch.optim.RMSprop):
 class Adagrad(Sampling, torch.optim.Adagrad):
     __doc__ = f"""``torch.optim.Adagrad`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaGrad`).
 
-    ``D`` is the root of the summed squares plus eps, ``h = lr / (1 + (t - 1) lr_decay)``, no momentum. ``D`` grows for ever, so
-    that the chain slows down unless it is frozen. Elements that have had no gradient yet do not move.
+    ``D`` is the root of the summed squares plus eps, ``h = lr / (1 + (t - 1) lr_decay)``, no momentum. ``D`` grows for
+    ever, so that the chain slows down unless it is frozen. Elements that have had no gradient yet do not move.
+   
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc

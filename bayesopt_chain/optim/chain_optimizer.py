@@ -1,7 +1,7 @@
 """Any chain of gradient transformations as a ``torch.optim.Optimizer``.
 
-The step is ``updates, state = tx.update(grads, state, params=params, inplace=False)`` and ``params + updates``, one chain for each
-parameter group, bit for bit what the functional form gives. Gradients stay as they are.
+The step is ``updates, state = tx.update(grads, state, params=params, inplace=False)`` and ``params + updates``, one
+chain for each parameter group, bit for bit what the functional form gives. Gradients stay as they are.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         params: tensors, ``named_parameters()``, or dicts (groups), as in torch.
         make_chain: ``make_chain(group)`` returns the chain of a group; it is called once for each, with the group's
-            hyperparameters (without its parameters). A number that it reads is built into the chain, so that changing it later is an
-            error; a 0-d tensor is read at every step, and torch's schedulers fill such a tensor in place:
-            ``lr=torch.tensor(0.1)``.
+            hyperparameters (without its parameters). A number that it reads is built into the chain, so that changing
+            it later is an error; a 0-d tensor is read at every step, and torch's schedulers fill such a tensor in
+            place: ``lr=torch.tensor(0.1)``.
         defaults: hyperparameters of groups that do not name their own.
 
-    ``state_dict()`` holds the chain's tensors in the group, as a list in optree's order, and loads with ``weights_only=True``.
-    Parameters without a gradient are handed to the chain with gradient ``None``.
+    ``state_dict()`` holds the chain's tensors in the group, as a list in optree's order, and loads with
+    ``weights_only=True``. Parameters without a gradient are handed to the chain with gradient ``None``.
 
     Raises:
         TypeError: ``make_chain`` gives no gradient transformation.
-        ValueError: at a step, a hyperparameter that was built into the chain has changed; on loading, another chain's state.
+        ValueError: at a step, a hyperparameter that was built into the chain has changed; on loading, another chain's
+            state.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> theta = torch.ones(2, requires_grad=True)
-        >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.samplers.ubu(group["h"], 1.0, temperature=0.1), h=0.1)
+        >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.samplers.ubu(0.1, 1.0, temperature=group["t"]), t=0.1)
         >>> (0.5 * theta.square().sum()).backward()
         >>> optimizer.step()
     """
@@ -117,8 +118,8 @@ class _Built:
         for name, value in self.numbers.items():
             if group[name] != value:
                 raise ValueError(
-                    f"bc.optim.Optimizer: {name} changed from {value} to {group[name]}, but was built into the chain as a number; "
-                    f"give {name}=torch.tensor({value}), which is read at every step and which schedulers fill in place"
+                    f"bc.optim.Optimizer: {name} changed from {value} to {group[name]}, but was built into the chain as a "
+                    f"number; give {name}=torch.tensor({value}), which is read at every step and filled in place by schedulers"
                 )
 
     def step(self, params: list[Tensor]) -> None:

@@ -39,7 +39,10 @@ class LBFGS(Sampling, torch.optim.LBFGS):
 class Muon(Sampling, torch.optim.Muon):
     """``torch.optim.Muon``; a temperature above 0 is refused: momentum stands before a non-linear map."""
 
-    refusal = "Muon orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched; use bc.optim.SGHMC"
+    refusal = (
+        "Muon orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched; "
+        "use bc.optim.SGHMC"
+    )
 
 
 class Rprop(Sampling, torch.optim.Rprop):

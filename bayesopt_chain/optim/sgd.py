@@ -23,12 +23,14 @@ class SGD(Sampling, torch.optim.SGD):
         V <- mu V + b g,    theta <- theta - lr V                                                    (torch)
         e = (b T (1 - mu) / (2 lr))^(1/2) (xi_t + xi_{t-1}),    V <- V + e,    theta <- theta - lr e
 
-    Nesterov is ``theta <- theta - lr g - lr mu V``: two branches with a noise each, the second of step size ``lr mu``. Weight
-    decay is in the gradient: an exact Gaussian prior of precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``.
+    Nesterov is ``theta <- theta - lr g - lr mu V``: two branches with a noise each, the second of step size ``lr mu``.
+    Weight decay is in the gradient: an exact Gaussian prior of precision ``weight_decay / T``. ``maximize`` samples
+    ``exp(+loss / T)``.
 
-    Everything in a parameter group is read at every step, ``temperature`` included. Under an lr, momentum or temperature that
-    moves the noise follows the rule of :mod:`bayesopt_chain.optim._rule`: on quadratic losses under cosine cycles with restarts
-    the variance is off by -21 % to +37 % at the restart itself, under 7 % RMS. ``lr = 0`` moves nothing.
+    Everything in a parameter group is read at every step, ``temperature`` included. Under an lr, momentum or
+    temperature that moves the noise follows the rule of :mod:`bayesopt_chain.optim._rule`: on quadratic losses under
+    cosine cycles with restarts the variance is off by -21 % to +37 % at the restart itself, under 7 % RMS. ``lr = 0``
+    moves nothing.
 
     Args:
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The noise of a parameter is numbered by
@@ -37,17 +39,19 @@ class SGD(Sampling, torch.optim.SGD):
         temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data
             ``1 / N`` samples the posterior.
         generator: source of the noise's key (default: torch's global generator), used once, and only at T > 0.
-        stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded for every leaf and step with 32 bits: among
-            ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices) has none, and
-            costs a third where a C++ compiler is found.
+        stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
+            among ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices)
+            has none; on a CPU it pays for leaves of 10^4 elements and more, where a C++ compiler is found.
 
     State: in float32, 8 bytes a parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 
     Raises:
-        ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, ``differentiable`` with an lr or weight decay that
-            requires grad, complex or sharded parameters; a negative or infinite temperature. Nothing has moved then.
+        ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
+            lr or weight decay that requires grad, complex or sharded parameters; a negative or infinite temperature.
+            Nothing has moved then.
 
-    The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it too.
+    The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it
+    too.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -78,8 +82,9 @@ class SGD(Sampling, torch.optim.SGD):
 class SGHMC(SGD):
     """SGD with momentum 0.9 that samples; :func:`bayesopt_chain.sghmc` as a ``torch.optim.Optimizer``.
 
-    The one-line change from ``torch.optim.SGD(params, lr, momentum=0.9)``. See :class:`SGD` for the equations, the other
-    arguments and what may change while it runs. 8 bytes of state a parameter in float32, the parameters not copied.
+    The one-line change from ``torch.optim.SGD(params, lr, momentum=0.9)``. See :class:`SGD` for the equations, the
+    other arguments and what may change while it runs. 8 bytes of state a parameter in float32, the parameters not
+    copied.
 
     Args:
         params: as in :class:`SGD`.
@@ -115,8 +120,8 @@ class SGHMC(SGD):
 class SGLD(SGD):
     """SGD that samples: Langevin dynamics; :func:`bayesopt_chain.sgld` as a ``torch.optim.Optimizer``.
 
-    ``theta <- theta - lr g - (T lr / 2)^(1/2) (xi_t + xi_{t-1})``, exact on quadratic losses at every stable lr. Mixes slowly:
-    :class:`SGHMC` costs 4 bytes more a parameter. See :class:`SGD` for the other arguments.
+    ``theta <- theta - lr g - (T lr / 2)^(1/2) (xi_t + xi_{t-1})``, exact on quadratic losses at every stable lr. Mixes
+    slowly: :class:`SGHMC` costs 4 bytes more a parameter. See :class:`SGD` for the other arguments.
 
     Args:
         params: as in :class:`SGD`.

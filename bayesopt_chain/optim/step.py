@@ -1,8 +1,9 @@
-"""A model, an optimizer and a loss as the step ``(params, state, batch) -> (params, state, Info)`` that this library's loops take.
+"""A model, an optimizer and a loss as the step ``(params, state, batch) -> (params, state, Info)`` of this library.
 
-The model and the optimizer stay what they are and move in place: ``params`` are the model's own tensors and ``state`` lists the
-optimizer's, with numbers (lr, count, key, the scheduler's) as 0-d tensors, so that a checkpoint of tensors holds everything. Handing
-the step anything but what it last returned loads that into model, optimizer and scheduler first.
+The model and the optimizer stay what they are and move in place: ``params`` are the model's own tensors and ``state``
+lists the optimizer's, with numbers (lr, count, key, the scheduler's) as 0-d tensors, so that a checkpoint of tensors
+holds everything. Handing the step anything but what it last returned loads that into model, optimizer and scheduler
+first.
 """
 
 from __future__ import annotations
@@ -101,9 +102,10 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         scheduler: a scheduler of ``torch.optim.lr_scheduler``, stepped behind the optimizer.
 
     Returns:
-        ``step(params, state, batch) -> (params, state, Info(loss, aux))``, with ``step.params`` and ``step.state`` to start from.
-        ``params`` are the model's own tensors by name and move with it: copy what is to be kept. ``state`` holds tensors
-        only. Around the model torch's global generators are seeded from the state, so that dropout replays too.
+        ``step(params, state, batch) -> (params, state, Info(loss, aux))``, with ``step.params`` and ``step.state`` to
+        start from. ``params`` are the model's own tensors by name and move with it: copy what is to be kept. ``state``
+        holds tensors only. Around the model torch's global generators are seeded from the state, so that dropout
+        replays too.
 
     Raises:
         ValueError: at a step, params of other names or shapes than the model's; a loss that is no scalar.

@@ -31,7 +31,11 @@ def optimizer_class(namesake: type, build: Callable) -> type:
 
     __init__.__signature__ = signature
     what = "module" if base is torchopt.MetaOptimizer else "parameters"
-    doc = f"""``torchopt.{namesake.__name__}`` with a temperature; see :func:`bayesopt_chain.{build.__name__}`.
+    twin = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}.get(
+        namesake.__name__, namesake.__name__
+    )
+    other = f" (torch's is :class:`bayesopt_chain.optim.{twin}`)" if base is torchopt.Optimizer else ""
+    doc = f"""``torchopt.{namesake.__name__}`` with a temperature{other}; see :func:`bayesopt_chain.{build.__name__}`.
 
     Takes the {what} first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
     """

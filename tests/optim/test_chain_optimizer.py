@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -114,8 +115,9 @@ def test_the_state_of_another_chain_is_refused():
 
 
 def test_what_is_no_transformation_is_refused():
+    nothing: Any = lambda g: None  # noqa: E731
     with pytest.raises(TypeError, match="must return a gradient transformation"):
-        bc.optim.Optimizer([torch.ones(2, requires_grad=True)], lambda g: None)
+        bc.optim.Optimizer([torch.ones(2, requires_grad=True)], nothing)
 
 
 def test_parameters_without_gradient_are_handed_on_as_none():

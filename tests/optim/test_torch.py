@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,7 @@ def test_a_bad_temperature_is_an_error_before_anything_moves(bad):
     [
         (dict(momentum=1.0), "momentum must lie"),
         (dict(momentum=0.9, dampening=1.0), "dampening must be below 1"),
+        (dict(lr=float("nan")), "lr must be non-negative and finite"),
         (dict(lr=torch.tensor(0.1, requires_grad=True), differentiable=True), "lr that requires grad"),
     ],
 )
@@ -277,7 +279,8 @@ def test_what_has_no_matched_noise_is_refused_by_name(kwargs, words):
 
 def test_adaptive_classes_refuse_derivatives_and_graphs_at_a_temperature():
     theta = torch.ones(2, requires_grad=True)
-    for kwargs in ({"differentiable": True}, {"capturable": True}):
+    refused: list[dict[str, Any]] = [{"differentiable": True}, {"capturable": True}]
+    for kwargs in refused:
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             bc.optim.Adam([theta], temperature=0.1, **kwargs)
 
@@ -333,7 +336,7 @@ def test_autocast_and_a_gradient_scaler_leave_float32_parameters_and_skip_overfl
         scaler.scale(loss).backward()
         before = copy.deepcopy([p.detach() for p in model.parameters()])
         if overflow:
-            next(model.parameters()).grad[0, 0] = float("inf")
+            model[0].weight.grad[0, 0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
         unmoved = [torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
@@ -434,3 +437,30 @@ def test_the_philox_stream_may_be_asked_for_and_does_not_depend_on_the_generator
     draw = run("philox")
     assert torch.equal(draw, run("philox")) and not torch.equal(draw, run("generator"))
     assert 0.4 < draw.var() / 0.5 < 1.6  # sd of the ratio 0.03
+
+
+def test_torchopts_and_torchs_class_name_each_other_in_their_first_lines():
+    for theirs, ours in (("SGD", "SGD"), ("Adam", "Adam"), ("RMSProp", "RMSprop"), ("AdaGrad", "Adagrad")):
+        assert f"bayesopt_chain.optim.{ours}`" in getattr(bc, theirs).__doc__.splitlines()[0]
+        assert f"bayesopt_chain.{theirs}`" in getattr(bc.optim, ours).__doc__.splitlines()[0]
+
+
+def test_a_parameter_that_sat_out_goes_on_from_its_own_last_step():
+    always, sometimes = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bc.optim.SGHMC([always, sometimes], 0.1, temperature=0.1)
+    for lr, present in ((0.1, True), (0.05, False), (0.02, False)):
+        optimizer.param_groups[0]["lr"] = lr
+        always.grad, sometimes.grad = torch.ones(2), torch.ones(2) if present else None
+        optimizer.step()
+    levels = [optimizer.state[p]["noise_before"][0] for p in (always, sometimes)]
+    assert levels == pytest.approx([1 / 0.02, 1 / 0.1])
+
+
+def test_sharded_or_wrapped_parameters_are_refused_at_a_temperature():
+    class Wrapped(torch.Tensor):
+        pass
+
+    theta = torch.ones(2).as_subclass(Wrapped).requires_grad_()
+    theta.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="a parameter of type Wrapped at temperature > 0"):
+        bc.optim.SGLD([theta], 0.1, temperature=0.1).step()
