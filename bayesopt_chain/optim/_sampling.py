@@ -6,9 +6,10 @@ made of the clean gradient (``D = 1`` for SGD), torch's step and what follows it
     V' = mu V + b g,          theta' = (1 - s) theta - (h V' + h_1 g) / D                       (torch)
     V' += D^(1/2) e,          theta' -= D^(-1/2) (h e + h_1 e_1)                                (noise)
 
-or, where the rule's velocity averages ``g / D`` (RMSprop), ``V' += D^(-1/2) e``. The numbers ``e`` and ``e_1`` are made
-of are those of :mod:`bayesopt_chain.optim._rule`. The noise enters the velocity and the parameter, never what ``D`` is
-made of.
+or, where the rule's velocity averages ``g / D`` (RMSprop), ``V' += D^(-1/2) e``. For SGD with a velocity the same comes
+cheaper in front of torch's step, as ``V += e / mu``: its momentum and its own move then bring ``e`` to velocity and
+parameter. What ``e`` and ``e_1`` are is in :mod:`bayesopt_chain.optim._rule`. Noise enters the velocity and the
+parameter, never what ``D`` is made of.
 
 What the noise needs to know lies where torch keeps such things:
 
@@ -36,7 +37,7 @@ from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-_LEAST_MOMENTUM = 1 / 16  # below it the last draw's part is not sent through the velocity, by which it would be divided
+_LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 _NEXT_BRANCH = 0x9E3779B97F4A7C15  # from a leaf's number to that of its second draw
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
 
@@ -52,7 +53,7 @@ class Work(NamedTuple):
     noise: Noise | None
     updates: int  # this one included
     frozen: bool
-    early: bool  # whether the last draw's part goes through the velocity, in front of torch's step
+    early: bool  # whether the noise goes through the velocity, in front of torch's step
 
 
 class Sampling(torch.optim.Optimizer):
@@ -267,8 +268,10 @@ class Sampling(torch.optim.Optimizer):
                 linear = linears[clock] = self._linear(group, *clock)
             noise, early = None, False
             if temperature > 0.0:
-                self._check_leaf(p, group)
-                before = state.get("noise_before") if "noise" in state else None
+                before = state.get("noise_before")
+                if "noise" not in state:
+                    self._check_leaf(p, group)
+                    before = None
                 noise = rules.get((clock, before))
                 if noise is None:
                     self._check_lr(linear)
@@ -276,8 +279,7 @@ class Sampling(torch.optim.Optimizer):
                 early = (
                     not self.adaptive
                     and linear.momentum >= _LEAST_MOMENTUM
-                    and noise.previous != 0.0
-                    and p.numel() <= BLOCK
+                    and linear.step_size > 0.0
                     and state.get(linear.velocity or "") is not None
                 )
             frozen = freeze_after is not None and clock[0] > freeze_after
@@ -301,58 +303,54 @@ class Sampling(torch.optim.Optimizer):
     # noise
 
     def _prepare_velocities(self, work: list[Work]) -> None:
-        """In front of torch's step: velocities rescaled at a rise of lr, and the last draw's part, which momentum brings in."""
+        """In front of torch's step: velocities rescaled at a rise of lr, and noise that momentum brings in, ``e / mu``."""
         for w in work:
             assert w.noise is not None
             if w.noise.velocity_scale != 1.0 and (velocity := w.state.get(w.linear.velocity or "")) is not None:
                 velocity.mul_(w.noise.velocity_scale)
-        for leaves in _alike([w for w in work if w.early]):
-            noise, linear = leaves[0].noise, leaves[0].linear
-            assert noise is not None and linear.velocity is not None
-            _add_(
-                [w.state[linear.velocity] for w in leaves],
-                [w.state["noise"] for w in leaves],
-                alpha=noise.previous / linear.momentum,
-            )
+        early = [w for w in work if w.early]
+        for w in [w for w in early if w.param.numel() > BLOCK]:
+            self._sweep(w, 1.0 / w.linear.momentum)
+        for leaves in _alike([w for w in early if w.param.numel() <= BLOCK]):
+            linear = leaves[0].linear
+            self._add_small(leaves, [(_named(leaves, linear.velocity), 1.0 / linear.momentum)])
 
     def _add_noise(self, work: list[Work]) -> None:
         """Behind torch's step."""
-        normals = self.__dict__.get("_normals")
-        if normals is None:
-            normals = self.__dict__["_normals"] = _noise.Normals()
-        small: list[Work] = []
+        late: list[Work] = []
         for w in work:
             assert w.noise is not None
-            if w.linear.step_size > 0.0:
+            if w.linear.step_size > 0.0 and not w.early:
                 if self.adaptive or w.param.numel() > BLOCK:
-                    self._sweep(w, self._draw_of(w, "noise"), self._filler(normals, w, 0))
+                    self._sweep(w)
                 else:
-                    small.append(w)
+                    late.append(w)
             if w.linear.direct > 0.0:
-                self._sweep_direct(w, self._draw_of(w, "noise_direct"), self._filler(normals, w, 1))
-        for leaves in _alike(small):
-            self._add_small(leaves, normals)
-        for w in work:
-            if w.noise is not None and w.noise.before is not None:
+                self._sweep_direct(w)
+            if w.noise.before is not None:
                 w.state["noise_before"] = w.noise.before
+        for leaves in _alike(late):
+            linear = leaves[0].linear
+            targets = [([w.param for w in leaves], -linear.step_size)]
+            if linear.velocity is not None:
+                targets.append((_named(leaves, linear.velocity), 1.0))
+            self._add_small(leaves, targets)
 
-    def _add_small(self, leaves: list[Work], normals: _noise.Normals) -> None:
-        """The noise of many small leaves at once."""
-        linear, noise, early = leaves[0].linear, leaves[0].noise, leaves[0].early
+    def _add_small(self, leaves: list[Work], targets: list[tuple[list[Tensor], float]]) -> None:
+        """``e`` of many small leaves at once, times a factor for each list of tensors it goes to."""
+        noise, draws = leaves[0].noise, [self._draw_of(w, "noise") for w in leaves]
         assert noise is not None
-        draws, params = [self._draw_of(w, "noise") for w in leaves], [w.param for w in leaves]
-        velocities = [w.state[linear.velocity] for w in leaves] if linear.velocity is not None else []
-        for fresh, size in ((False, 0.0 if early else noise.previous), (True, noise.current)):
-            if fresh:
-                for w, draw in zip(leaves, draws):
-                    self._filler(normals, w, 0)(draw)
-            if size:
-                _add_(params, draws, alpha=-linear.step_size * size)
-                if velocities:
-                    _add_(velocities, draws, alpha=size)
+        if noise.previous:
+            for tensors, factor in targets:
+                _add_(tensors, draws, alpha=factor * noise.previous)
+        for w, draw in zip(leaves, draws):
+            self._filler(w, 0)(draw)
+        for tensors, factor in targets:
+            _add_(tensors, draws, alpha=factor * noise.current)
 
-    def _sweep(self, w: Work, draw: Tensor, fill: Callable) -> None:
-        """The noise of one leaf: all of the formula for one block after the other."""
+    def _sweep(self, w: Work, early: float = 0.0) -> None:
+        """The noise of one leaf, all of it for one block after the other; ``early``: into the velocity only, times that."""
+        draw, fill = self._draw_of(w, "noise"), self._filler(w, 0)
         state, linear, noise = w.state, w.linear, w.noise
         assert noise is not None
         blocks = _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device))
@@ -367,7 +365,9 @@ class Sampling(torch.optim.Optimizer):
                     fill(xi)
                 if not size:
                     continue
-                if root is None:
+                if early and velocity is not None:
+                    velocity.add_(xi, alpha=early * size)
+                elif root is None:
                     theta.add_(xi, alpha=-linear.step_size * size)
                     if velocity is not None:
                         velocity.add_(xi, alpha=size)
@@ -376,9 +376,10 @@ class Sampling(torch.optim.Optimizer):
                     if velocity is not None:
                         (velocity.addcdiv_ if self.averages_scaled else velocity.addcmul_)(xi, root, value=size)
 
-    def _sweep_direct(self, w: Work, draw: Tensor, fill: Callable) -> None:
+    def _sweep_direct(self, w: Work) -> None:
         """The noise of the gradient's direct way to the parameter: ``xi_t + xi_{t-1}``, no velocity."""
         assert w.noise is not None
+        draw, fill = self._draw_of(w, "noise_direct"), self._filler(w, 1)
         state, size = w.state, -w.linear.direct * w.noise.direct
         for block in _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device)):
             theta, xi = block(w.param), block(draw)
@@ -399,7 +400,10 @@ class Sampling(torch.optim.Optimizer):
                 self._warn_of_rounding(w)
         return state[name]
 
-    def _filler(self, normals: _noise.Normals, w: Work, branch: int) -> Callable:
+    def _filler(self, w: Work, branch: int) -> Callable:
+        normals = self.__dict__.get("_normals")
+        if normals is None:
+            normals = self.__dict__["_normals"] = _noise.Normals()
         g = w.group
         return normals.of(
             g["noise_key"], w.number + branch * _NEXT_BRANCH, g["noise_count"], g["noise_stream"], w.param.device
@@ -524,6 +528,10 @@ class Sampling(torch.optim.Optimizer):
                 f"{step:.2g} rounds away; keep float32 parameters and use autocast",
                 stacklevel=6,
             )
+
+
+def _named(work: list[Work], name: str | None) -> list[Tensor]:
+    return [w.state[name or ""] for w in work]
 
 
 def _alike(work: list[Work]) -> Iterable[list[Work]]:
