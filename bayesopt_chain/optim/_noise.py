@@ -45,7 +45,7 @@ class Normals:
 
     def __init__(self) -> None:
         self._generator = torch.Generator()
-        self._own: dict[tuple[int, int], int] = {}
+        self._own: dict[tuple[int, int], int] = {}  # the leaves' own keys
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device) -> Callable:
@@ -53,9 +53,7 @@ class Normals:
 
         A filler is good until the next one is asked for.
         """
-        own = self._own.get((key, leaf))
-        if own is None:
-            own = self._own[key, leaf] = splitmix64(key + leaf)
+        own = splitmix64(key + leaf)
         if splits(stream, device):
             self._generator.manual_seed(splitmix64(own + count))
             return self._from_generator
@@ -71,6 +69,20 @@ class Normals:
             return out.copy_(flat.view(out.shape))
 
         return fill
+
+    def fill(self, draws: list[Tensor], key: int, leaves: list[int], count: int, stream: Stream | None) -> None:
+        """Fill the draws of several leaves of one device."""
+        if not splits(stream, draws[0].device):
+            for draw, leaf in zip(draws, leaves):
+                self.of(key, leaf, count, stream, draw.device)(draw)
+            return
+        generator, known = self._generator, self._own
+        for draw, leaf in zip(draws, leaves):
+            own = known.get((key, leaf))
+            if own is None:
+                own = known[key, leaf] = splitmix64(key + leaf)
+            generator.manual_seed(splitmix64(own + count))
+            draw.normal_(generator=generator)
 
     def _from_generator(self, out: Tensor) -> Tensor:
         return out.normal_(generator=self._generator)

@@ -343,8 +343,8 @@ class Sampling(torch.optim.Optimizer):
         if noise.previous:
             for tensors, factor in targets:
                 _add_(tensors, draws, alpha=factor * noise.previous)
-        for w, draw in zip(leaves, draws):
-            self._filler(w, 0)(draw)
+        g = leaves[0].group
+        self._normals().fill(draws, g["noise_key"], [w.number for w in leaves], g["noise_count"], g["noise_stream"])
         for tensors, factor in targets:
             _add_(tensors, draws, alpha=factor * noise.current)
 
@@ -400,12 +400,15 @@ class Sampling(torch.optim.Optimizer):
                 self._warn_of_rounding(w)
         return state[name]
 
-    def _filler(self, w: Work, branch: int) -> Callable:
-        normals = self.__dict__.get("_normals")
+    def _normals(self) -> _noise.Normals:
+        normals = self.__dict__.get("_source")
         if normals is None:
-            normals = self.__dict__["_normals"] = _noise.Normals()
+            normals = self.__dict__["_source"] = _noise.Normals()
+        return normals
+
+    def _filler(self, w: Work, branch: int) -> Callable:
         g = w.group
-        return normals.of(
+        return self._normals().of(
             g["noise_key"], w.number + branch * _NEXT_BRANCH, g["noise_count"], g["noise_stream"], w.param.device
         )
 
