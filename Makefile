@@ -1,9 +1,15 @@
 # Two commands: `make demo` and `make test`. Each builds its own virtual environment on a machine that has only Python.
+# Beside them: `make quick` (two minutes), `make lint`, `make types`, `make processors`, `make clean`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick docs lint types processors clean
+
+# Rooms without a type error; `make types` looks at all of them.
+TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optim optimizers \
+	predict random schedules.py testing tracing.py version.py)
+PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,13 +20,28 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/python -m bayesopt_chain.demo
 
-test: $(VENV)/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: $(VENV)/.installed lint
+	$(PYRIGHT) $(TYPED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 quick: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+types: $(VENV)/.installed
+	$(PYRIGHT)
+
+# The suite with the kernels of other processors, with one thread and with two. PYTEST_ARGS narrows it down.
+processors: $(VENV)/.installed
+	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache

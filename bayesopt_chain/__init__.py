@@ -5,7 +5,18 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, likelihoods, meta, optim, precision, predict, samplers, schedules, testing
+from bayesopt_chain import (
+    curvature,
+    diagnostics,
+    likelihoods,
+    meta,
+    optim,
+    precision,
+    predict,
+    samplers,
+    schedules,
+    testing,
+)
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain, chain, with_response
 from bayesopt_chain.core.masks import masked, partition
@@ -23,12 +34,17 @@ from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_n
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
+from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.capture.captured import CaptureError, Steps, capture
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.checkpoint import load, save
+from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
+from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
 from bayesopt_chain.posterior import ekf, vi
@@ -37,8 +53,7 @@ from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.samplers.langevin import sghmc, sgld
-
-__version__ = "0.1.0"
+from bayesopt_chain.version import __version__
 
 __all__ = [
     "SGD",
@@ -49,6 +64,7 @@ __all__ = [
     "AdamW",
     "CaptureError",
     "Chain",
+    "Draws",
     "Gaussian",
     "Info",
     "RAdam",
@@ -66,12 +82,16 @@ __all__ = [
     "counter_based",
     "curvature",
     "delay",
+    "diagnostics",
     "ekf",
     "flip_sign_and_add_weight_decay",
     "gradients",
     "inject_langevin_noise",
+    "iterate",
     "laplace",
     "likelihoods",
+    "load",
+    "make_functional",
     "make_loss_step",
     "make_particle_step",
     "make_step",
@@ -86,7 +106,9 @@ __all__ = [
     "response",
     "rmsprop",
     "running_rms",
+    "sample",
     "samplers",
+    "save",
     "scale",
     "scale_by_adadelta",
     "scale_by_adam",
@@ -102,6 +124,7 @@ __all__ = [
     "sgd",
     "sghmc",
     "sgld",
+    "skip_nonfinite",
     "stack",
     "swag",
     "testing",
@@ -109,4 +132,5 @@ __all__ = [
     "tune_by_validation",
     "vi",
     "with_response",
+    "write_back",
 ]

@@ -2,43 +2,107 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
+from collections.abc import Sequence
+from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
 from bayesopt_chain.tracing import is_hidden
 
 
-def temperature(value: Any) -> None:
-    """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
-    if callable(value) and not torch.is_tensor(value):
+def number(
+    name: str,
+    value: Any,
+    within: str = "(-inf, inf)",
+    *,
+    integer: bool = False,
+    tensor: bool = False,
+    schedule: bool = False,
+    hint: str = "",
+) -> None:
+    """Refuse what is no number, or lies outside an interval. NaN lies in none, infinity in those that are closed there.
+
+    Args:
+        name: the argument's, with which the message begins.
+        value: what came. ``True`` and ``False`` are no numbers.
+        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not.
+        integer: whether it must be an integer.
+        tensor: whether a real 0-d tensor will do. One that is hidden (see :mod:`bayesopt_chain.tracing`) passes unread.
+        schedule: whether a callable will do; it passes uncalled.
+        hint: what to do instead, put at the end of the message.
+
+    Raises:
+        TypeError: not a number (an integer, a tensor, a schedule).
+        ValueError: outside the interval; a tensor that is not 0-d and real.
+
+    Example:
+        >>> number("momentum", 0.9, "[0, 1)")
+        >>> number("momentum", 1.0, "[0, 1)")
+        Traceback (most recent call last):
+        ValueError: momentum must lie in [0, 1), got 1.0
+        >>> number("eps", "small", "(0, inf)")
+        Traceback (most recent call last):
+        TypeError: eps must be a number, got 'small'
+    """
+    if schedule and callable(value) and not isinstance(value, Tensor):
         return
-    if torch.is_tensor(value):
-        if value.ndim or value.dtype.is_complex:
-            raise ValueError(
-                f"temperature: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}"
-            )
+    shown: Any = value
+    if isinstance(value, Tensor) and tensor:
+        if value.ndim or value.dtype.is_complex or value.dtype == torch.bool:
+            raise ValueError(f"{name}: a tensor must be 0-d and real, got shape {tuple(value.shape)}, {value.dtype}")
         if is_hidden(value):
             return
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"temperature: expected a number, a 0-d tensor or a schedule, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"temperature: must be finite and not negative, got {value}; 1 / N samples a posterior of N data"
-        )
+        shown = value = value.item()
+    tail = f"; {hint}" if hint else ""
+    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
+        kinds = ["an integer" if integer else "a number", *["a 0-d tensor"] * tensor, *["a schedule"] * schedule]
+        wanted = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
+        raise TypeError(f"{name} must be {wanted}, got {_short(shown)}{tail}")
+    x, (low, high, has_low, has_high) = float(value), _interval(within)
+    if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
+        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {_short(shown)}{tail}")
 
 
-def positive(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+_WORDS = {
+    "(-inf, inf)": "be finite",
+    "(0, inf)": "be a positive, finite number",
+    "[0, inf)": "be finite and not negative",
+    "[1, inf)": "be at least 1 and finite",
+}
 
 
-def momentum(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise ValueError(f"{name} must lie in [0, 1), got {value!r}")
+@cache
+def _interval(within: str) -> tuple[float, float, bool, bool]:
+    """Both ends, and whether each is included."""
+    low, high = within[1:-1].split(",")
+    return float(low), float(high), within[0] == "[", within[-1] == "]"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def temperature(value: Any) -> None:
+    """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
+    hint = "1 / N samples a posterior of N data"
+    number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
+
+
+def positive(name: str, value: Any) -> None:
+    """A positive, finite number."""
+    number(name, value, "(0, inf)")
+
+
+def momentum(name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    number(name, value, "[0, 1)")
 
 
 def parameters(leaves: list, paths: list) -> None:
@@ -58,6 +122,42 @@ def parameters(leaves: list, paths: list) -> None:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
 
 
+def differentiable(leaves: Sequence[Any], params: Any) -> None:
+    """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
+    for i, leaf in enumerate(leaves):
+        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            continue
+        path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+        if isinstance(leaf, torch.nn.Module):
+            raise TypeError(
+                f"params: leaf {path} is a module, {type(leaf).__name__}; pass its parameters in a dict: "
+                + (
+                    "dict(params.items())"
+                    if isinstance(leaf, torch.nn.ParameterDict)
+                    else "dict(module.named_parameters())"
+                )
+            )
+        if isinstance(leaf, Tensor):
+            raise TypeError(
+                f"params: leaf {path} is {leaf.dtype}, in which no gradient can be taken; keep it in the batch"
+            )
+        raise TypeError(
+            f"params: leaf {path} is {_short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
+            "keep it in the batch"
+        )
+
+
+def dense(grads: Sequence[Any], wanted: Sequence[int], params: Any) -> None:
+    """Gradients as dense tensors: noise, momentum and curvature are."""
+    for i, g in zip(wanted, grads):
+        if g.layout is not torch.strided:
+            path = name(optree.tree_paths(params, none_is_leaf=True)[i])
+            raise ValueError(
+                f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "
+                "sparse=False (torch.nn.Embedding)"
+            )
+
+
 def updates(g: list, p: list | None, spec, params_spec) -> None:
     """Gradients that match the parameters leaf by leaf."""
     if p is None:
@@ -69,6 +169,11 @@ def updates(g: list, p: list | None, spec, params_spec) -> None:
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
+        if x.layout is not torch.strided:
+            raise ValueError(
+                f"updates: leaf {i} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                "(torch.nn.Embedding), or pass .to_dense()"
+            )
         if y is not None:
             alike("updates", i, x, "params have", y.shape, y.dtype, y.device)
 

@@ -22,15 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core import counters
-
-Schedule = Callable[[Any], Tensor]
+Schedule = Callable[[Any], Any]
 
 __all__ = ["constant", "cosine", "cosine_restarts", "join", "piecewise", "polynomial", "robbins_monro"]
 
 
 def _real(count: Any) -> Tensor:
     return torch.as_tensor(count).to(torch.float64)
+
+
+def _value(schedule: Schedule, count: Tensor) -> Tensor:
+    """What the schedule returns, 0-d, float64, on the count's device; a number is filled in there, which a graph can record."""
+    value = schedule(count)
+    if isinstance(value, Tensor):
+        return value.to(count.device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=count.device)
 
 
 def _number(name: str, value: float) -> None:
@@ -76,7 +82,9 @@ class cosine:
     """Half a cosine from ``init`` to ``final`` over ``steps`` updates, then ``final``.
 
     Args:
-        init, final: values, not negative. steps: at least 1.
+        init: value at count 0, not negative.
+        final: value from count ``steps`` on, not negative.
+        steps: number of updates, at least 1.
 
     Raises:
         ValueError: an argument out of range.
@@ -106,8 +114,14 @@ class cosine_restarts:
     """Half a cosine from ``init`` towards ``final``, started again every ``cycle`` updates (SGDR; Loshchilov, Hutter 2017).
 
     Args:
-        init, final: values, not negative. cycle: updates in a cycle, at least 1.
+        init: value at the start of the first cycle, not negative.
+        final: value that every cycle approaches, not negative.
+        cycle: number of updates in a cycle, at least 1.
         decay: each cycle's ``init - final`` over the last one's, in (0, 1].
+
+    As a learning rate of a sampler with momentum it is not exact at its restarts: in cycles of 500 updates the variance is off
+    by -21 % to +37 % there and 7 % in the root mean square while ``init * curvature <= 0.3``, and by up to +99 % (18 %) at
+    1 and +606 % (115 %) at 3. Collect samples from the later part of each cycle.
 
     Raises:
         ValueError: an argument out of range.
@@ -142,7 +156,10 @@ class polynomial:
     """From ``init`` to ``final`` over ``steps`` updates as ``(1 - t / steps)^power``; ``power=1`` is linear.
 
     Args:
-        init, final: values, not negative. steps: at least 1. power: positive.
+        init: value at count 0, not negative.
+        final: value from count ``steps`` on, not negative.
+        steps: number of updates, at least 1.
+        power: exponent of the decay, positive.
 
     Raises:
         ValueError: an argument out of range.
@@ -175,7 +192,9 @@ class robbins_monro:
     """``a (b + t)^-gamma``, the decreasing step sizes of Robbins and Monro (1951) and of Welling and Teh (2011).
 
     Args:
-        a: positive. b: positive. gamma: in (1/2, 1], so that steps sum to infinity and their squares do not.
+        a: scale of the step sizes, positive.
+        b: offset of the count, positive.
+        gamma: in (1/2, 1], so that steps sum to infinity and their squares do not.
 
     Raises:
         ValueError: an argument out of range.
@@ -209,7 +228,8 @@ class piecewise:
     """``values[k]`` from count ``boundaries[k - 1]`` on.
 
     Args:
-        boundaries: increasing, positive counts. values: one more than there are boundaries.
+        boundaries: increasing, positive counts at which the next value starts.
+        values: one more than there are boundaries.
 
     Raises:
         ValueError: lengths or boundaries that do not fit.
@@ -242,8 +262,8 @@ class join:
     """One schedule after another: ``schedules[k]`` runs from ``boundaries[k - 1]`` on, counting from 0.
 
     Args:
-        schedules: functions of the count, such as those of this module. boundaries: increasing, positive counts, one
-            fewer than there are schedules.
+        schedules: functions of the count, such as those of this module; each starts counting from 0.
+        boundaries: increasing, positive counts at which the next schedule starts, one fewer than there are schedules.
 
     Raises:
         ValueError: lengths or boundaries that do not fit.
@@ -266,8 +286,7 @@ class join:
 
     def __call__(self, count: Any) -> Tensor:
         t = torch.as_tensor(count)
-        out = counters.scalar(self.schedules[0](t), t.device)
+        out = _value(self.schedules[0], t)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
-            later = counters.scalar(schedule((t - boundary).clamp(min=0)), t.device)
-            out = torch.where(t >= boundary, later, out)
+            out = torch.where(t >= boundary, _value(schedule, (t - boundary).clamp(min=0)), out)
         return out

@@ -1,32 +1,67 @@
-"""Whether a tensor's numbers may be looked at: not while it is transformed, traced, compiled or recorded."""
+"""The one answer to "may this tensor be read now": not while it is transformed, traced, compiled or recorded.
+
+is_hidden(x)      its numbers cannot be had: a check of them is skipped
+is_readable(x)    its numbers can be had for nothing: not hidden, and on the CPU, so that no device is waited for
+is_plain(*xs)     nothing at all is being transformed or traced: memory addresses mean something too
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors hold numbers now: nothing is being transformed, traced or compiled."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is None
-        and not is_traced()
-        and not any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
-    )
+from bayesopt_chain import _torch
 
 
 def is_hidden(x: Tensor) -> bool:
-    """Whether nobody may look at a tensor's value: it is transformed, traced, compiled, or recorded by a CUDA graph."""
+    """Whether nobody may look at a tensor's value: it is transformed, traced, compiled, without numbers (``meta``, fake), or
+    recorded by a CUDA graph."""
     return (
-        torch._C._functorch.is_functorch_wrapped_tensor(x)
+        _torch.is_wrapped(x)
         or is_traced()
-        or isinstance(x, torch._subclasses.FakeTensor)
+        or x.is_meta
+        or _torch.is_fake(x)
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether looking at a tensor's value is possible and costs nothing: on the CPU, and not hidden."""
+    return x.device.type == "cpu" and not is_hidden(x)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether tensors hold numbers at addresses now: nothing is being transformed, traced or compiled."""
+    return not is_transformed() and not is_traced() and not any(x.is_meta or _torch.is_fake(x) for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transformation (``vmap``, ``grad``, ``vjp``) is running."""
+    return _torch.functorch_is_running()
+
+
 def is_traced() -> bool:
     """Whether a compiler or a tracer is watching."""
-    return (
-        torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    )
+    return torch.compiler.is_compiling() or _torch.proxies_are_recorded()
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a running transformation maps over this tensor or differentiates it."""
+    return _torch.is_wrapped(x)
+
+
+def batch_levels(x: Tensor) -> set[int]:
+    """The levels of ``vmap`` over which a tensor has an axis of its own."""
+    levels = set()
+    while _torch.is_wrapped(x):
+        if _torch.is_batched(x):
+            levels.add(_torch.level(x))
+        x = _torch.unwrapped(x)
+    return levels
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor inside all of functorch's wrappers, with the axes that are mapped over."""
+    while _torch.is_wrapped(x):
+        x = _torch.unwrapped(x)
+    return x

@@ -19,15 +19,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import bayesopt_chain as bc
-from tests.samplers.registry import QUARTIC, SAMPLERS
+from tests.registry import SAMPLERS
 from tests.samplers.test_lattice import lattice_moment
 from tests.samplers.test_preconditioned import grid_moment, hessian
-from tests.samplers.transfer import every_draw_as_a_normal, stationary_moment, target_moment
+from tests.samplers.transfer import QUARTIC, every_draw_as_a_normal, stationary_moment, target_moment
 
 WITHOUT_POLYNOMIALS = {
     "lattice_walk": lattice_moment,  # by detailed balance
-    "psgld_corrected, alpha 0": lambda lr: grid_moment(  # on a grid, P having a kink
-        bc.samplers.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian
+    "psgld corrected, alpha 0": lambda lr: grid_moment(  # on a grid, P having a kink
+        bc.samplers.psgld(lr, 0.0, 1.0, temperature=1.0, corrected=True), hessian_diagonal=hessian
     ),
 }
 

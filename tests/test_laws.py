@@ -1,81 +1,67 @@
-"""Every link, optimizer and sampler of the core against every law."""
+"""Every transform of the registry against every law."""
+
+import inspect
+import typing
 
 import optree
 import pytest
-import torch
-import torchopt
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.testing import LAWS, assert_laws
-
-
-def halving():
-    def init(params):
-        return ()
-
-    def update(updates, state, *, params=None, inplace=True):
-        return optree.tree_map(lambda g: g * 0.5, updates), state
-
-    return bc.with_response(GradientTransformation(init, update), bc.response.Linear((0.5,)))
-
-
-def by_rank(tree):
-    """A proper subset of the leaves in every tree the laws use: the matrices."""
-    return optree.tree_map(lambda p: p.ndim > 1, tree)
-
+from bayesopt_chain.testing import LAWS, assert_laws, assert_zero_temperature_limit
+from tests.registry import TRANSFORMS
 
 T = 0.01
-BUILDS = {
-    "sgd": lambda: bc.sgd(0.1),
-    "sgd, all on": lambda: bc.sgd(0.1, 0.9, 0.3, 0.1, maximize=True),
-    "nesterov": lambda: bc.sgd(0.1, 0.9, nesterov=True),
-    "scheduled sgd": lambda: bc.sgd(lambda c: 0.1 / (1 + c), 0.9),
-    "adam": lambda: bc.adam(0.1, weight_decay=0.1),
-    "adamw": lambda: bc.adamw(0.1),
-    "adamax": lambda: bc.adamax(0.1),
-    "radam": lambda: bc.radam(0.1, betas=(0.9, 0.5)),
-    "adagrad": lambda: bc.adagrad(0.1, lr_decay=0.1),
-    "rmsprop": lambda: bc.rmsprop(0.1, momentum=0.9),
-    "centred rmsprop": lambda: bc.rmsprop(0.1, centered=True),
-    "adadelta": lambda: bc.adadelta(0.1),
-    "hot sgd": lambda: bc.sgd(0.1, temperature=T),
-    "hot sgd, all on": lambda: bc.sgd(0.1, 0.9, 0.3, 0.1, temperature=T),
-    "hot nesterov": lambda: bc.sgd(0.1, 0.9, nesterov=True, temperature=T),
-    "hot scheduled nesterov": lambda: bc.sgd(lambda c: 0.1 / (1 + c), 0.9, nesterov=True, temperature=T),
-    "hot scheduled sgd": lambda: bc.sgd(lambda c: 0.1 / (1 + c), 0.9, temperature=lambda c: T / (1 + c)),
-    "hot adam": lambda: bc.adam(0.1, temperature=T, freeze_after=2),
-    "hot scheduled adamw": lambda: bc.adamw(lambda c: 0.1 / (1 + c), temperature=T),
-    "hot adamax": lambda: bc.adamax(0.1, temperature=T, freeze_after=2),
-    "hot radam": lambda: bc.radam(0.1, betas=(0.9, 0.5), temperature=T, freeze_after=2),
-    "hot adagrad": lambda: bc.adagrad(0.1, lr_decay=0.1, temperature=T, freeze_after=2),
-    "hot rmsprop": lambda: bc.rmsprop(0.1, momentum=0.9, temperature=T, freeze_after=2),
-    "hot centred rmsprop": lambda: bc.rmsprop(0.1, centered=True, temperature=T, freeze_after=2),
-    "sgld": lambda: bc.sgld(0.1, temperature=T, order=1),
-    "sghmc": lambda: bc.sghmc(0.1, temperature=T),
-    "classical sghmc": lambda: bc.sghmc(0.1, temperature=T, order=1),
-    "sghmc, tensors": lambda: bc.sghmc(torch.tensor(0.1), temperature=torch.tensor(T)),
-    "two momenta": lambda: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.sgd(0.1, temperature=T)),
-    "preconditioned": lambda: bc.chain(bc.scale_by_preconditioner(2.0), bc.sghmc(0.1, temperature=T)),
-    "running rms": lambda: bc.chain(bc.scale_by_preconditioner(bc.running_rms(0.9)), bc.sghmc(0.1, temperature=T)),
-    "declared": lambda: bc.chain(halving(), bc.sghmc(0.1, temperature=T)),
-    "decoupled decay": lambda: bc.chain(
-        bc.add_momentum(0.9), bc.add_decayed_weights(0.1), bc.sgd(0.1, temperature=T)
-    ),
-    "stated noise": lambda: torchopt.chain(
-        bc.inject_langevin_noise(T, lr=0.1, momentum=0.9), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1)
-    ),
-    "masked": lambda: bc.chain(bc.masked(bc.add_decayed_weights(0.1), by_rank), bc.sghmc(0.1, temperature=T)),
-    "partition": lambda: bc.partition(
-        {True: bc.sghmc(0.1, temperature=T), False: bc.adam(0.1, temperature=T, freeze_after=2)}, by_rank
-    ),
-}  # fmt: skip
+LIMITED = [row for row in TRANSFORMS if row.limit is not None]
+
+
+def holds(row, law, build):
+    if law.__name__ not in row.skip:
+        law(build)
+        return
+    with pytest.raises(Exception):  # noqa: B017
+        law(build)
+        pytest.fail(f"{row} obeys {law.__name__}: take it off its skip list")
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("name", BUILDS)
-def test_law(name, law):
-    law(BUILDS[name])
+@pytest.mark.parametrize("row", TRANSFORMS, ids=str)
+def test_it_obeys_the_law(row, law):
+    holds(row, law, lambda: row.build(T))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("row", LIMITED, ids=str)
+def test_it_obeys_the_law_at_temperature_zero(row, law):
+    holds(row, law, lambda: (row.cold or row.build)(0.0))
+
+
+@pytest.mark.parametrize("row", LIMITED, ids=str)
+def test_at_temperature_zero_it_is_its_optimizer(row):
+    assert_zero_temperature_limit(row.cold or row.build, row.limit)
+
+
+def test_every_public_transform_has_a_row():
+    rows = {(row.namespace, row.function) for row in TRANSFORMS}
+    for namespace in ("", "samplers", "vi", "ekf"):
+        module = getattr(bc, namespace) if namespace else bc
+        for name in module.__all__:
+            makes = inspect.isfunction(getattr(module, name)) and typing.get_type_hints(getattr(module, name))["return"]
+            if inspect.isclass(makes) and issubclass(makes, GradientTransformation):
+                assert {(namespace, name), ("samplers", name)} & rows, f"no row for {name} of {namespace or 'the root'}"
+
+
+def test_every_row_makes_what_its_name_says():
+    for row in TRANSFORMS:
+        assert hasattr(getattr(bc, row.namespace) if row.namespace else bc, row.function), str(row)
+
+
+def test_names_are_unique_and_skips_give_reasons():
+    names = [str(row) for row in TRANSFORMS]
+    assert len(set(names)) == len(names)
+    known = {law.__name__ for law in LAWS}
+    for row in TRANSFORMS:
+        assert set(row.skip) <= known and bool(row.skip) == bool(row.why), str(row)
 
 
 def test_a_link_that_breaks_a_law_is_found():

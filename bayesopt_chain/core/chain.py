@@ -34,6 +34,11 @@ class Chain(GradientTransformation):
 
     Attributes:
         rules: the rules, in the order written.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> isinstance(bc.sgd(0.1), bc.Chain)
+        True
     """
 
     rules: tuple[Rule, ...]

@@ -233,6 +233,13 @@ def scheduled_momentum_noise(momentum: float, level, level_before, temperature, 
         e_{t+1} = alpha_{t+1} xi_{t+1} + (s' - k alpha_t) xi_t,        alpha = s / (1 + mu),
 
     and the factor ``k / mu`` for the velocity. At constant lr and T both coefficients are ``sqrt(T (1 - mu) / (2 lr))``.
+    A restart (a rise of lr) is not exact. Cosine cycles of 500 updates, momentum 0.5, 0.9 and 0.99, variance relative to
+    ``T / k`` over a cycle by the largest ``lr k``:
+
+        0.3   -21 % to  +37 %, root mean square  7 %        2   -22 % to +201 %, root mean square  43 %
+        0.5   -25 % to  +54 %, root mean square 10 %        3   -34 % to +606 %, root mean square 115 %
+        1     -16 % to  +99 %, root mean square 18 %
+
     ``order=1`` draws white noise ``e^2 = 2 / (1 + mu) (T_{t+1} / lr_{t+1} - k^2 T_t / lr_t)`` instead.
 
     All arguments but ``momentum`` and ``order`` may be numbers or 0-d tensors; ``where(condition, x, y)`` selects.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+__all__ = ["Adaptive", "Decay", "Elementwise", "Linear", "Noise", "Nonlinear", "Rate", "Refused"]
+
 
 @dataclass(frozen=True)
 class Linear:

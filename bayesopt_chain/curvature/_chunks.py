@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
 from bayesopt_chain.curvature._taps import Taps, Use
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import is_hidden, is_transformed
 from bayesopt_chain.trees import Tree, paths
 
 Forward = Callable[[Tree, Any], Tensor]
@@ -284,7 +284,7 @@ def _vjp(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Tensor])
     """Return outputs, the pullback of several factors at once, and aux; outside of transforms by autograd, which is
     leaner.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         outputs, vjp, aux = torch.func.vjp(run, zeros, has_aux=True)
         return outputs, _over_factors(lambda s: vjp(s)[0]), aux
     zeros = [zero.requires_grad_() for zero in zeros]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.trees import is_transformed
+from bayesopt_chain.tracing import is_wrapped
 
 GRAM_BLOCK = 256  # columns of a Gram matrix computed at once, so that its lower half need not be
 BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, which stays in cache
@@ -186,7 +186,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
     """Add `rows^T rows`, `[n, n]`, to `total`: only the blocks on and above the diagonal, until `mirrored`."""
     n = rows.shape[1]
-    if n <= GRAM_BLOCK or is_transformed(rows):
+    if n <= GRAM_BLOCK or is_wrapped(rows):
         return _plus_product(total, rows.mT, rows)
     total = rows.new_zeros((n, n)) if total is None else total
     for start in range(0, n, GRAM_BLOCK):
@@ -198,7 +198,7 @@ def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
 def mirrored(total: Tensor) -> Tensor:
     """Fill the blocks below the diagonal in from those above it."""
     n = total.shape[-1]
-    if n > GRAM_BLOCK and total.ndim == 2 and not is_transformed(total):
+    if n > GRAM_BLOCK and total.ndim == 2 and not is_wrapped(total):
         for start in range(GRAM_BLOCK, n, GRAM_BLOCK):
             block = slice(start, start + GRAM_BLOCK)
             total[block, :start] = total[:start, block].mT

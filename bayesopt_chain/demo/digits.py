@@ -133,7 +133,7 @@ def load(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     images = (images.float().reshape(-1, 1, 8, 8) - 5) / 6  # pixels are 0 to 16, with mean 5 and deviation 6
     (seen,), (unseen,) = (labels < SEEN).nonzero(as_tuple=True), (labels >= SEEN).nonzero(as_tuple=True)
     train, held_out = train_test_split(seen, train_size=0.6, stratify=labels[seen], random_state=seed)
-    test = torch.cat([held_out, unseen])
+    test = torch.cat([torch.as_tensor(held_out), unseen])
     return (images[train], labels[train]), (images[test], labels[test])
 
 
@@ -186,7 +186,9 @@ def print_table(table: dict[str, dict[str, float]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bayesopt_chain.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bayesopt_chain.demo", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="of the split, the initial weights and the noise (%(default)s)"
     )

@@ -8,6 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -31,9 +32,9 @@ def draw_figure(
         table: per method the scores that the titles quote.
     """
     seen = labels < classes
-    figure = Figure(figsize=(3.4 * len(predictions), 9.2), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+    figure = Figure(figsize=(3.4 * len(predictions), 9.2), layout=layout)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     rows = figure.subplots(4, len(predictions), height_ratios=[3, 3, 0.85, 0.85], squeeze=False)
     for column, (name, (mean, aleatoric, epistemic)) in zip(rows.T, predictions.items()):
         reliability(column[0], mean[seen], labels[seen])
@@ -98,7 +99,7 @@ def strip(axes: Axes, chosen: Tensor, images: Tensor, labels: Tensor, mean: Tens
         known = labels[i] < classes
         color = BLUE if known else ORANGE
         axes.add_patch(Rectangle((left, 0), size, size, fill=False, color=color, linewidth=1.5))
-        axes.text(left + size / 2, -1, int(mean[i].argmax()), ha="center", va="top", color=color, fontsize=10)
+        axes.text(left + size / 2, -1, str(int(mean[i].argmax())), ha="center", va="top", color=color, fontsize=10)
     axes.set(xlim=(-1, STRIP * (size + 2) - 1), ylim=(-5, size + 1), aspect="equal")
     axes.set_title(title, fontsize=10, color=GREY)
     axes.axis("off")

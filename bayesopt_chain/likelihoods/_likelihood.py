@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import is_transformed
+from bayesopt_chain.tracing import is_hidden, unwrapped
 
 Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
@@ -135,7 +134,7 @@ def _require_separate(
             f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
             "without averaging over the batch"
         )
-    plain, labels = _plain(outputs), _plain(targets)
+    plain, labels = unwrapped(outputs), unwrapped(targets)
     if (plain.shape, labels.shape) != (outputs.shape, targets.shape):
         return  # inside vmap, where one datum cannot be told from another
     alone, together = nll(plain[-1:], labels[-1:])[0], nll(plain, labels)[-1]
@@ -144,10 +143,3 @@ def _require_separate(
             "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
             "write a loss of one datum's outputs and target"
         )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the values inside functorch's wrappers."""
-    while is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor

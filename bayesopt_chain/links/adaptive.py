@@ -1,13 +1,21 @@
 r"""Scalings that learn a diagonal ``P`` from the gradients they see: RMSprop, centred RMSprop, AdaGrad, Adam, AdaMax, RAdam.
 
-Each is ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)`` (``b1 = 0`` where there is none). ``P`` is made of
-the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to nothing else:
-noise that reached the second moment would heat itself.
+Each is ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)`` (``b1 = 0`` where there is none). With ``g``
+the gradient, ``t`` the number of updates and ``<x>_b`` the average ``b <x>_b + (1 - b) x``, ``1 / P`` is
+
+    RMSprop    sqrt(<g^2>) + eps                        AdaGrad   sqrt(sum g^2) + eps
+    centred    sqrt(<g^2> - <g>^2) + eps                Adam      sqrt(<g^2>_b2 / (1 - b2^t) + eps_root) + eps
+    AdaMax     n <- max(b2 n, |g| + eps)                RAdam     (sqrt(<g^2>_b2) + eps) / (r_t sqrt(1 - b2^t)), or 1: see RAdam
+
+``P`` is made of the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages
+and to nothing else: noise that reached the second moment would heat itself.
 
 For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
 ``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
-cure. A parameter whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
-noise that goes with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
+cure. Once frozen, ``P`` no longer shrinks where the loss is steep: beyond ``lr P curvature = 2 (1 + b1) / (1 - b1)`` the chain
+diverges. No update knows the curvature; :func:`bayesopt_chain.samplers.step_growth` measures it. A parameter whose
+gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the noise that goes
+with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
 """
 
 from __future__ import annotations
@@ -275,7 +283,15 @@ class AdaMax(_TwoMoments):
 
 @dataclass(frozen=True)
 class RAdam(_TwoMoments):
-    """RAdam: Adam whose second moment counts only once its variance is finite."""
+    r"""RAdam: Adam whose second moment counts only once its variance is finite (``rho_t > 5``).
+
+    With ``rho = 2 / (1 - b2) - 1`` and ``rho_t = rho - 2 t b2^t / (1 - b2^t)``, which grows with ``t``: while ``rho_t
+    <= 5`` the update is the corrected first moment, ``P = 1``; from then on ``P = r_t sqrt(1 - b2^t) / (sqrt(nu) +
+    eps)``. Noise matched to ``P = 1`` would kick the parameters by ``sqrt(2 T lr)``, which on a curvature ``k`` with
+    ``lr k > 1`` is more than the ``sqrt(T / k)`` of the target and in an unstable step: it is held back until the
+    rectified updates begin, and the start is the optimizer's. Where they never begin (``rho <= 5``, or a
+    ``freeze_after`` before them) ``P`` is 1 for ever and the noise is that of momentum, from the first update on.
+    """
 
     name = "scale_by_radam"
     state = ScaleByRAdamState
@@ -284,29 +300,42 @@ class RAdam(_TwoMoments):
         nu = self.second(g, state, ctx)
         count = counters.increment(state.count, g, ctx.inplace)
         factors = counters.each(self._factors, count, g)
-        denominators = each(
-            lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.ones_like(n)), g, nu, factors
+        start = 0.0 if self.rectifies else 1.0  # of the noise's scale
+        scales = each(
+            lambda x, n, f: self._choose(f, n.sqrt().add(self.eps).div(f.rectify), torch.full_like(n, start)),
+            g,
+            nu,
+            factors,
         )
-        mu = self.first(g, state, ctx, denominators)
+        mu = self.first(g, state, ctx, scales)
 
         def ratio(x: Tensor, m: Tensor, n: Tensor, f: _Factors) -> Tensor:
             return self._choose(f, m.mul(f.gain).div(n.sqrt().add(self.eps)), m.div(f.correct)).to(m.dtype)
 
         return each(ratio, g, mu, nu, factors), self.state(mu, nu, count)
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether rectified updates begin at some count."""
+        limit, t = 2 / (1 - self.b2) - 1, self.freeze_after
+        if t is None:
+            return limit > 5
+        power = self.b2**t
+        return limit - 2 * t * power / (1 - power) > 5
+
     def _factors(self, count: Tensor) -> _Factors:
-        b1, b2 = self.b1, self.b2
-        limit = 2 / (1 - b2) - 1
+        correct = 1 - _power(self.b1, count)
+        if not self.rectifies:
+            return _Factors(False, 1.0, 1.0 / correct, correct)
+        limit = 2 / (1 - self.b2) - 1
         steady = self.steady(count)
-        t, power = _number(steady), _power(b2, steady)
+        t, power = _number(steady), _power(self.b2, steady)
         rho = limit - 2 * t * power / (1 - power)
         squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
-        correct = 1 - _power(b1, count)
+        rectified = rho > 5
         if torch.is_tensor(rho):
-            rectified = rho > 5
             root = torch.where(rectified, squared, torch.ones_like(rho)).sqrt()
         else:
-            rectified = rho > 5
             root = math.sqrt(squared) if rectified else 1.0
         return _Factors(rectified, root, root / correct, correct)
 
@@ -381,8 +410,16 @@ def scale_by_rms(
     """Divide by the root of a running mean of squares (RMSprop; Tieleman and Hinton, 2012).
 
     Args:
-        alpha: weight of the past. eps: added to the root. initial_scale: first mean of squares.
-        freeze_after: number of updates after which the scale stays as it is; sampling is exact from there on.
+        alpha: weight of the past.
+        eps: added to the root, not negative.
+        initial_scale: first mean of squares.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds one tensor for each parameter.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -397,7 +434,19 @@ def scale_by_rms(
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by a running standard deviation (centred RMSprop; Graves, 2013). Arguments as :func:`scale_by_rms`.
+    """Divide by a running standard deviation (centred RMSprop; Graves, 2013).
+
+    Args:
+        alpha: weight of the past in both means.
+        eps: added to the deviation, not negative.
+        initial_scale: first mean of squares.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -411,10 +460,18 @@ def scale_by_stddev(
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by the root of the sum of squares so far (AdaGrad; Duchi et al., 2011).
+    """Divide by the root of the sum of squares so far (AdaGrad; Duchi, Hazan and Singer, 2011).
 
     Args:
-        initial_accumulator_value: first sum. eps: added to the root. freeze_after: as in :func:`scale_by_rms`.
+        initial_accumulator_value: first sum of squares.
+        eps: added to the root, not negative.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds one tensor for each parameter. A parameter that never had a gradient does not move.
+
+    Raises:
+        ValueError: negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -435,18 +492,27 @@ def scale_by_adam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by Adam (Kingma and Ba, 2014).
+    """First moment over the root of the second (Adam; Kingma and Ba, 2014).
 
     Args:
-        b1, b2: weights of the past in the two moments. eps, eps_root: added outside and inside the root.
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: weight of the past in the second moment, in [0, 1).
+        eps: added to the root, not negative.
+        eps_root: added inside the root.
         moment_requires_grad: create the moments with ``requires_grad=True``.
-        freeze_after: number of updates after which the second moment stays as it is; sampling is exact from there on.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.scale_by_adam()
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
-        [tensor([1.0000])]
+        [tensor([1.])]
     """
     _decay("b1", b1)
     _decay("b2", b2)
@@ -462,7 +528,20 @@ def scale_by_adamax(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by AdaMax (Kingma and Ba, 2014). Arguments as :func:`scale_by_adam`.
+    """First moment over a running maximum of the gradient's size (AdaMax; Kingma and Ba, 2014).
+
+    Args:
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: what the maximum is multiplied by in each update, in [0, 1).
+        eps: added to the gradient's size, not negative.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -483,7 +562,23 @@ def scale_by_radam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Rescale by RAdam (Liu et al., 2019). Arguments as :func:`scale_by_adam`.
+    """Adam whose second moment counts only once its variance is finite (RAdam; Liu et al., 2019).
+
+    The first updates (five at the default ``b2``) are the bare first moment: where ``lr * curvature`` exceeds about 2
+    they diverge, at any temperature, until the second moment counts. Noise starts with the rectified updates.
+
+    Args:
+        b1: weight of the past in the first moment, in [0, 1).
+        b2: weight of the past in the second moment, in [0, 1); up to 2/3 the second moment never counts.
+        eps: added to the root, not negative.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
+            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -497,7 +592,20 @@ def scale_by_radam(
 
 
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
-    """Rescale by AdaDelta (Zeiler, 2012). Refused at T > 0: its scale is fed by its own updates.
+    """Multiply by the ratio of running root mean squares of updates and gradients (AdaDelta; Zeiler, 2012).
+
+    Refused at T > 0: its scale is fed by its own updates, so that the noise would set it.
+
+    Args:
+        rho: weight of the past in both means, in [0, 1).
+        eps: added to both means, not negative.
+        moment_requires_grad: create the means with ``requires_grad=True``.
+
+    Returns:
+        A link; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: ``rho`` outside [0, 1); negative ``eps``; at ``init`` of a chain with a noise link, this link beside it.
 
     Example:
         >>> import bayesopt_chain as bc

@@ -17,6 +17,7 @@ An estimator has three functions: ``init(params) -> state``, ``estimate(params, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import optree
@@ -24,7 +25,10 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.step import Info, Loss, apply, gradient
+
+__all__ = ["GradientEstimator", "control_variates", "make_estimated_step", "mean_gradient", "svrg"]
 
 
 class ReferenceState(NamedTuple):
@@ -132,7 +136,8 @@ def mean_gradient(loss: Loss, batches: Iterable[Any]) -> Callable[[Any], Any]:
     """
 
     def full_gradient(params: Any) -> Any:
-        total, n = None, 0
+        total: Any = None
+        n = 0
         for batch in batches:
             grads, _ = gradient(loss, params, batch)
             total = grads if total is None else optree.tree_map(torch.add, total, grads)
@@ -158,15 +163,16 @@ class EstimatedStep:
 
     def refresh(self, params: Any, state: tuple) -> tuple:
         """The state with the estimator's reference moved to ``params``, where it has one that moves."""
-        fresh = self.estimator.refresh(params, state[0])
+        fresh: Any = self.estimator.refresh(params, state[0])
         if self.inplace:
-            fresh = optree.tree_map(lambda old, new: old.copy_(new), state[0], fresh)
+            with uninterrupted():
+                fresh = optree.tree_map(lambda old, new: old.copy_(new), state[0], fresh)
         return fresh, state[1]
 
     def __call__(self, params: Any, state: tuple, batch: Any):
         """``(params, state, Info)``."""
         grads, info = self.estimator.estimate(params, state[0], batch)
-        with torch.no_grad():
+        with torch.no_grad(), uninterrupted() if self.inplace else nullcontext():
             updates, chain_state = self.tx.update(grads, state[1], params=params, inplace=self.inplace)
             params = apply(params, updates, self.inplace)
         return params, (state[0], chain_state), info

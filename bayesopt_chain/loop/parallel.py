@@ -36,9 +36,10 @@ class Parallel:
             states.append(mine.init(_take(params, i)))
         return stack(states)
 
-    def __call__(self, params: Any, state: Any, batch: Any):
+    def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""
-        for leaf in optree.tree_leaves((params, state)):
+        both: Any = (params, state)
+        for leaf in optree.tree_leaves(both):
             if leaf.ndim == 0 or leaf.shape[0] != self.n:
                 raise ValueError(
                     f"parallel: params and state must be stacked for {self.n} chains on axis 0, got a leaf of shape "

@@ -4,6 +4,8 @@ What a transformation asks for besides the gradient it says itself, by the keywo
 
     draw                    the gradient is taken at a draw from its posterior, for each of its samples
     curvature               the increment that ``curvature(params, batch)`` gives, where the gradient was taken
+    gradient_variance       what ``gradient_variance(params, batch)`` gives: the variance of single-datum gradients
+    hessian_diagonal        what ``hessian_diagonal(params, batch)`` gives
     per_sample_gradients    the gradient of every datum
 
 so that going from one method to another changes the transformation and nothing else.
@@ -12,7 +14,7 @@ so that going from one method to another changes the transformation and nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -20,19 +22,34 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain import checks, tracing
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.foreign import ANY, keywords_of
 from bayesopt_chain.core.leaves import owned
 from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
+from bayesopt_chain.loop.finite import FiniteCheck
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.posterior import draw as drawing
 
 Loss = Callable[[Any, Any], Any]
 
 
 class Info(NamedTuple):
-    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output."""
+    """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
+
+    ``finite``: whether loss and gradient are finite, 0-d, from ``make_step(..., check_finite=True)``; else ``()``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum(), bc.sgd(0.1))
+        >>> step(torch.zeros(1), bc.sgd(0.1).init(torch.zeros(1)), torch.ones(1))[2].loss
+        tensor(1.)
+    """
 
     loss: Tensor
     aux: Any
+    finite: Any = ()
 
 
 @dataclass(frozen=True)
@@ -46,9 +63,18 @@ class Step:
     tx: GradientTransformation
     inplace: bool = False
     fused: fused.FusedSGD | None = None
+    finite: FiniteCheck | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
         grads, info, extra = self.evaluate(params, state, batch)
+        if self.finite is not None:
+            info = info._replace(finite=self.finite(params, state, batch, grads, info.loss))
+        if not self.inplace:
+            return self._move(params, state, grads, info, extra)
+        with uninterrupted():  # nothing is left half written
+            return self._move(params, state, grads, info, extra)
+
+    def _move(self, params: Any, state: Any, grads: Any, info: Info, extra: dict[str, Any]) -> tuple[Any, Any, Info]:
         with torch.no_grad():
             if self.inplace:
                 grads = writable(grads)
@@ -66,7 +92,10 @@ def make_step(
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
+    gradient_variance: Callable[[Any, Any], Any] | None = None,
+    hessian_diagonal: Callable[[Any, Any], Any] | None = None,
     inplace: bool = False,
+    check_finite: bool = False,
 ) -> Step:
     """One training or sampling step.
 
@@ -75,9 +104,17 @@ def make_step(
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
+        gradient_variance: ``gradient_variance(params, batch)``, the variance of single-datum gradients as a tree like the
+            parameters (a matrix for ``sgfs(dense=True)``), for a ``tx`` that takes it.
+        hessian_diagonal: ``hessian_diagonal(params, batch)``, the diagonal of the mean loss's Hessian as a tree like the
+            parameters, for a ``tx`` that takes it.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
-            run fused; their values agree with ``update`` to one unit in the last place for each operation.
+            run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
+            for the writes (not for the gradient), so that no step is left half made.
+        check_finite: refuse a step whose loss or gradient is not finite, before anything is written. Where values cannot be
+            looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
+            the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
@@ -87,7 +124,9 @@ def make_step(
 
     Raises:
         ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
-            a loss that is not a scalar.
+            a loss that is not a scalar, or a sparse gradient.
+        TypeError: ``tx`` is no gradient transformation; at the first step, params with a leaf that is no tensor.
+        FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -101,21 +140,26 @@ def make_step(
     """
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
-    accepts = tx.accepts if hasattr(tx, "accepts") else keywords_of(tx)
+    if isinstance(tx, SkipNonfinite):
+        inner = make_step(loss, tx.transformation, curvature=curvature, inplace=inplace, check_finite=check_finite)
+        return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
+    accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
-    takes_curvature = "curvature" in accepts or ANY in accepts
+    given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
+    estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
     differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
-    draws = [i for i, rule in enumerate(getattr(tx, "rules", ())) if "draw" in rule.accepts and hasattr(rule, "sample")]
+    rules = tx.rules if isinstance(tx, Chain) else ()
+    draws = [i for i, rule in enumerate(rules) if "draw" in rule.accepts and hasattr(rule, "sample")]
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
         grads, info = differentiate(loss, params, batch)
-        extra = {"curvature": curvature(params, batch)} if curvature is not None and takes_curvature else {}
+        extra = {k: fn(params, batch) for k, fn in estimators.items()}
         if differentiate is per_sample_gradients:
             extra["per_sample_gradients"] = grads
             grads = optree.tree_map(lambda g: g.mean(0), grads)
@@ -124,7 +168,8 @@ def make_step(
     def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """The same at every sample of the draw that a link asks for."""
         (i,) = draws
-        rule = tx.rules[i]
+        assert isinstance(tx, Chain)
+        rule: Any = tx.rules[i]
         with torch.no_grad():
             draw, points = drawing.drawn(tx, i, state, params)
         grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
@@ -144,7 +189,8 @@ def make_step(
         return evaluate(params, batch)
 
     form = fused.recognise(tx) if inplace else None
-    return Step(evaluate_draw if draws else evaluate_here, tx, inplace, form)
+    finite = FiniteCheck() if check_finite else None
+    return Step(evaluate_draw if draws else evaluate_here, tx, inplace, form, finite)
 
 
 def _mean_precision(precisions: list) -> Any:
@@ -180,6 +226,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     Reverse mode through autograd; under a ``torch.func`` transformation (many chains by ``vmap``) through ``torch.func``.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    checks.differentiable(leaves, params)
     wanted = [i for i, p in enumerate(leaves) if p is not None]
 
     def value(chosen: list[Tensor]) -> tuple[Tensor, Any]:
@@ -197,7 +244,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             )
         return out, aux
 
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if tracing.is_transformed():
         grads, (out, aux) = torch.func.grad_and_value(value, has_aux=True)([leaves[i] for i in wanted])
     else:
         with torch.enable_grad():
@@ -206,6 +253,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             if not out.requires_grad:
                 raise ValueError("loss: does not depend on params; compute it from the params it is given")
             grads = torch.autograd.grad(out, chosen, materialize_grads=True)
+    checks.dense(grads, wanted, params)
     full: list = [None] * len(leaves)
     for i, g in zip(wanted, grads):
         full[i] = g

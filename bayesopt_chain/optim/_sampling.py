@@ -31,12 +31,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import foreach_add_
 from bayesopt_chain.optim import _noise
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
-_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 _NEXT_BRANCH = 0x9E3779B97F4A7C15  # from a leaf's number to that of its second draw
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
@@ -342,11 +342,11 @@ class Sampling(torch.optim.Optimizer):
         assert noise is not None
         if noise.previous:
             for tensors, factor in targets:
-                _add_(tensors, draws, alpha=factor * noise.previous)
+                foreach_add_(tensors, draws, alpha=factor * noise.previous)
         g = leaves[0].group
         self._normals().fill(draws, g["noise_key"], [w.number for w in leaves], g["noise_count"], g["noise_stream"])
         for tensors, factor in targets:
-            _add_(tensors, draws, alpha=factor * noise.current)
+            foreach_add_(tensors, draws, alpha=factor * noise.current)
 
     def _sweep(self, w: Work, early: float = 0.0) -> None:
         """The noise of one leaf, all of it for one block after the other; ``early``: into the velocity only, times that."""

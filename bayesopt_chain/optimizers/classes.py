@@ -14,6 +14,33 @@ import torchopt
 
 from bayesopt_chain.optimizers import functional
 
+DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_chain.optim.{torchs}`).
+
+    The chain is :func:`bayesopt_chain.{function}`.
+
+    Takes the parameters first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> w = torch.zeros(2, requires_grad=True)
+        >>> optimizer = bc.{name}([w], lr=0.1)
+        >>> (w - 1).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((w > 0).all())
+        True
+    """
+TORCHS = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}  # spelled otherwise
+META = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
+
+    Takes the module first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> network = torch.nn.Linear(2, 1)
+        >>> optimizer = bc.meta.{name}(network, lr=0.1)
+        >>> optimizer.step(network(torch.ones(2)).square().sum())
+    """
+
 
 def optimizer_class(namesake: type, build: Callable) -> type:
     """A class like ``namesake`` whose transformation is made by ``build``."""
@@ -30,15 +57,9 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         base.__init__(self, target, build(**settings))
 
     __init__.__signature__ = signature
-    what = "module" if base is torchopt.MetaOptimizer else "parameters"
-    twin = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}.get(
-        namesake.__name__, namesake.__name__
-    )
-    other = f" (torch's is :class:`bayesopt_chain.optim.{twin}`)" if base is torchopt.Optimizer else ""
-    doc = f"""``torchopt.{namesake.__name__}`` with a temperature{other}; see :func:`bayesopt_chain.{build.__name__}`.
-
-    Takes the {what} first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
-    """
+    template = META if base is torchopt.MetaOptimizer else DOC
+    name = namesake.__name__
+    doc = template.format(name=name, function=build.__name__, torchs=TORCHS.get(name, name))
     return type(
         namesake.__name__,
         (base,),

@@ -13,8 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.posterior.state import is_concrete
 from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import is_readable
 
 
 class Draw(NamedTuple):
@@ -48,7 +48,7 @@ def require_drawn_from(draw: Any, state: Any, who: str) -> None:
             f"{who}: update got {came}: call draw = tx.sample(state, params), take the gradient at draw.params and pass "
             "draw=draw (make_step does)"
         )
-    if not (is_concrete(draw.count) and is_concrete(state.count)):
+    if not (is_readable(draw.count) and is_readable(state.count)):
         return
     if not (torch.equal(draw.key, state.key) and torch.equal(draw.count, state.count)):
         raise ValueError(

@@ -12,8 +12,6 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.tracing import is_hidden
-
 State = TypeVar("State")
 Dial = float | Tensor | Callable[[Tensor], Any]
 
@@ -86,8 +84,3 @@ def tensor_on(value: float | Tensor, device: torch.device) -> Tensor:
 def device_of(leaves: Sequence[Tensor]) -> torch.device:
     """Where the first leaf is."""
     return leaves[0].device if leaves else torch.device("cpu")
-
-
-def is_concrete(tensor: Tensor) -> bool:
-    """Whether looking at a value is possible and costs nothing: on a CPU, not transformed, traced or compiled."""
-    return tensor.device.type == "cpu" and not is_hidden(tensor)

@@ -25,9 +25,9 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Rule
 from bayesopt_chain.core.response import Linear
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import device_of, find, is_concrete, present, require_these, written
+from bayesopt_chain.posterior.state import device_of, find, present, require_these, written
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, size
 
 
@@ -71,7 +71,7 @@ class Collect(Rule):
 
     def _collected(self, state: SwagState, moved: list[Tensor], due: Tensor) -> SwagState:
         """The state with one more iterate where it is due; values, not a branch, so that a step can be captured."""
-        if is_concrete(due) and not due:
+        if is_readable(due) and not due:
             return state
         n = state.collected + due
         weight = 1 / n.clamp(min=1)

@@ -204,10 +204,14 @@ class Woodbury(_Woodbury, Precision):
 def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:
     """Rotate rows so that they are orthogonal, keep the `rank` longest and return the squares of the others, summed.
 
-    Returns `(kept, overflow)`: leaves `[min(rank, M), *leaf.shape]` and leaves `[*leaf.shape]`.
+    Returns `(kept, overflow)`: leaves `[min(rank, M), *leaf.shape]` and leaves `[*leaf.shape]`. An eigenvector's sign is
+    whatever the linear algebra library returns; here it is such that `sum_m exp(-m / M) v_m` is positive, so that the rows
+    depend on neither the library nor the batching.
     """
     _, rotation = torch.linalg.eigh(gram(rows))
-    longest_first = rotation.mT.flip(0)
+    m = torch.arange(rotation.shape[-1], dtype=rotation.dtype, device=rotation.device)
+    sign = torch.where(torch.exp(-m / len(m)) @ rotation < 0, -1.0, 1.0).to(rotation.dtype)
+    longest_first = (rotation * sign).mT.flip(0)
     kept = combine(longest_first[:rank], rows)
     overflow = optree.tree_map(lambda row: row.square().sum(0), combine(longest_first[rank:], rows))
     return kept, overflow

@@ -4,16 +4,23 @@ uncertainty is.
 
 from bayesopt_chain.predict._classes import laplace_bridge, probit, probit_bernoulli
 from bayesopt_chain.predict._linearized import linearized
+from bayesopt_chain.predict._metrics import classification_metrics, detection_auroc, regression_metrics
 from bayesopt_chain.predict._monte_carlo import monte_carlo
+from bayesopt_chain.predict._running import RunningMoments, RunningPredictive
 from bayesopt_chain.predict._uncertainty import Uncertainty, uncertainty_of_classes, uncertainty_of_moments
 
 __all__ = [
+    "RunningMoments",
+    "RunningPredictive",
     "Uncertainty",
+    "classification_metrics",
+    "detection_auroc",
     "laplace_bridge",
     "linearized",
     "monte_carlo",
     "probit",
     "probit_bernoulli",
+    "regression_metrics",
     "uncertainty_of_classes",
     "uncertainty_of_moments",
 ]

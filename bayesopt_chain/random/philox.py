@@ -162,8 +162,11 @@ torch.library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, li
 torch.library.register_fake("bayesopt_chain::philox_normals_", lambda *args: None, lib=_OPS)
 
 
-@torch.library.register_vmap("bayesopt_chain::philox_normals", lib=_OPS)
-def _(info, in_dims, key, step, sizes, first, dtype):
+def _stacked_normals(info, in_dims, key, step, sizes, first, dtype):
+    """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
     key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
     out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, dtype)
     return out, out.ndim - 2
+
+
+torch.library.register_vmap("bayesopt_chain::philox_normals", _stacked_normals, lib=_OPS)

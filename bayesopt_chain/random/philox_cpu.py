@@ -4,22 +4,22 @@ Written as tensor operations Philox needs 64-bit words and over 200 passes; here
 neighbouring blocks stay in registers and first-level cache from counter to normal (the row ``noise`` of the benchmarks
 compares them). The integers are the stream's; float32 logarithm, sine and cosine are polynomials good to a unit in the
 last place, so that the normals are within 1e-6 of every other back end's; in float64 they are libm's. The kernel is
-compiled at the first draw by torch's own compiler driver and kept in its cache.
+compiled at the first draw and kept (:mod:`bayesopt_chain.random.compiled`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain.random import compiled
+
 _SOURCE = r"""
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("tree-loop-vectorize")
-#endif
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -146,18 +146,21 @@ _PARALLEL = 2**15  # normals below which threads cost more than they save
 
 @cache
 def normals_kernel() -> Callable | None:
-    """``fill(out, keys, steps, sizes, first)``, or ``None`` where nothing compiles.
+    """``fill(out, keys, steps, sizes, first)``, or ``None``, with one warning that says why, where nothing compiles.
 
     ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
     row of it.
     """
     try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library = CppCodeCache.load(_SOURCE, extra_flags=("-fno-math-errno",))
-        kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
-    except Exception:  # no compiler, one that refuses, or nowhere to write: there are tensor operations
+        library = compiled.load(_SOURCE, "philox")
+    except (compiled.CompileError, OSError) as err:
+        warnings.warn(
+            f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
+            "Install g++ or clang, or set CXX",
+            stacklevel=2,
+        )
         return None
+    kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for kernel in kernels.values():
         kernel.restype = None

@@ -47,7 +47,7 @@ def four_normals(block, draw, key, count):
         zero + (step >> 32).to(tl.uint32),
         (seed & 0xFFFFFFFF).to(tl.uint32) + zero,
         (seed >> 32).to(tl.uint32) + zero,
-        10,
+        10,  # pyright: ignore[reportArgumentType]
     )
     z0, z1 = _box_muller(a, b)
     z2, z3 = _box_muller(c, d)
@@ -114,6 +114,6 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], first: 
                     programs,
                     BLOCKS=blocks,
                     RUN=RUN,
-                    num_warps=2 if blocks == RUN else 4,
+                    num_warps=2 if blocks == RUN else 4,  # pyright: ignore[reportCallIssue]
                 )
             offset += size

@@ -1,8 +1,8 @@
 """Named samplers: every one a chain."""
 
 from bayesopt_chain.samplers.contour import contour_sgld, contour_weight, scale_by_contour
-from bayesopt_chain.samplers.cyclical import cyclical, cyclical_paper
-from bayesopt_chain.samplers.fisher_scoring import sgfs, sgfs_dense
+from bayesopt_chain.samplers.cyclical import cyclical
+from bayesopt_chain.samplers.fisher_scoring import sgfs
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
 from bayesopt_chain.samplers.lattice import lattice_walk
 from bayesopt_chain.samplers.precision import langevin_with_precision
@@ -10,44 +10,40 @@ from bayesopt_chain.samplers.preconditioned import (
     adam_sghmc,
     adaptive_sghmc,
     psgld,
-    psgld_corrected,
     scale_by_adaptive_window,
 )
 from bayesopt_chain.samplers.replica_exchange import replica_exchange
 from bayesopt_chain.samplers.sghmc_euler import sghmc_euler
 from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+from bayesopt_chain.samplers.stability import step_growth
 from bayesopt_chain.samplers.svgd import scale_by_stein_kernel, svgd
-from bayesopt_chain.samplers.thermostats import badodab, badodab_per_parameter, sgnht, sgnht_per_parameter
+from bayesopt_chain.samplers.thermostats import badodab, sgnht
 
 __all__ = [
     "adam_sghmc",
     "adaptive_sghmc",
     "badodab",
-    "badodab_per_parameter",
     "baoab",
     "contour_sgld",
     "contour_weight",
     "cyclical",
-    "cyclical_paper",
     "langevin_with_precision",
     "lattice_walk",
     "obabo",
     "psgld",
-    "psgld_corrected",
     "replica_exchange",
     "scale_by_adaptive_window",
     "scale_by_contour",
     "scale_by_stein_kernel",
     "sgfs",
-    "sgfs_dense",
     "sghmc",
     "sghmc_euler",
     "sghmc_from_friction",
     "sghmc_to_friction",
     "sgld",
     "sgnht",
-    "sgnht_per_parameter",
     "splitting_parameters",
+    "step_growth",
     "svgd",
     "ubu",
 ]

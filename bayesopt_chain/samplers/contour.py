@@ -1,4 +1,4 @@
-r"""Contour SGLD (Deng, Lin and Liang, 2020): a self-adapting flat histogram of the loss, so that barriers are walked over.
+r"""Contour SGLD (Deng, Lin and Liang, 2020): a self-adapting flat histogram of the loss, so that the chain crosses barriers.
 
 The range of the loss is cut into ``m`` bins of width ``w``; ``theta(i)`` estimates the target's mass in bin ``i``, and the
 gradient is multiplied so that the chain samples ``exp(-L / T) / Psi(L)^zeta``, ``Psi`` being log-linear between bins. With
@@ -101,8 +101,12 @@ def scale_by_contour(
     """Multiply gradients so that what follows samples a flattened histogram of the loss.
 
     Args:
-        temperature: of the chain. low, high: range of the loss to flatten. bins: at least 2.
-        zeta: how flat, in (0, 1]. omega: steps of the mass estimate (default ``robbins_monro(1, b=1000, gamma=0.8)``).
+        temperature: of the chain: number, 0-d tensor or schedule.
+        low: lower end of the range of the loss to flatten.
+        high: its upper end.
+        bins: number of bins, at least 2.
+        zeta: how flat, in (0, 1].
+        omega: steps of the mass estimate (default ``robbins_monro(1, b=1000, gamma=0.8)``).
 
     Returns:
         A link whose ``update`` takes ``loss=``.
@@ -140,16 +144,24 @@ def contour_sgld(
     omega: schedules.Schedule | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Contour SGLD. At ``temperature=0`` it is SGD.
+    """Contour SGLD (Deng, Lin and Liang, 2020). At ``temperature=0`` it is SGD.
 
     Args:
-        lr: learning rate. low, high, bins, zeta, omega: as for :func:`scale_by_contour`.
+        lr: learning rate: number, 0-d tensor or schedule.
+        low: lower end of the range of the loss to flatten.
+        high: its upper end.
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
+        bins: number of bins, at least 2.
+        zeta: how flat, in (0, 1].
+        omega: steps of the mass estimate (default ``robbins_monro(1, b=1000, gamma=0.8)``).
         generator: source of the random key (default: torch's global generator).
 
     Returns:
         A chain whose ``update`` takes ``loss=`` (:func:`bayesopt_chain.make_loss_step` passes it). Weigh samples by
         :func:`contour_weight`.
+
+    Raises:
+        ValueError: an argument out of range; at ``update``, a missing loss.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -169,7 +181,12 @@ def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
     """Importance weight ``theta(J)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
 
     Args:
-        tx: a chain with a contour link. state: its state. loss: 0-d loss of the sample.
+        tx: a chain with a contour link.
+        state: its state.
+        loss: 0-d loss of the sample.
+
+    Returns:
+        A 0-d tensor, float64.
 
     Raises:
         ValueError: a chain without a contour link.

@@ -6,14 +6,17 @@ Within a cycle of ``C`` updates, ``t`` being the count,
 
 a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample around it. Two noise rules:
 
-* :func:`cyclical`, ours: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
+* ours, the default: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
   learning rate asks for (see ``core.law.scheduled_momentum_noise``), second order where lr is constant. A restart
   brings the thermal velocity to the new lr's scale; that step has no limit as T -> 0, where the velocity is kept.
-* :func:`cyclical_paper`: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
+* the paper's, ``lr_inside=True``: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
 
       v <- mu v - lr(t) g + N(0, 2 (1 - mu) lr(t) T(t)),      theta <- theta + v.
 
   As lr falls the velocity remembers larger steps, so that this samples too warm, and more so the longer its memory.
+
+A restart is not exact: see :func:`bayesopt_chain.schedules.cosine_restarts` for by how much. The burn-in that follows
+it forgets.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from bayesopt_chain import checks, schedules
 from bayesopt_chain.core.chain import Chain, chain
 from bayesopt_chain.links import own_noise
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
+from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.samplers.langevin import sghmc
@@ -37,7 +41,9 @@ class sampling_phase:
     """Temperature schedule of a cycle: 0 for ``burn_in`` updates, then ``temperature``.
 
     Args:
-        temperature: positive number. cycle: updates in a cycle. burn_in: updates of exploration in each, below ``cycle``.
+        temperature: positive number.
+        cycle: updates in a cycle.
+        burn_in: updates of exploration in each, fewer than ``cycle``.
 
     Raises:
         ValueError: a cycle that is no longer than its burn-in.
@@ -68,22 +74,29 @@ def cyclical(
     burn_in: int,
     momentum: float = 0.9,
     *,
-    temperature: float,
-    order: int = 2,
+    temperature: Temperature,
+    order: int | None = None,
+    lr_inside: bool = False,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Cyclical SGHMC with matched noise. At ``temperature=0`` it is SGD with momentum under a cosine with restarts.
+    """Cyclical SGHMC (Zhang et al., 2020). At ``temperature=0`` it is SGD with momentum under a cosine with restarts.
 
     Args:
-        lr: learning rate at the start of each cycle. cycle: updates in a cycle.
-        burn_in: updates at T = 0 at the start of each cycle, below ``cycle``. Collect samples after them.
+        lr: learning rate at the start of each cycle.
+        cycle: updates in a cycle.
+        burn_in: updates at T = 0 at the start of each cycle, fewer than ``cycle``. Collect samples after them.
         momentum: in [0, 1); 0 gives cyclical SGLD.
-        temperature: of the sampling phase; ``1 / N`` for a loss that is a mean over ``N`` data.
-        order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
+        temperature: of the sampling phase: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        order: 2 (default) or 1, as for :func:`bayesopt_chain.sghmc`; 1 only with ``lr_inside``.
+        lr_inside: the paper's rule, lr inside the momentum and white noise of the current lr's level; it samples too warm as lr
+            falls, and is here for comparison.
         generator: source of the random key (default: torch's global generator).
 
+    Returns:
+        A chain; its state holds two tensors for each parameter, one with ``lr_inside``.
+
     Raises:
-        ValueError: a cycle that is no longer than its burn-in; an argument out of range.
+        ValueError: a cycle that is no longer than its burn-in; ``order=2`` with ``lr_inside``; an argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -95,42 +108,16 @@ def cyclical(
     """
     checks.positive("cyclical: lr", lr)
     _check(cycle, burn_in)
-    return sghmc(
-        schedules.cosine_restarts(lr, cycle),
-        momentum,
-        temperature=_phase(temperature, cycle, burn_in),
-        order=order,
-        generator=generator,
-    )
-
-
-def cyclical_paper(
-    lr: float,
-    cycle: int,
-    burn_in: int,
-    momentum: float = 0.9,
-    *,
-    temperature: float,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """Cyclical SGHMC with the noise rule of the paper. Arguments as :func:`cyclical`, which samples closer to the target.
-
-    Example:
-        >>> import bayesopt_chain as bc
-        >>> tx = bc.samplers.cyclical_paper(0.1, cycle=1000, burn_in=800, temperature=1 / 500)
-    """
-    checks.positive("cyclical_paper: lr", lr)
-    checks.momentum("cyclical_paper: momentum", momentum)
-    _check(cycle, burn_in)
-    schedule = schedules.cosine_restarts(lr, cycle)
+    schedule, phase = schedules.cosine_restarts(lr, cycle), _phase(temperature, cycle, burn_in)
+    if not lr_inside:
+        return sghmc(schedule, momentum, temperature=phase, order=2 if order is None else order, generator=generator)
+    checks.momentum("cyclical: momentum", momentum)
+    if order not in (None, 1):
+        raise ValueError(f"cyclical: order must be 1 with lr_inside=True, whose noise is white, got {order!r}")
+    level = (2.0 * (1.0 - momentum)) ** 0.5
     return chain(
         scale_by_neg_lr(schedule),
-        inject_filtered_noise(
-            _phase(temperature, cycle, burn_in),
-            ((2.0 * (1.0 - momentum)) ** 0.5,),
-            gain=_Root(schedule),
-            generator=generator,
-        ),
+        inject_filtered_noise(phase, (level,), gain=_Root(schedule), generator=generator),
         add_momentum(momentum),
     )
 

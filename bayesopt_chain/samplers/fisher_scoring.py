@@ -8,10 +8,10 @@ With ``V`` the covariance of the gradients of single data, a batch of ``n`` give
 whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
 near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
 
-``V`` is a bias-corrected running average of what ``update`` receives as ``curvature=``: for :func:`sgfs` the variance of
-each parameter's gradient across single data, a tree like the parameters; for :func:`sgfs_dense` the covariance matrix
-``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that gradient noise, the bias is that of SGLD
-with step ``D``.
+``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
+parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with
+``dense`` the covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that
+gradient noise, the bias is that of SGLD with step ``D``.
 
 At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
 temperature 0 is refused.
@@ -20,7 +20,7 @@ temperature 0 is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
@@ -51,8 +51,9 @@ class FisherScoring(Rule):
     decay: float
     generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     response = own_noise.ITS_OWN_NOISE
-    accepts = frozenset({"curvature"})
+    accepts = frozenset({"gradient_variance"})
     name = "sgfs"
+    words = ""
 
     def init(self, params):
         return FisherState(*own_noise.start(params, self.generator), zeros_like(params))
@@ -78,11 +79,11 @@ class FisherScoring(Rule):
         return temperature, own_noise.root(2.0 * temperature / self.lr), corrected
 
     def variance_of(self, ctx) -> list:
-        came = ctx.extra.get("curvature")
+        came = ctx.extra.get("gradient_variance")
         if came is None:
             raise ValueError(
-                f"{self.name}: update needs curvature=, the variance of single-datum gradients; "
-                "pass make_step(..., curvature=fn)"
+                f"{self.name}: update needs gradient_variance=, the variance of single-datum gradients; "
+                "pass make_step(..., gradient_variance=fn)"
             )
         return optree.tree_leaves(came, none_is_leaf=True)
 
@@ -94,14 +95,14 @@ class FisherScoring(Rule):
         )
 
     def __str__(self) -> str:
-        return f"{self.name}({self.lr}, {self.batch_size}, temperature={checks.show(self.temperature)})"
+        return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)}{self.words})"
 
 
 @dataclass(frozen=True)
 class DenseFisherScoring(FisherScoring):
-    """The rule behind :func:`sgfs_dense`."""
+    """The rule behind :func:`sgfs` with ``dense``."""
 
-    name = "sgfs_dense"
+    words = ", dense=True"
 
     def init(self, params):
         leaves = [p for p in params if p is not None]
@@ -115,7 +116,7 @@ class DenseFisherScoring(FisherScoring):
         live = [x for x in g if x is not None]
         if sum(x.numel() for x in live) != old.shape[-1]:
             raise ValueError(
-                "sgfs_dense: every parameter needs a gradient, since its matrix couples them all; use sgfs"
+                "sgfs: with dense=True every parameter needs a gradient, since the matrix couples them all; use dense=False"
             )
         flat = torch.cat([x.reshape(-1) for x in live])
         ((xi,),) = own_noise.draw(state, [flat], 1)
@@ -134,59 +135,42 @@ def sgfs(
     *,
     temperature: Temperature,
     batch_size: int,
+    dense: bool = False,
     decay: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Stochastic gradient Fisher scoring with a diagonal Fisher information.
+    """Stochastic gradient Fisher scoring (Ahn, Korattikara and Welling, 2012), diagonal or with the whole matrix.
+
+    ``update`` takes ``gradient_variance=``: the variance of each parameter's gradient across single data as a tree like the
+    parameters, or with ``dense`` their covariance, ``[d, d]``. :func:`bayesopt_chain.make_step` passes what its
+    argument of that name returns.
 
     Args:
-        lr: step where the gradients have no noise; sets how much is injected.
-        temperature: positive; ``1 / N`` for a loss that is a mean over ``N`` data.
-        batch_size: data behind each gradient. decay: weight of the past in the average of ``curvature=``, in [0, 1).
+        lr: learning rate where the gradients have no noise; the step is never longer.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        batch_size: ``n``, data in a batch.
+        dense: the whole matrix over all ``d`` parameters, ``O(d^3)`` a step, instead of its diagonal.
+        decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain whose ``update`` takes ``curvature=``, the variance of single-datum gradients as a tree like the parameters.
+        A chain; its state holds one tensor for each parameter, or with ``dense`` one matrix ``[d, d]``.
 
     Raises:
-        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``curvature=``.
+        ValueError: temperature 0, or another argument out of range; at ``update``, a missing ``gradient_variance=``, or with
+            ``dense`` a missing gradient.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
-        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2))
+        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_variance=torch.ones(2))
     """
-    _check("sgfs", lr, temperature, batch_size, decay)
-    return Chain((FisherScoring(lr, temperature, batch_size, decay, generator),))
-
-
-def sgfs_dense(
-    lr: float,
-    *,
-    temperature: Temperature,
-    batch_size: int,
-    decay: float = 0.95,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """Stochastic gradient Fisher scoring with the whole matrix: ``O(d^3)`` a step. Arguments as :func:`sgfs`.
-
-    Returns:
-        A chain whose ``update`` takes ``curvature=``, the covariance ``[d, d]`` of single-datum gradients.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.samplers.sgfs_dense(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
-        >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, curvature=torch.eye(2))
-    """
-    _check("sgfs_dense", lr, temperature, batch_size, decay)
-    return Chain((DenseFisherScoring(lr, temperature, batch_size, decay, generator),))
-
-
-def _check(who: str, lr: Any, temperature: Any, batch_size: Any, decay: float) -> None:
-    checks.positive(f"{who}: lr", lr)
-    checks.positive(f"{who}: batch_size", batch_size)
+    checks.positive("sgfs: lr", lr)
+    checks.positive("sgfs: batch_size", batch_size)
     if not 0.0 <= decay < 1.0:
-        raise ValueError(f"{who}: decay must lie in [0, 1), got {decay!r}")
+        raise ValueError(f"sgfs: decay must lie in [0, 1), got {decay!r}")
     own_noise.positive_temperature(
-        who, temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
+        "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )
+    rule = DenseFisherScoring if dense else FisherScoring
+    return Chain((rule(lr, temperature, batch_size, decay, generator),))

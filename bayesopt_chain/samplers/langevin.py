@@ -31,7 +31,7 @@ from bayesopt_chain.links.momentum import add_momentum
 def sgld(
     lr: ScalarOrSchedule, *, temperature: Temperature, order: int = 2, generator: torch.Generator | None = None
 ) -> Chain:
-    """Stochastic gradient Langevin dynamics. At ``temperature=0`` it is SGD.
+    """Stochastic gradient Langevin dynamics (Welling and Teh, 2011). At ``temperature=0`` it is SGD.
 
     Args:
         lr: learning rate, as in SGD: number, 0-d tensor or schedule.
@@ -41,6 +41,9 @@ def sgld(
 
     Returns:
         A chain; its state holds one tensor for each parameter (order 2) or none (order 1).
+
+    Raises:
+        ValueError: a temperature that is negative, NaN or infinite; an order other than 1 or 2.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -61,7 +64,7 @@ def sghmc(
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Stochastic gradient Hamiltonian Monte Carlo. At ``temperature=0`` it is SGD with momentum.
+    """Stochastic gradient Hamiltonian Monte Carlo (Chen, Fox and Guestrin, 2014). At ``temperature=0`` it is SGD with momentum.
 
     Args:
         lr: learning rate, as in SGD: number, 0-d tensor or schedule.
@@ -71,7 +74,8 @@ def sghmc(
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds two tensors for each parameter (order 2) or one (order 1).
+        A chain; its state holds one tensor for each parameter: at constant lr and temperature the velocity carries the half of
+        the noise that acts in the next update. Under a schedule, or with momentum below 1/16, order 2 keeps one more.
 
     Raises:
         ValueError: momentum outside [0, 1), at ``init``, if the temperature is not the number 0.
@@ -133,10 +137,16 @@ def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperatur
     """The inverse of :func:`sghmc_from_friction`, with ``beta = 0``.
 
     Args:
-        lr, momentum, temperature: of :func:`sghmc`. sigma: the momentum scale to express them in, positive.
+        lr: learning rate of :func:`sghmc`, positive.
+        momentum: its momentum, in [0, 1).
+        sigma: the momentum scale to express them in, positive.
+        temperature: its temperature, positive.
 
     Returns:
         ``lr`` (the step ``eps``), ``alpha``, ``beta``, ``sigma`` and ``temperature``.
+
+    Raises:
+        ValueError: an argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc

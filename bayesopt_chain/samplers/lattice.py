@@ -4,7 +4,7 @@ r"""A lattice random walk: every parameter moves one lattice constant up or down
 
 the probability being clamped to [0, 1]. The move has SGLD's mean ``-lr g`` and variance ``2 T lr - lr^2 g^2``: weak order 1,
 like SGLD, with one random bit instead of a normal, and a step that no gradient can make large: where SGLD diverges on steep
-losses, this walks back. In one dimension detailed balance holds on the lattice,
+losses, this returns. In one dimension detailed balance holds on the lattice,
 ``pi(x + delta) / pi(x) = P_up(x) / P_down(x + delta)``, so that its law is known exactly.
 
 At T = 0 the lattice constant is 0 and nothing moves: there is no optimizer there, and temperature 0 is refused.
@@ -49,13 +49,13 @@ class Lattice(Rule):
         temperature = own_noise.now(self.temperature, state.count)
         uniform = own_noise.draw(state, params or g, 1, "uniform")
         delta = own_noise.root(2.0 * temperature * self.lr)
-        tilt = self.lr / delta
+        drift = self.lr / delta
         out = []
         for x, u in zip(g, uniform):
             if x is None:
                 out.append(None)
                 continue
-            up = u[0] < 0.5 * (1.0 - tilt * x)
+            up = u[0] < 0.5 * (1.0 - drift * x)
             out.append(delta * torch.where(up, torch.ones_like(x), -torch.ones_like(x)))
         return own_noise.emit(g, out, ctx.inplace), LatticeState(state.key, own_noise.tick(state.count, ctx.inplace))
 
@@ -64,7 +64,7 @@ class Lattice(Rule):
 
 
 def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Generator | None = None) -> Chain:
-    """Langevin sampling by steps of ``+-sqrt(2 T lr)``, the gradient tilting the coin.
+    """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 
     Args:
         lr: learning rate, positive. Gradients beyond ``sqrt(2 T / lr)`` are clipped.

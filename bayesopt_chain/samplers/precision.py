@@ -101,7 +101,8 @@ def langevin_with_precision(
     Args:
         precision: answers ``solve(tree)`` and ``sqrt_solve(tree)``, such as any precision of this library; it is frozen.
             Decompose it first (``precision.factorised()``) so that steps only solve.
-        lr: learning rate. momentum: in [0, 1).
+        lr: learning rate, positive.
+        momentum: in [0, 1).
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
         order: 2 (matched noise) or 1 (white).
         generator: source of the random key (default: torch's global generator).

@@ -4,8 +4,14 @@ r"""Samplers with a diagonal preconditioner learned from the gradients. With fro
                      theta <- theta - lr (P g + sqrt(2 T P / lr) xi)
     its correction   theta <- theta - lr (P g - T dP/dtheta + sqrt(2 T P / lr) xi)
     Adam-SGHMC       the first moment takes gradient and noise, P = 1 / (sqrt(nu_hat) + eps)
-    adaptive SGHMC   v <- mu v + P (g + noise),  theta <- theta - lr v,  P = V^(-1/2), V averaged over a window tau that
-                     adapts: tau <- tau + 1 - tau m^2 / V,  m <- m + (g - m) / tau,  V <- V + (g^2 - V) / tau.
+    adaptive SGHMC   v <- mu v + P (g + noise),  theta <- theta - lr v,  P = 1 / (sqrt(V) + eps), averaged over a window
+                     that adapts, from tau = m = V = 0:
+                     m <- m + (g - m) / (tau + 1),  V <- V + (g^2 - V) / (tau + 1),  tau <- 1 + tau (1 - m^2 / V).
+
+``m`` and ``V`` are averages of ``g`` and ``g^2`` with the same weights, which are positive and, since the first has
+weight 1, sum to 1: ``0 <= m^2 <= V`` and ``1 <= tau``, always, and no starting value is mixed in. (With the weight ``1
+/ tau``, as printed in the paper, ``tau = 1`` keeps the last gradient alone, ``m^2 = V``, and ``tau`` never grows;
+rounding then makes ``V`` negative.)
 
 The noise never reaches the statistics that make ``P``, and its constants are matched to the chain.
 
@@ -34,7 +40,7 @@ from bayesopt_chain.core.chain import Chain, Rule, chain
 from bayesopt_chain.core.leaves import each, zeros_like
 from bayesopt_chain.core.response import Adaptive
 from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.adaptive import RunningScale, _noisy, scale_by_adam, scale_by_rms
+from bayesopt_chain.links.adaptive import RunningScale, _noisy, _rms, scale_by_adam, scale_by_rms
 from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
 from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
@@ -47,17 +53,30 @@ def psgld(
     *,
     temperature: Temperature,
     freeze_after: int | None = None,
-    order: int = 2,
+    order: int | None = None,
+    corrected: bool = False,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Preconditioned SGLD: RMSprop with noise. At ``temperature=0`` it is RMSprop.
+    """Preconditioned SGLD (Li et al., 2016): RMSprop with noise. At ``temperature=0`` it is RMSprop.
 
     Args:
-        lr: learning rate. alpha: weight of the past in the average of squared gradients. eps: added to its root.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
-        freeze_after: number of updates after which the preconditioner stays as it is; sampling is exact from there on.
-        order: 2 or 1, as for :func:`bayesopt_chain.sgld`.
+        lr: learning rate: number, 0-d tensor or schedule.
+        alpha: weight of the past in the average of squared gradients, in [0, 1).
+        eps: added to its root.
+        temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        freeze_after: number of updates after which the preconditioner stays as it is; sampling is exact from there on, if the
+            chain is stable with that preconditioner: see :func:`step_growth`.
+        order: 2 (default) or 1, as for :func:`bayesopt_chain.sgld`; 1 with ``corrected``.
+        corrected: add the drift ``T div P``. ``update`` then takes the diagonal of the loss's Hessian as ``hessian_diagonal=``,
+            a tree like the parameters. The correction is exact, to first order in lr, for ``alpha=0`` with full gradients and
+            a large ``eps``; with memory in the average it is a heuristic (see the module), and ``freeze_after`` is the cure.
         generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds two tensors for each parameter, one at order 1.
+
+    Raises:
+        ValueError: an argument out of range; ``order=2`` with ``corrected``; at ``update``, a missing ``hessian_diagonal=``.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -68,30 +87,37 @@ def psgld(
             scale_by_neg_lr(0.01),
         )
     """
+    checks.temperature(temperature)
+    if corrected and order not in (None, 1):
+        raise ValueError(f"psgld: order must be 1 with corrected=True, whose noise is white, got {order!r}")
+    corrected = corrected and not own_noise.is_zero(temperature)  # T div P is 0 there
+    scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after)
+    if corrected:
+        scaling = Chain((RunningScaleWithDivergence(_rms, alpha, eps, 0.0, freeze_after, temperature=temperature),))
     return chain(
-        scale_by_rms(alpha, eps, freeze_after=freeze_after),
-        inject_langevin_noise(temperature, order=order, generator=generator),
+        scaling,
+        inject_langevin_noise(temperature, order=order or (1 if corrected else 2), generator=generator),
         scale_by_neg_lr(lr),
     )
 
 
 @dataclass(frozen=True)
 class RunningScaleWithDivergence(RunningScale):
-    """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian's diagonal as ``curvature=``."""
+    """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian's diagonal as ``hessian_diagonal=``."""
 
     temperature: Any = 0.0
-    accepts = frozenset({"curvature"})
+    accepts = frozenset({"hessian_diagonal"})
 
     def init(self, params):
         return super().init(params)._replace(count=counters.zeros(params))
 
     def update(self, g, state, params, ctx):
-        if ctx.extra.get("curvature") is None:
+        if ctx.extra.get("hessian_diagonal") is None:
             raise ValueError(
-                "psgld_corrected: update needs curvature=, the diagonal of the loss's Hessian as a tree like the "
-                "parameters; pass make_step(..., curvature=fn), or use psgld"
+                "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
+                "like the parameters; pass make_step(..., hessian_diagonal=fn), or use corrected=False"
             )
-        hessian = optree.tree_leaves(ctx.extra["curvature"], none_is_leaf=True)
+        hessian = optree.tree_leaves(ctx.extra["hessian_diagonal"], none_is_leaf=True)
         clean = [None if x is None else x.clone() for x in g] if ctx.inplace else g
         strength = counters.each(self._strength, state.count)
         out, state = super().update(g, state, params, ctx)
@@ -115,46 +141,6 @@ class RunningScaleWithDivergence(RunningScale):
         return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")
 
 
-def psgld_corrected(
-    lr: ScalarOrSchedule = 1e-2,
-    alpha: float = 0.99,
-    eps: float = 1e-8,
-    *,
-    temperature: Temperature,
-    freeze_after: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """Preconditioned SGLD with its drift ``T div P``. Arguments as :func:`psgld`; white noise.
-
-    ``update`` takes the diagonal of the loss's Hessian as ``curvature=``, a tree like the parameters. The correction is
-    exact, to first order in lr, for ``alpha=0`` with full gradients and a large ``eps``; with memory in the average it is a
-    heuristic (see the module), and ``freeze_after`` is the cure.
-
-    Raises:
-        ValueError: at ``update``, a missing ``curvature=``.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.samplers.psgld_corrected(0.01, alpha=0.0, eps=1.0, temperature=1.0), torch.zeros(2)
-        >>> updates, state = tx.update(
-        ...     torch.ones(2), tx.init(params), params=params, curvature=torch.ones(2), inplace=False
-        ... )
-        >>> updates.shape
-        torch.Size([2])
-    """
-    checks.temperature(temperature)
-    if own_noise.is_zero(temperature):
-        return psgld(lr, alpha, eps, temperature=0.0, freeze_after=freeze_after)
-    scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after).rules[0]
-    return chain(
-        Chain(
-            (RunningScaleWithDivergence(scaling.denominator, alpha, eps, 0.0, freeze_after, temperature=temperature),)
-        ),
-        inject_langevin_noise(temperature, order=1, generator=generator),
-        scale_by_neg_lr(lr),
-    )
-
-
 def adam_sghmc(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -165,11 +151,23 @@ def adam_sghmc(
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """SGHMC preconditioned by Adam: the first moment is the momentum. At ``temperature=0`` it is Adam.
+    """SGHMC preconditioned by Adam (Kingma and Ba, 2014): the first moment is the momentum. At ``temperature=0`` it is Adam.
 
     Args:
-        lr: learning rate. betas: weights of the past in the two moments. eps: added to the root.
-        temperature, freeze_after, order, generator: as for :func:`psgld`.
+        lr: learning rate: number, 0-d tensor or schedule.
+        betas: weights of the past in the two moments, in [0, 1).
+        eps: added to the root.
+        temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        freeze_after: number of updates after which the preconditioner stays as it is; sampling is exact from there on, if the
+            chain is stable with that preconditioner: see :func:`step_growth`.
+        order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds three tensors for each parameter, two at order 1.
+
+    Raises:
+        ValueError: an argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -196,12 +194,11 @@ class AdaptiveWindow(Rule):
     """Divide by the root of a mean square whose window follows the gradients' signal-to-noise ratio."""
 
     freeze_after: int
-    eps: float = 1e-16
+    eps: float = 1e-8
     response = Adaptive()
 
     def init(self, params):
-        ones = [zeros_like(params, 1.0) for _ in range(2)]
-        return AdaptiveWindowState(ones[0], zeros_like(params), ones[1], counters.zeros(params))
+        return AdaptiveWindowState(*(zeros_like(params) for _ in range(3)), counters.zeros(params))
 
     def update(self, g, state, params, ctx):
         tau, mean, square = list(state.tau), list(state.mean), list(state.square)
@@ -210,9 +207,11 @@ class AdaptiveWindow(Rule):
                 continue
             learn = state.count[i] < self.freeze_after
             x = x.detach()
-            window = tau[i] + 1.0 - mean[i] ** 2 * tau[i] / (square[i] + self.eps)
-            new_mean = mean[i] + (x - mean[i]) / tau[i]
-            new_square = square[i] + (x * x - square[i]) / tau[i]
+            new_mean = mean[i] + (x - mean[i]) / (tau[i] + 1.0)
+            new_square = square[i] + (x * x - square[i]) / (tau[i] + 1.0)
+            positive = new_square > 0  # not where every gradient has been 0, or its square underflows
+            signal = torch.where(positive, new_mean * new_mean / torch.where(positive, new_square, 1.0), 0.0)
+            window = 1.0 + tau[i] * (1.0 - signal.clamp(max=1.0))
             tau[i] = torch.where(learn, window, tau[i])
             mean[i] = torch.where(learn, new_mean, mean[i])
             square[i] = torch.where(learn, new_square, square[i])
@@ -222,21 +221,26 @@ class AdaptiveWindow(Rule):
             own_noise.write(state.square, square, ctx.inplace),
             counters.increment(state.count, g, ctx.inplace),
         )
-        denominators = each(lambda x, v: (v + self.eps).sqrt(), g, state.square)
+        denominators = each(lambda x, v: v.sqrt().add(self.eps), g, state.square)
         return each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators), state
 
     def __str__(self) -> str:
-        return f"scale_by_adaptive_window(freeze_after={self.freeze_after})"
+        return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
-def scale_by_adaptive_window(freeze_after: int) -> Chain:
+def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
 
     Args:
-        freeze_after: updates of burn-in, after which the scale stays as it is.
+        freeze_after: updates of burn-in, at least 1, after which the scale stays as it is.
+        eps: added to the root, positive. A parameter whose gradient is always 0 is multiplied by ``1 / eps``, and so is
+            its noise's variance.
+
+    Returns:
+        A link; its state holds three tensors for each parameter.
 
     Raises:
-        ValueError: no burn-in.
+        ValueError: no burn-in, or ``eps`` not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -249,7 +253,8 @@ def scale_by_adaptive_window(freeze_after: int) -> Chain:
             f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
             "nothing is learned without one, and sampling is exact only behind it"
         )
-    return Chain((AdaptiveWindow(freeze_after),))
+    checks.positive("scale_by_adaptive_window: eps", eps)
+    return Chain((AdaptiveWindow(freeze_after, float(eps)),))
 
 
 def adaptive_sghmc(
@@ -258,6 +263,7 @@ def adaptive_sghmc(
     *,
     temperature: Temperature,
     burn_in: int,
+    eps: float = 1e-8,
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -266,18 +272,27 @@ def adaptive_sghmc(
     At ``temperature=0`` it is SGD with momentum behind that scaling.
 
     Args:
-        lr: learning rate, the square of the paper's step. momentum: in [0, 1), one less the paper's ``mdecay``.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
-        burn_in: updates after which the scale is frozen, at least 1. Collect samples after them.
+        lr: learning rate, the square of the paper's step: number, 0-d tensor or schedule.
+        momentum: in [0, 1), one less the paper's ``mdecay``.
+        temperature: number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        burn_in: updates after which the scale is frozen, at least 1. Collect samples after them, if the chain is stable with
+            that scale: see :func:`step_growth`.
+        eps: added to the root of the mean square, positive.
         order: 2 or 1, as for :func:`bayesopt_chain.sghmc`.
         generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        A chain; its state holds five tensors for each parameter, four at order 1.
+
+    Raises:
+        ValueError: no burn-in, or another argument out of range.
 
     Example:
         >>> import bayesopt_chain as bc
         >>> tx = bc.samplers.adaptive_sghmc(0.01, temperature=1 / 500, burn_in=1000)
     """
     return chain(
-        scale_by_adaptive_window(burn_in),
+        scale_by_adaptive_window(burn_in, eps),
         add_momentum(momentum),
         inject_langevin_noise(temperature, order=order, generator=generator),
         scale_by_neg_lr(lr),

@@ -83,7 +83,7 @@ class ReplicaExchange(Rule):
             raise ValueError("replica_exchange: update needs the parameters, since swaps move them; pass params=params")
         order, accepted, proposed = self.exchange(loss, state)
         temperature = state.temperature
-        heat = torch.sqrt(temperature / temperature[order])
+        velocity_scale = torch.sqrt(temperature / temperature[order])
         strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
         xi = own_noise.draw(state, list(state.velocity), 1)
         out: list = [None] * len(g)
@@ -92,7 +92,7 @@ class ReplicaExchange(Rule):
             if x is None:
                 continue
             here = order.to(x.device)
-            v = state.velocity[i][here] * _along(heat, x) * self.momentum + x[here]
+            v = state.velocity[i][here] * _along(velocity_scale, x) * self.momentum + x[here]
             velocity[i] = v + xi[i][0] * _along(strength, x)
             out[i] = params[i][here] - params[i] - self.lr * velocity[i]
         return own_noise.emit(g, out, ctx.inplace), ReplicaExchangeState(
@@ -142,10 +142,11 @@ def replica_exchange(
     swap_every: int = 1,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """SGLD or SGHMC at several temperatures, whose chains exchange positions.
+    """SGLD or SGHMC at several temperatures, whose chains exchange positions (Deng et al., 2020).
 
     Args:
-        lr: learning rate. momentum: in [0, 1).
+        lr: learning rate, positive.
+        momentum: in [0, 1).
         temperatures: at least two, positive and increasing. Chain 0 is the coldest: its samples are the ones you want.
         loss_variance: variance ``s^2`` of each chain's loss estimate; 0 for full-batch losses.
         correction_factor: ``F >= 1``; 1 is unbiased.

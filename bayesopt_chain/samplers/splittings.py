@@ -51,10 +51,12 @@ class ChainParameters(NamedTuple):
 def baoab(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
-    """Langevin dynamics by the BAOAB splitting, with one gradient a step. At ``temperature=0`` it is SGD with momentum.
+    """Langevin dynamics by the BAOAB splitting (Leimkuhler and Matthews, 2013), one gradient a step. At
+    ``temperature=0`` it is SGD with momentum.
 
     Args:
-        step_size: ``h``, a time; the learning rate is ``h^2 (1 + mu) / 2``. friction: ``gamma``, an inverse time.
+        step_size: ``h``, a time, positive; the learning rate is ``h^2 (1 + mu) / 2``.
+        friction: ``gamma``, an inverse time, positive.
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
         generator: source of the random key (default: torch's global generator).
 
@@ -77,9 +79,21 @@ def baoab(
 def obabo(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
-    """Langevin dynamics by the OBABO splitting (Bussi and Parrinello, 2007). Arguments as :func:`baoab`.
+    """Langevin dynamics by the OBABO splitting (Bussi and Parrinello, 2007).
 
     Its parameters are those of SGHMC with white noise, so that :func:`baoab` has the smaller bias at the same cost.
+
+    Args:
+        step_size: ``h``, a time, positive.
+        friction: ``gamma``, an inverse time, positive.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        The chain ``sghmc(lr, mu, order=1)``.
+
+    Raises:
+        ValueError: a step size or friction that is not positive and finite.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -96,13 +110,22 @@ def obabo(
 def ubu(
     step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
 ) -> Chain:
-    """Langevin dynamics by the UBU splitting, its two noises having their exact joint law. Arguments as :func:`baoab`.
+    """Langevin dynamics by the UBU splitting (Sanz-Serna and Zygalakis, 2021), its two noises having their exact joint law.
 
     The parameters are the mid-step positions, where UBU takes its gradient. At ``temperature=0`` it is SGD with momentum
     ``exp(-gamma h)`` and learning rate ``h (1 - exp(-gamma h)) / gamma``. Two normals a parameter and step.
 
+    Args:
+        step_size: ``h``, a time, positive.
+        friction: ``gamma``, an inverse time, positive.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        generator: source of the random key (default: torch's global generator).
+
     Returns:
         A chain; its state holds two tensors for each parameter.
+
+    Raises:
+        ValueError: a step size or friction that is not positive and finite.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -127,6 +150,16 @@ def ubu(
 
 def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
     """``lr = h^2 (1 + mu) / 2`` and ``momentum = mu = exp(-gamma h)`` of BAOAB and OBABO.
+
+    Args:
+        step_size: ``h``, a time, positive.
+        friction: ``gamma``, an inverse time, positive.
+
+    Returns:
+        ``(lr, momentum)``, a named tuple.
+
+    Raises:
+        ValueError: a step size or friction that is not positive and finite.
 
     Example:
         >>> import bayesopt_chain as bc

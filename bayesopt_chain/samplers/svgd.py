@@ -117,10 +117,19 @@ def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = 
 
 
 def svgd(lr: ScalarOrSchedule, *, temperature: Temperature, bandwidth: float | str = "median") -> Chain:
-    """Stein variational gradient descent. At ``temperature=0`` it is gradient descent smoothed by the kernel.
+    """Stein variational gradient descent (Liu and Wang, 2016). At ``temperature=0`` it is gradient descent smoothed by
+    the kernel.
 
     Args:
-        lr: learning rate. temperature, bandwidth: as for :func:`scale_by_stein_kernel`.
+        lr: learning rate: number, 0-d tensor or schedule.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; 0 leaves the particles without repulsion.
+        bandwidth: ``h``, positive, or ``"median"``.
+
+    Returns:
+        A chain for parameters stacked on axis 0.
+
+    Raises:
+        ValueError: an argument out of range; at ``init``, leaves that do not stack the same number of particles.
 
     Example:
         >>> import torch, bayesopt_chain as bc

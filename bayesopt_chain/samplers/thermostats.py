@@ -1,30 +1,50 @@
 r"""Thermostats: the friction ``xi`` is a variable that keeps the kinetic energy at its temperature, so that gradient noise of
-unknown, constant strength is absorbed instead of heating the chain. ``d`` is the number of parameters.
+unknown, constant strength is absorbed instead of heating the chain. ``d`` is the number of parameters that share a friction.
 
-**SGNHT** (Ding, Fang, Babbush, Chen, Skeel and Neven, 2014), in SGD's ``lr`` and ``mu``, from ``xi = 1 - mu``:
+**The friction is the exponential of the thermostat's variable**, so that it is positive whatever the kinetic energy does,
 
-    v <- (1 - xi) v + g + sqrt(2 T (1 - mu) / lr) n,     theta <- theta - lr v,
-    xi <- xi + (lr / Q) (lr (1 - xi / 2) |v|^2 / (d T) - 1).
+    dp = -grad U dt - xi p dt + sqrt(2 gamma T) dW,      d log xi = (|p|^2 / (d T) - 1) / (gamma Q) dt.
 
-The paper has 1 for ``1 - xi / 2``, which is right only where friction vanishes with the step. With white noise the
-velocity of SGD with momentum ``mu`` has ``lr (1 + mu) / 2 * Var(v) = T`` to first order in lr, and ``1 + mu = 2 - xi``: with
-this factor ``xi`` settles at ``1 - mu`` and the bias is of first order in lr at every momentum; without it the temperature
-is off by the relative amount ``(1 - mu) / 2`` however small lr is.
+With ``xi = gamma e^s`` the density ``exp(-U / T - |p|^2 / (2 T)) w(s)`` is stationary if ``w' / w = d Q gamma (gamma - xi)``:
+position and velocity have the Gibbs law exactly, and ``xi`` has a Gamma law of mean ``gamma`` and shape ``d Q
+gamma^2``. Gradient noise that is white in time adds to ``2 gamma T``; with ``2 gamma' T`` in all the same holds with
+mean ``gamma'``. (Where ``xi`` itself follows the kinetic energy, as in the papers, its law is ``N(gamma, 1 / (d Q))``.
+With ``d = 1`` the friction is then often negative, and at finite steps the velocity runs away.)
+
+**SGNHT** (Ding, Fang, Babbush, Chen, Skeel and Neven, 2014), in SGD's ``lr`` and ``mu``, ``xi`` being the friction of
+one update and ``a = exp(-xi)`` the velocity it keeps, from ``a = mu``:
+
+    v <- a v + g + sqrt(2 T (1 - mu) / lr) n,     theta <- theta - lr v,
+    log xi <- log xi + lr / ((1 - mu) Q) (lr (1 + a) / 2 |v|^2 / (d T) - 1).
+
+The paper has 1 for ``(1 + a) / 2``, which is right only where friction vanishes with the step. With white noise the velocity of
+SGD with momentum ``mu`` has ``lr (1 + mu) / 2 * Var(v) = T`` to first order in lr: with this factor ``a`` settles at
+``mu`` and the bias is of first order in lr at every momentum; without it the temperature is off by the relative amount
+``(1 - mu) / 2`` however small lr is. On a quadratic loss of curvature ``k`` and at constant ``a``, ``Var(theta) = lr (1
++ a) / (2 k) Var(v)``: where the kinetic energy is at ``T`` the variance is ``T / k`` at every stable lr.
 
 **BADODAB** (Leimkuhler and Shang, "Adaptive thermostats for noisy gradient systems", 2016), with step ``h`` and friction
 ``gamma``, from ``xi = gamma``; one gradient a step, the two half kicks that meet between steps being one:
 
     B  p <- p - h g                          A  theta <- theta + (h / 2) p
-    D  xi <- xi + (h / 2) (|p|^2 / (d T) - 1) / Q
+    D  log xi <- log xi + (h / 2) (|p|^2 / (d T) - 1) / (gamma Q)
     O  p <- exp(-xi h) p + sqrt(gamma T (1 - exp(-2 xi h)) / xi) n
     D, A again.
 
-Second order in ``h`` at fixed ``gamma``, fourth (second in lr) at fixed ``gamma h``, as BAOAB. ``Q`` (``thermostat_mass``) is a
-squared time: larger, slower. The papers' is ``Q T``; ours leaves the thermostat's time scale alone when the temperature is
-``1 / N``. The stationary law of ``xi`` is about ``N(friction, 1 / (d Q))`` in continuous time.
+Second order in ``h`` at fixed ``gamma``, fourth (second in lr) at fixed ``gamma h``, as BAOAB.
 
-*One* thermostat follows the mean kinetic energy of all parameters, which is what the theory of scalar gradient noise asks
-for; one *per parameter* also absorbs gradient noise that differs between parameters.
+**The mass** ``Q`` (``thermostat_mass``) is a squared time, ``lr`` being ``h^2``: larger, slower. The papers' is ``Q
+T``; ours leaves the thermostat's time scale alone when the temperature is ``1 / N``. The friction's relative standard
+deviation is ``1 / sqrt(d Q gamma^2)``, ``gamma = (1 - mu) / sqrt(lr)``. The default is 1, and more where one
+parameter's friction would vary by more than 32 %: ``Q = max(1, 10 / gamma^2)``, that is ``max(1, 10 lr / (1 - mu)^2)``.
+
+**A cap.** The friction of one update (``xi``, ``xi h``) stays below 20: the velocity is forgotten there (``e^-20``),
+and a start far from the mode, whose kinetic energy is many times ``T``, would otherwise drive ``log xi`` to values from
+which it returns at the constant rate ``1 / (gamma Q)``. At momentum 0.5 and more the Gamma law of the default mass puts
+less than ``1e-60`` beyond the cap.
+
+*One* thermostat follows the mean kinetic energy of all parameters, which is what the theory of gradient noise of one strength
+asks for; one *per parameter* also absorbs gradient noise that differs between parameters.
 
 **There is no optimizer at T = 0**: a thermostat drives the kinetic energy to ``T``, and to reach 0 it would raise the
 friction for ever. Temperature 0 is refused; :func:`bayesopt_chain.sghmc` is the sampler to take there.
@@ -32,6 +52,7 @@ friction for ever. Temperature 0 is refused; :func:`bayesopt_chain.sghmc` is the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +69,7 @@ _WHY = (
     "a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
     "use bc.sghmc, or bc.sgd(lr, momentum), to optimise"
 )
+_CAP = 20.0  # of the friction of one update
 
 
 class ThermostatState(NamedTuple):
@@ -112,29 +134,33 @@ class Thermostat(Rule):
             return [x * x for x in v]
         return [sum((x * x).sum().to(v[0].dtype) for x in v) / sum(x.numel() for x in v)]
 
-    def each(self, friction: list, leaves: list) -> list:
+    def of_each_leaf(self, friction: list, leaves: list) -> list:
         """The friction that each leaf feels."""
         return friction if self.per_parameter else [friction[0].to(x.dtype) for x in leaves]
+
+    def driven(self, friction: list, excess: list, rate: float, cap: float) -> list:
+        """``xi <- min(cap, xi exp(rate excess))``, ``excess`` being the kinetic energy over ``T``, less 1."""
+        return [torch.exp(torch.clamp(xi.log() + rate * x, max=math.log(cap))) for xi, x in zip(friction, excess)]
 
 
 @dataclass(frozen=True)
 class NoseHoover(Thermostat):
-    """SGNHT; ``step`` is lr and ``friction`` is ``1 - momentum``."""
+    """SGNHT; ``step`` is lr and ``friction`` is ``-log(momentum)``."""
 
     def advance(self, g, v, friction, n, temperature):
-        lr = self.step
-        strength = own_noise.root(2.0 * self.friction * temperature / lr)
-        v = [(1.0 - xi) * u + x + strength * e for u, x, xi, e in zip(v, g, self.each(friction, v), n)]
+        lr, loss = self.step, -math.expm1(-self.friction)  # 1 - mu
+        strength = own_noise.root(2.0 * loss * temperature / lr)
+        kept = [torch.exp(-xi) for xi in friction]
+        v = [a * u + x + strength * e for u, x, a, e in zip(v, g, self.of_each_leaf(kept, v), n)]
         moves = [-lr * u for u in v]
-        friction = [
-            xi + (lr / self.mass) * (lr * (1.0 - xi / 2.0) * k / temperature - 1.0)
-            for xi, k in zip(friction, self.kinetic(v))
-        ]
-        return moves, v, friction
+        excess = [lr * (1.0 + a) / 2.0 * k / temperature - 1.0 for a, k in zip(kept, self.kinetic(v))]
+        return moves, v, self.driven(friction, excess, lr / (loss * self.mass), _CAP)
 
     def __str__(self) -> str:
-        name = "sgnht_per_parameter" if self.per_parameter else "sgnht"
-        return f"{name}({self.step}, {1.0 - self.friction:.6g}, temperature={checks.show(self.temperature)})"
+        return (
+            f"sgnht({self.step}, {math.exp(-self.friction):.6g}, temperature={checks.show(self.temperature)}"
+            f"{', per_parameter=True' if self.per_parameter else ''})"
+        )
 
 
 @dataclass(frozen=True)
@@ -145,26 +171,30 @@ class Badodab(Thermostat):
         h = self.step
         p = [u - h * x for u, x in zip(v, g)]
         first = p
-        friction = self.half_turn(friction, p, temperature)
+        friction = self.half_thermostat_step(friction, p, temperature)
         p = [
             torch.exp(-xi * h) * u + own_noise.root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
-            for u, xi, e in zip(p, self.each(friction, p), n)
+            for u, xi, e in zip(p, self.of_each_leaf(friction, p), n)
         ]
-        friction = self.half_turn(friction, p, temperature)
+        friction = self.half_thermostat_step(friction, p, temperature)
         return [(h / 2.0) * (a + b) for a, b in zip(first, p)], p, friction
 
-    def half_turn(self, friction: list, p: list, temperature) -> list:
-        rate = self.step / (2.0 * self.mass)
-        return [xi + rate * (k / temperature - 1.0) for xi, k in zip(friction, self.kinetic(p))]
+    def half_thermostat_step(self, friction: list, p: list, temperature) -> list:
+        """D: the friction's half step."""
+        rate = self.step / (2.0 * self.friction * self.mass)
+        excess = [k / temperature - 1.0 for k in self.kinetic(p)]
+        return self.driven(friction, excess, rate, _CAP / self.step)
 
     def __str__(self) -> str:
-        name = "badodab_per_parameter" if self.per_parameter else "badodab"
-        return f"{name}({self.step}, {self.friction}, temperature={checks.show(self.temperature)})"
+        return (
+            f"badodab({self.step}, {self.friction}, temperature={checks.show(self.temperature)}"
+            f"{', per_parameter=True' if self.per_parameter else ''})"
+        )
 
 
 def _ou_scale(x: Tensor) -> Tensor:
-    """``sqrt((1 - exp(-x)) / x)``, also at 0 and for negative ``x``."""
-    small = x.abs() < 1e-4
+    """``sqrt((1 - exp(-x)) / x)``, also at 0."""
+    small = x < 1e-4
     safe = torch.where(small, torch.ones_like(x), x)
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
@@ -174,53 +204,46 @@ def sgnht(
     momentum: float = 0.9,
     *,
     temperature: Temperature,
-    thermostat_mass: float = 1.0,
+    per_parameter: bool = False,
+    thermostat_mass: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """Stochastic gradient Nosé-Hoover thermostat, one friction for all parameters.
+    """Stochastic gradient Nosé-Hoover thermostat (Ding et al., 2014): SGHMC whose friction absorbs gradient noise.
 
     Args:
-        lr: learning rate, as in SGD. momentum: in [0, 1); ``1 - momentum`` is where the friction starts.
+        lr: learning rate, as in SGD.
+        momentum: in (0, 1); ``-log(momentum)`` is where the friction of one update starts.
         temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
-        thermostat_mass: ``Q``, positive; the friction's response time is about ``sqrt(Q / lr)`` updates.
+        per_parameter: a friction for each parameter, where gradient noise differs between them; default: one for all.
+        thermostat_mass: ``Q``, positive, a squared time (lr is one); the friction's response time is about
+            ``Q (1 - momentum) / lr`` updates. Default ``max(1, 10 lr / (1 - momentum)^2)``.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds one tensor for each parameter and one 0-d friction. Under ``masked`` or ``partition`` each
-        group has a thermostat of its own.
+        A chain. Its state holds one tensor for each parameter and one 0-d friction, or with ``per_parameter`` two tensors for
+        each parameter. Under ``masked`` or ``partition`` each group has a thermostat of its own.
 
     Raises:
-        ValueError: temperature 0 (no limit exists, see the module), or another argument out of range.
+        ValueError: temperature 0 (no limit exists, see the module), momentum 0 (no friction could absorb more), or another
+            argument out of range.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.samplers.sgnht(0.01, temperature=1.0), {"w": torch.zeros(2)}
         >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params=params)
-        >>> state[0].friction[0].shape
-        torch.Size([])
+        >>> [v.shape for v in updates.values()]
+        [torch.Size([2])]
     """
-    return _nose_hoover("sgnht", lr, momentum, temperature, thermostat_mass, False, generator)
-
-
-def sgnht_per_parameter(
-    lr: float,
-    momentum: float = 0.9,
-    *,
-    temperature: Temperature,
-    thermostat_mass: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """Stochastic gradient Nosé-Hoover thermostat with a friction for each parameter. Arguments as :func:`sgnht`.
-
-    Returns:
-        A chain; its state holds two tensors for each parameter.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> bc.samplers.sgnht_per_parameter(0.01, temperature=1.0).init({"w": torch.zeros(2)})[0].friction
-        (tensor([0.1000, 0.1000]),)
-    """
-    return _nose_hoover("sgnht_per_parameter", lr, momentum, temperature, thermostat_mass, True, generator)
+    checks.positive("sgnht: lr", lr)
+    checks.momentum("sgnht: momentum", momentum)
+    if momentum == 0.0:
+        raise ValueError(
+            "sgnht: momentum must lie in (0, 1), got 0.0; without momentum all velocity is lost in each update and no "
+            "friction can absorb more: use bc.sgld, or a momentum such as 0.5"
+        )
+    mass = _mass("sgnht", thermostat_mass, (1.0 - momentum) / lr**0.5)
+    own_noise.positive_temperature("sgnht", temperature, _WHY)
+    return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator),))
 
 
 def badodab(
@@ -228,19 +251,24 @@ def badodab(
     friction: float = 1.0,
     *,
     temperature: Temperature,
-    thermostat_mass: float = 1.0,
+    per_parameter: bool = False,
+    thermostat_mass: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
-    """The adaptive Langevin thermostat by the BADODAB splitting, of second order in the step, one friction for all.
+    """The adaptive Langevin thermostat by the BADODAB splitting (Leimkuhler and Shang, 2016), of second order in the step.
 
     Args:
-        step_size: ``h``, a time. friction: ``gamma``, where the friction starts, positive.
+        step_size: ``h``, a time.
+        friction: ``gamma``, an inverse time, where the friction starts, positive.
         temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
-        thermostat_mass: ``Q``, positive; the friction's response time is about ``sqrt(Q)``.
+        per_parameter: a friction for each parameter, where gradient noise differs between them; default: one for all.
+        thermostat_mass: ``Q``, positive, a squared time; the friction's response time is about ``Q friction``. Default
+            ``max(1, 10 / friction^2)``.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain; its state holds one tensor for each parameter and one 0-d friction.
+        A chain. Its state holds one tensor for each parameter and one 0-d friction, or with ``per_parameter`` two tensors for
+        each parameter.
 
     Raises:
         ValueError: temperature 0 (no limit exists, see the module), or another argument out of range.
@@ -252,38 +280,16 @@ def badodab(
             ...
         ValueError: badodab: temperature must be positive, got 0.0: a thermostat holds the kinetic energy at T ...
     """
-    return _badodab("badodab", step_size, friction, temperature, thermostat_mass, False, generator)
-
-
-def badodab_per_parameter(
-    step_size: float,
-    friction: float = 1.0,
-    *,
-    temperature: Temperature,
-    thermostat_mass: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Chain:
-    """The adaptive Langevin thermostat with a friction for each parameter. Arguments as :func:`badodab`.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> bc.samplers.badodab_per_parameter(0.1, temperature=1.0).init(torch.zeros(2))[0].friction
-        (tensor([1., 1.]),)
-    """
-    return _badodab("badodab_per_parameter", step_size, friction, temperature, thermostat_mass, True, generator)
-
-
-def _nose_hoover(who: str, lr, momentum, temperature, mass, per_parameter: bool, generator) -> Chain:
-    checks.positive(f"{who}: lr", lr)
-    checks.momentum(f"{who}: momentum", momentum)
-    checks.positive(f"{who}: thermostat_mass", mass)
-    own_noise.positive_temperature(who, temperature, _WHY)
-    return Chain((NoseHoover(lr, 1.0 - momentum, temperature, mass, per_parameter, generator),))
-
-
-def _badodab(who: str, step_size, friction, temperature, mass, per_parameter: bool, generator) -> Chain:
-    checks.positive(f"{who}: step_size", step_size)
-    checks.positive(f"{who}: friction", friction)
-    checks.positive(f"{who}: thermostat_mass", mass)
-    own_noise.positive_temperature(who, temperature, _WHY)
+    checks.positive("badodab: step_size", step_size)
+    checks.positive("badodab: friction", friction)
+    mass = _mass("badodab", thermostat_mass, friction)
+    own_noise.positive_temperature("badodab", temperature, _WHY)
     return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator),))
+
+
+def _mass(who: str, mass: float | None, gamma: float) -> float:
+    """``Q``; by default one friction's relative standard deviation is at most ``1 / sqrt(10)``."""
+    if mass is None:
+        return max(1.0, 10.0 / gamma**2)
+    checks.positive(f"{who}: thermostat_mass", mass)
+    return float(mass)

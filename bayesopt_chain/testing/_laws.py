@@ -104,7 +104,8 @@ def tree_structure_does_not_matter(build: Build) -> None:
     params = example_params()
     want = optree.tree_leaves(run(build(), params, smooth_gradient, 4)[0])
     a, b, c = optree.tree_leaves(params)
-    for tree in ([a, b, c], (a, (b, [c])), {"x": {"y": a}, "z": (b, c)}):
+    others: tuple[Any, ...] = ([a, b, c], (a, (b, [c])), {"x": {"y": a}, "z": (b, c)})
+    for tree in others:
         assert_bitwise_equal(
             run(build(), tree, smooth_gradient, 4)[0], want, f"structure {optree.tree_structure(tree)}"
         )
@@ -160,7 +161,9 @@ def stacked_equals_looped(build: Build) -> None:
         params, state = torch.vmap(advance)(params, state)
         for i in range(3):
             singles[i], states[i] = advance(singles[i], states[i])
-    for x, y in zip(optree.tree_leaves((params, state)), optree.tree_leaves((stack(singles), stack(states)))):
+    together: Any = (params, state)
+    alone: Any = (stack(singles), stack(states))
+    for x, y in zip(optree.tree_leaves(together), optree.tree_leaves(alone)):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -179,7 +182,7 @@ def updates_can_be_differentiated(build: Build) -> None:
     tx, params, state = _underway(build)
     grads = optree.tree_map(lambda g: g.clone().requires_grad_(), smooth_gradient(params))
     updates, _ = tx.update(grads, state, params=params, inplace=False)
-    total = sum(u.sum() for u in optree.tree_leaves(updates))
+    total = torch.stack([u.sum() for u in optree.tree_leaves(updates)]).sum()
     for g in torch.autograd.grad(total, optree.tree_leaves(grads)):
         assert torch.isfinite(g).all() and (g != 0).any(), "no gradient flows through the update"
 

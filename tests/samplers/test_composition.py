@@ -6,7 +6,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import assert_bitwise_equal
-from tests.samplers.registry import SAMPLERS
+from tests.registry import SAMPLERS
 
 
 def loss(params, batch):
@@ -26,7 +26,7 @@ def test_a_group_of_parameters_can_be_sampled_while_the_rest_is_optimised(name):
         "sgfs": lambda: bc.samplers.sgfs(0.01, temperature=1.0, batch_size=1),
     }[name]
     tx = bc.partition({"cold": bc.sgd(0.1), "hot": build()}, {"body": "cold", "head": "hot"})
-    extra = {"curvature": [torch.ones(2, 2).double()]} if name == "sgfs" else {}
+    extra = {"gradient_variance": [torch.ones(2, 2).double()]} if name == "sgfs" else {}
     grads = {k: v.clone() for k, v in PARAMS.items()}
     updates, _ = tx.update(grads, tx.init(PARAMS), params=PARAMS, inplace=False, **extra)
     assert_bitwise_equal(updates["body"], -0.1 * grads["body"])
@@ -74,7 +74,7 @@ def _pick(state, i: int):
     return optree.tree_map(lambda t: t[i], state)
 
 
-@pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs_dense"])
+@pytest.mark.parametrize("name", ["langevin_with_precision", "sgfs, dense"])
 def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(name):
     (sampler,) = [s for s in SAMPLERS if s.name == name]
     tx = sampler.build(0.3)
@@ -85,9 +85,9 @@ def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(nam
     assert before == [t.data_ptr() for t in optree.tree_leaves(state)]
 
 
-def test_make_step_feeds_the_curvature_to_fisher_scoring():
+def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():
     tx = bc.samplers.sgfs(0.1, temperature=1.0, batch_size=2)
-    step = bc.make_step(lambda p, batch: (p**2).sum(), tx, curvature=lambda p, batch: torch.full_like(p, 3.0))
+    step = bc.make_step(lambda p, batch: (p**2).sum(), tx, gradient_variance=lambda p, batch: torch.full_like(p, 3.0))
     p = torch.ones(2)
     _, state, _ = step(p, tx.init(p), ())
     torch.testing.assert_close(state[0].variance[0], torch.full((2,), 0.05 * 3.0))

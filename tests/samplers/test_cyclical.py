@@ -1,11 +1,13 @@
 """Cyclical sampling: its phases, its noise against the paper's, its refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.samplers.cyclical import sampling_phase
-from bayesopt_chain.testing import assert_bitwise_equal
+from bayesopt_chain.testing import NormalProbe, assert_bitwise_equal
 from bayesopt_chain.testing._zero_temperature import example_params, run, smooth_gradient
 
 
@@ -25,7 +27,7 @@ def variances(tx, cycle: int, burn_in: int, cycles: int = 2, n: int = 8000) -> l
     return [torch.stack(v) for v in out]
 
 
-@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_exploration_is_the_optimizer(build):
     """Until the first sampling phase no noise moves anything."""
     params = example_params()
@@ -46,10 +48,40 @@ def test_the_late_sampling_phase_is_at_temperature_in_every_cycle(momentum):
 
 def test_the_papers_noise_samples_too_warm_as_lr_falls():
     ours = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
-    paper = variances(bc.samplers.cyclical_paper(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
+    paper = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0, lr_inside=True), 400, 200)
     for mine, theirs in zip(ours, paper):
         assert abs(mine[-20:].mean().item() - 1) < 0.1
         assert theirs[-20:].mean().item() > 2.0
+
+
+def variance_over_a_cycle(tx, cycle: int) -> torch.Tensor:
+    """Exact variance of a parameter of unit curvature after every update of the second cycle.
+
+    A parameter that starts at 0 is linear in the draws: its variance is the sum of its squared responses to each. Element ``j``
+    of one vector of parameters is given the draw 1 at update ``j`` and 0 else.
+    """
+    n = 2 * cycle
+    x, out = torch.zeros(n, dtype=torch.float64), []
+    state = tx.init(x)
+    for t in range(n):
+        with NormalProbe(torch.eye(n, dtype=torch.float64)[t]):
+            updates, state = tx.update(x.clone(), state, params=x, inplace=True)
+        x += updates
+        out.append((x**2).sum())
+    return torch.stack(out[cycle:])
+
+
+@pytest.mark.parametrize(
+    ("peak", "lowest", "highest", "rms"),
+    [(0.3, -0.202, 0.238, 0.021), (1.0, -0.094, 0.819, 0.054), (3.0, -0.339, 6.054, 0.468)],
+)
+def test_the_variance_at_a_restart_is_off_by_what_the_docs_say(peak, lowest, highest, rms):
+    """Momentum 0.9, cycles of 500 updates, ``peak`` the largest lr times the curvature."""
+    tx = bc.sgd(bc.schedules.cosine_restarts(peak, 500), momentum=0.9, temperature=1.0)
+    error = variance_over_a_cycle(tx, 500) - 1
+    assert error.min().item() == pytest.approx(lowest, abs=0.001)
+    assert error.max().item() == pytest.approx(highest, abs=0.001)
+    assert error.square().mean().sqrt().item() == pytest.approx(rms, abs=0.001)
 
 
 def test_a_restart_does_not_throw_the_parameters_away():
@@ -79,7 +111,7 @@ def test_a_tensor_temperature_is_read_at_every_update():
     assert not torch.equal(with_noise, without)
 
 
-@pytest.mark.parametrize("build", [bc.samplers.cyclical, bc.samplers.cyclical_paper])
+@pytest.mark.parametrize("build", [bc.samplers.cyclical, partial(bc.samplers.cyclical, lr_inside=True)])
 def test_a_cycle_shorter_than_its_burn_in_is_refused(build):
     for burn_in in (100, 120):
         with pytest.raises(ValueError, match=rf"burn_in must be shorter than the cycle \(100 updates\), got {burn_in}"):

@@ -8,7 +8,8 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
-from tests.samplers.registry import cheap, fed, frozen_adam, frozen_rms, frozen_window
+from tests.registry.dressings import fed
+from tests.registry.samplers import cheap, frozen_adam, frozen_rms, frozen_window
 
 T = 0.7
 
@@ -92,8 +93,8 @@ LINEAR = {
     "ubu": (lambda: bc.samplers.ubu(0.9, 0.3, temperature=T), splitting("UBU", 0.9, 0.3, shift="U")),
     "ubu, strong friction": (lambda: bc.samplers.ubu(0.9, 3.0, temperature=T), splitting("UBU", 0.9, 3.0, shift="U")),
     "cyclical, in one long cycle": (lambda: bc.samplers.cyclical(0.5, 10**9, 0, 0.9, temperature=T), gibbs),
-    "cyclical_paper, likewise": (
-        lambda: bc.samplers.cyclical_paper(0.5, 10**9, 0, 0.9, temperature=T),
+    "cyclical with lr inside, likewise": (
+        lambda: bc.samplers.cyclical(0.5, 10**9, 0, 0.9, temperature=T, lr_inside=True),
         white(0.5, 0.9),
     ),
 }
@@ -183,19 +184,20 @@ def test_preconditioning_by_the_hessian_samples_every_direction_at_one_speed():
     torch.testing.assert_close(got, T * torch.linalg.inv(curvature) * (1 + 1.5 / 0.5), rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("build", [bc.samplers.sgfs, bc.samplers.sgfs_dense], ids=["sgfs", "sgfs_dense"])
+@pytest.mark.parametrize("dense", [False, True], ids=["diagonal", "dense"])
 @pytest.mark.parametrize("variance", [0.0, 0.3, 50.0])
-def test_fisher_scoring_counts_the_gradients_own_noise(build, variance):
+def test_fisher_scoring_counts_the_gradients_own_noise(dense, variance):
     lr, n, k = 0.4, 10, 1.3
 
     def given(updates, params):
-        return torch.full((1, 1) if build is bc.samplers.sgfs_dense else (1,), variance, dtype=torch.float64)
+        return torch.full((1, 1) if dense else (1,), variance, dtype=torch.float64)
 
     noisy = bc.chain(  # a batch's gradient noise, then the sampler
-        *([bc_noise(variance / n)] if variance else []), build(lr, temperature=T, batch_size=n, decay=0.0)
+        *([bc_noise(variance / n)] if variance else []),
+        bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0),
     )
     step = 1 / (1 / lr + variance / (2 * T * n))
-    got = stationary_covariance(fed(noisy, curvature=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
+    got = stationary_covariance(fed(noisy, gradient_variance=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
     assert got.item() == pytest.approx(T / k / (1 - step * k / 2), rel=1e-9)
 
 
@@ -210,7 +212,7 @@ def test_fisher_scoring_with_a_matrix_solves_for_the_step():
     generator = torch.Generator().manual_seed(1)
     root = torch.randn(3, 3, generator=generator, dtype=torch.float64)
     v, k, lr, n = root @ root.T, curvatures(3), 0.4, 7
-    tx = fed(bc.samplers.sgfs_dense(lr, temperature=T, batch_size=n, decay=0.0), curvature=lambda u, p: v)
+    tx = fed(bc.samplers.sgfs(lr, temperature=T, dense=True, batch_size=n, decay=0.0), gradient_variance=lambda u, p: v)
     step = torch.linalg.inv(torch.eye(3).double() / lr + v / (2 * T * n))
     a, noise = torch.eye(3).double() - step @ k, step @ step * (2 * T / lr)
     want = torch.linalg.solve(torch.eye(9).double() - torch.kron(a, a), noise.reshape(-1)).reshape(3, 3)
@@ -223,10 +225,10 @@ def test_the_running_average_of_fisher_scoring_is_corrected_for_its_start():
     want = 1 / (1 / 0.4 + 2.0 / (2 * T))
     for _ in range(3):
         plain, _ = tx.update(
-            torch.ones(2).double(), state, params=p, curvature=torch.full((2,), 2.0).double(), inplace=False
+            torch.ones(2).double(), state, params=p, gradient_variance=torch.full((2,), 2.0).double(), inplace=False
         )
         shifted, state = tx.update(
-            3 * torch.ones(2).double(), state, params=p, curvature=torch.full((2,), 2.0).double()
+            3 * torch.ones(2).double(), state, params=p, gradient_variance=torch.full((2,), 2.0).double()
         )
         torch.testing.assert_close(plain - shifted, torch.full((2,), 2 * want).double())
 

@@ -45,7 +45,7 @@ STEPS = (0.005, 0.01, 0.02)
 def test_the_drift_makes_a_preconditioner_of_the_position_first_order():
     want = target_moment(QUARTIC, 1.0)
     biases = [
-        grid_moment(bc.samplers.psgld_corrected(lr, 0.0, 1.0, temperature=1.0), curvature=hessian) - want
+        grid_moment(bc.samplers.psgld(lr, 0.0, 1.0, temperature=1.0, corrected=True), hessian_diagonal=hessian) - want
         for lr in STEPS
     ]
     slope = np.polyfit(np.log(STEPS), np.log(np.abs(biases)), 1)[0]
@@ -70,7 +70,7 @@ def test_the_drift_stops_where_the_preconditioner_freezes():
     p = torch.tensor([0.5]).double()
     plain, tx = (
         bc.samplers.psgld(0.1, 0.9, temperature=1.0, freeze_after=2, order=1),
-        bc.samplers.psgld_corrected(0.1, 0.9, temperature=1.0, freeze_after=2),
+        bc.samplers.psgld(0.1, 0.9, temperature=1.0, corrected=True, freeze_after=2),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -78,14 +78,14 @@ def test_the_drift_stops_where_the_preconditioner_freezes():
         torch.manual_seed(0)
         b = tx.init(p)
     for t in range(4):
-        ours, b = tx.update(p + t, b, params=p, curvature=torch.ones(1).double(), inplace=False)
+        ours, b = tx.update(p + t, b, params=p, hessian_diagonal=torch.ones(1).double(), inplace=False)
         theirs, a = plain.update(p + t, a, params=p, inplace=False)
         assert torch.equal(ours, theirs) == (t >= 2)
 
 
 def test_the_drift_is_the_derivative_of_the_preconditioner():
     p = torch.tensor([0.7, -1.3]).double()
-    tx = bc.samplers.psgld_corrected(0.1, 0.6, 0.3, temperature=0.9)
+    tx = bc.samplers.psgld(0.1, 0.6, 0.3, temperature=0.9, corrected=True)
 
     def scale(theta, before):
         g = QUARTIC.gradient(theta)
@@ -95,7 +95,7 @@ def test_the_drift_is_the_derivative_of_the_preconditioner():
     state = tx.init(p)
     state = (state[0]._replace(nu=(before,)), *state[1:])
     with NormalProbe():
-        updates, _ = tx.update(QUARTIC.gradient(p), state, params=p, curvature=hessian(p), inplace=False)
+        updates, _ = tx.update(QUARTIC.gradient(p), state, params=p, hessian_diagonal=hessian(p), inplace=False)
     slope = torch.func.vmap(torch.func.grad(scale))(p, before)
     want = -0.1 * (scale(p, before) * QUARTIC.gradient(p) - 0.9 * slope)
     torch.testing.assert_close(updates, want)
@@ -103,12 +103,14 @@ def test_the_drift_is_the_derivative_of_the_preconditioner():
 
 def test_the_drift_follows_a_temperature_schedule():
     p, heat = torch.tensor([0.5]).double(), bc.schedules.piecewise((2,), (0.5, 2.0))
-    tx = bc.samplers.psgld_corrected(0.1, 0.6, 1.0, temperature=heat)
+    tx = bc.samplers.psgld(0.1, 0.6, 1.0, temperature=heat, corrected=True)
     state, steps = tx.init(p), {}
     for t in range(4):
         for h in (0.0, 1.0):
             with NormalProbe():
-                updates, after = tx.update(p, state, params=p, curvature=torch.full((1,), h).double(), inplace=False)
+                updates, after = tx.update(
+                    p, state, params=p, hessian_diagonal=torch.full((1,), h).double(), inplace=False
+                )
             steps[t, h] = updates
         nu = after[0].nu[0]
         want = -0.1 * heat(t) * 0.4 * p / nu.sqrt() / (1 + nu.sqrt()) ** 2
@@ -117,8 +119,8 @@ def test_the_drift_follows_a_temperature_schedule():
 
 
 def test_the_correction_needs_the_hessian():
-    tx, p = bc.samplers.psgld_corrected(0.1, temperature=1.0), torch.zeros(2)
-    with pytest.raises(ValueError, match="needs curvature=, the diagonal of the loss's Hessian"):
+    tx, p = bc.samplers.psgld(0.1, temperature=1.0, corrected=True), torch.zeros(2)
+    with pytest.raises(ValueError, match="needs hessian_diagonal=, the diagonal of the loss's Hessian"):
         tx.update(torch.ones(2), tx.init(p), params=p)
 
 
@@ -138,18 +140,61 @@ def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
     assert stationary_moment(probe, 1.0) == pytest.approx(target_moment(QUARTIC, 1.0), rel=2e-4)
 
 
-def test_the_adaptive_window_is_the_published_recursion():
-    tx, p = bc.samplers.scale_by_adaptive_window(3), torch.zeros(2).double()
-    state = tx.init(p)
-    tau, m, v = torch.ones(2).double(), torch.zeros(2).double(), torch.ones(2).double()
-    generator = torch.Generator().manual_seed(0)
-    for t in range(5):
-        g = torch.randn(2, generator=generator, dtype=torch.float64) + 1
+SCALES = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
+def test_the_adaptive_window_learns_the_mean_square_of_the_gradients(mean):
+    """The scaling of a gradient of 1 is ``1 / sqrt(E g^2)`` at every size of the gradients, and stays there when frozen.
+
+    400 parameters at each of three scales, gradients ``scale (mean + n)`` for 1,000 updates. Where the mean is 0 the window is
+    at least a few hundred gradients, one parameter's V then has a relative deviation below 10 %, and the mean over 400
+    below 0.5 %; where it is 3 the window is about ten gradients, of 0.6 relative deviation each: 20 % and 1 %. Asked:
+    the mean over the parameters within 5 % of ``E g^2``, which is at least five deviations.
+    """
+    tx, p = bc.samplers.scale_by_adaptive_window(1000), torch.zeros(3, 400, dtype=torch.float64)
+    state, generator = tx.init(p), torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        g = SCALES * (mean + torch.randn(3, 400, generator=generator, dtype=torch.float64))
         updates, state = tx.update(g, state, params=p, inplace=False)
-        if t < 3:
-            tau, m, v = tau + 1 - tau * m**2 / v, m + (g - m) / tau, v + (g**2 - v) / tau
-        torch.testing.assert_close(updates, g / v.sqrt())
-        torch.testing.assert_close(state[0].tau[0], tau)
+        assert torch.isfinite(updates).all()
+    one, state = tx.update(torch.ones_like(p), state, params=p, inplace=False)
+    learned = (one**-2).mean(1, keepdim=True)
+    assert ((learned / (SCALES**2 * (1 + mean**2)) - 1).abs() < 0.05).all(), learned / SCALES**2
+    again, _ = tx.update(torch.ones_like(p), state, params=p, inplace=False)
+    assert torch.equal(one, again)
+
+
+@pytest.mark.parametrize("gradient", [1.0, -2.5, 1e-30, 0.0])
+def test_the_adaptive_window_takes_constant_gradients(gradient):
+    tx, p = bc.samplers.scale_by_adaptive_window(100), torch.zeros(2)
+    state = tx.init(p)
+    for _ in range(50):
+        updates, state = tx.update(torch.full((2,), gradient), state, params=p, inplace=False)
+        assert torch.isfinite(updates).all()
+        if abs(gradient) >= 1:
+            torch.testing.assert_close(updates, torch.full((2,), gradient).sign())
+
+
+def test_adaptive_sghmc_samples_a_badly_scaled_gaussian_after_its_burn_in():
+    """Curvatures 1e-2 to 1e4 from the mode: every variance within 15 % of ``T / k``.
+
+    Behind P the curvature is ``k / sqrt(E g^2) = sqrt(k / T)``: 400 parameters of each curvature, 2,000 updates; the slowest
+    (0.14 at lr 0.05, momentum 0.9) decorrelates in about 30 updates: 25,000 independent draws, standard error 0.9 %.
+    """
+    k = torch.tensor([1e-2, 1.0, 1e2, 1e4], dtype=torch.float64)[:, None].expand(4, 400)
+    generator = torch.Generator().manual_seed(0)
+    theta = torch.randn(4, 400, generator=generator, dtype=torch.float64) * (0.5 / k).sqrt()
+    tx = bc.samplers.adaptive_sghmc(0.005, 0.9, temperature=0.5, burn_in=1000)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = tx.init(theta)
+    total = torch.zeros(4, dtype=torch.float64)
+    for t in range(4000):
+        updates, state = tx.update(k * theta, state, params=theta, inplace=True)
+        theta += updates
+        total += (theta**2).mean(1) / 2000 if t >= 2000 else 0.0
+    assert ((total * k[:, 0] / 0.5 - 1).abs() < 0.15).all(), total * k[:, 0] / 0.5
 
 
 def test_the_paper_correction_with_memory_is_no_cure():
@@ -157,10 +202,10 @@ def test_the_paper_correction_with_memory_is_no_cure():
     want = target_moment(QUARTIC, 1.0)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, generator=generator, dtype=torch.float64)
-    tx = bc.samplers.psgld_corrected(0.01, 0.9, 1.0, temperature=1.0)
+    tx = bc.samplers.psgld(0.01, 0.9, 1.0, temperature=1.0, corrected=True)
     state, total = tx.init(x), 0.0
     for t in range(1500):
-        updates, state = tx.update(QUARTIC.gradient(x), state, params=x, curvature=hessian(x), inplace=True)
+        updates, state = tx.update(QUARTIC.gradient(x), state, params=x, hessian_diagonal=hessian(x), inplace=True)
         x += updates
         total += (x**2).mean().item() if t >= 500 else 0.0
     assert abs(total / 1000 / want - 1) > 0.05
@@ -170,11 +215,11 @@ def test_in_place_and_pure_agree_with_the_drift_in_float32():
     p = torch.tensor([0.5, -0.2])
     outs = []
     for inplace in (False, True):
-        tx = bc.samplers.psgld_corrected(0.1, 0.9, temperature=1.0)
+        tx = bc.samplers.psgld(0.1, 0.9, temperature=1.0, corrected=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = tx.init(p)
         for _ in range(3):
-            u, state = tx.update(p.clone(), state, params=p, curvature=torch.ones(2), inplace=inplace)
+            u, state = tx.update(p.clone(), state, params=p, hessian_diagonal=torch.ones(2), inplace=inplace)
         outs.append(u.clone())
     assert_bitwise_equal(outs[0], outs[1])

@@ -5,7 +5,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain import samplers
-from tests.samplers.registry import TreePrecision
+from tests.registry.samplers import TreePrecision
 
 NAN = float("nan")
 
@@ -27,7 +27,7 @@ NAN = float("nan")
         (
             lambda: samplers.ubu(0.1, 1.0, temperature=-1.0),
             ValueError,
-            "temperature: must be finite and not negative, got -1.0",
+            "temperature must be finite and not negative, got -1.0",
         ),
         (
             lambda: samplers.sghmc_euler(0.1, 1.0, temperature=1.0),
@@ -54,7 +54,7 @@ NAN = float("nan")
         ),
         (lambda: samplers.sgfs(0.1, temperature=1.0, batch_size=0), ValueError, "batch_size must be a positive"),
         (
-            lambda: samplers.sgfs_dense(0.1, temperature=1.0, batch_size=1, decay=1.0),
+            lambda: samplers.sgfs(0.1, temperature=1.0, dense=True, batch_size=1, decay=1.0),
             ValueError,
             r"decay must lie in \[0, 1\)",
         ),
@@ -106,10 +106,10 @@ def test_integer_parameters_and_empty_trees_are_refused(name):
         OWN_NOISE[name]().init({})
 
 
-@pytest.mark.parametrize("build", [samplers.sgfs, samplers.sgfs_dense])
-def test_fisher_scoring_needs_the_gradients_variance(build):
-    tx, p = build(0.1, temperature=1.0, batch_size=1), torch.zeros(2)
-    with pytest.raises(ValueError, match="needs curvature=, the variance of single-datum gradients"):
+@pytest.mark.parametrize("dense", [False, True])
+def test_fisher_scoring_needs_the_gradients_variance(dense):
+    tx, p = samplers.sgfs(0.1, temperature=1.0, batch_size=1, dense=dense), torch.zeros(2)
+    with pytest.raises(ValueError, match="needs gradient_variance=, the variance of single-datum gradients"):
         tx.update(torch.ones(2), tx.init(p), params=p)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.samplers.registry import cheap
+from tests.registry.samplers import cheap
 
 
 class Target(NamedTuple):
@@ -89,13 +89,13 @@ ELEMENTWISE = {
     "baoab": (lambda h: bc.samplers.baoab(h, 1.0, temperature=1.0), 2, 0.6),
     "obabo": (lambda h: bc.samplers.obabo(h, 1.0, temperature=1.0), 2, 0.4),
     "ubu": (lambda h: bc.samplers.ubu(h, 1.0, temperature=1.0), 2, 0.4),
-    "sgnht_per_parameter": (lambda h: bc.samplers.sgnht_per_parameter(h, 0.5, temperature=1.0), 1, 0.05),
-    "badodab_per_parameter": (lambda h: bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0), 2, 0.4),
+    "sgnht, per parameter": (lambda h: bc.samplers.sgnht(h, 0.5, temperature=1.0, per_parameter=True), 1, 0.05),
+    "badodab, per parameter": (lambda h: bc.samplers.badodab(h, 1.0, temperature=1.0, per_parameter=True), 2, 0.4),
     "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.08),
     "three-point": (lambda h: cheap(h, 0.5, 1.0, "three_point"), 2, 0.1),
     "Rademacher": (lambda h: cheap(h, 0.5, 1.0, "rademacher"), 1, 0.05),
 }
-IN_TIME = ("baoab", "obabo", "ubu", "badodab_per_parameter")  # their step is a time; the others' is a time squared
+IN_TIME = ("baoab", "obabo", "ubu", "badodab, per parameter")  # their step is a time; the others' is a time squared
 
 
 def long_run(build, target: Target, h: float, steps: int, chains: int, seed: int) -> dict[str, torch.Tensor]:
@@ -143,7 +143,7 @@ def test_moments_of_a_two_dimensional_target(target, name):
 TEN = {
     "sghmc": (lambda h: bc.sghmc(h, 0.9, temperature=1.0), 2, 1.0),
     "baoab": ELEMENTWISE["baoab"],
-    "badodab_per_parameter": ELEMENTWISE["badodab_per_parameter"],
+    "badodab, per parameter": ELEMENTWISE["badodab, per parameter"],
     "badodab": (lambda h: bc.samplers.badodab(h, 1.0, temperature=1.0), 2, 0.4),
     "sgnht": (lambda h: bc.samplers.sgnht(h, 0.9, temperature=1.0), 1, 0.1),
     "lattice_walk": (lambda h: bc.samplers.lattice_walk(h, temperature=1.0), 1, 0.2),

@@ -92,14 +92,17 @@ class Probe:
 
     ``reduce`` takes the floating-point leaves of the state (each ``[m]``) to the coordinates beside ``theta``; a state with
     those coordinates is a fresh one, passed through ``prepare``, its leaves numbered ``keep`` (default: the first ones)
-    set to them (a tuple of numbers: all of these to one coordinate). ``extra`` are keywords of ``update`` as functions
-    of theta.
+    set to them (a tuple of numbers: all of these to one coordinate), or to what ``lift`` makes of them. ``extra`` are
+    keywords of ``update`` as functions of theta.
     """
 
-    def __init__(self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, **extra) -> None:
+    def __init__(
+        self, tx, potential: Potential = QUARTIC, reduce=None, keep=None, prepare=None, lift=None, **extra
+    ) -> None:
         self.tx, self.potential, self.extra, self.keep = tx, potential, extra, keep
         self.reduce = reduce or (lambda *leaves: leaves)
         self.prepare = prepare or (lambda state: state)
+        self.lift = lift or (lambda *coordinates: coordinates)
 
     def start(self, theta: torch.Tensor):
         """A fresh state's leaves, structure, and the positions of its coordinates."""
@@ -113,9 +116,9 @@ class Probe:
         theta = x[:, 0].clone()
         leaves, spec, moving = self.start(theta)
         keep = self.keep if self.keep is not None else range(x.shape[1] - 1)
-        for n, places in enumerate(keep):
+        for value, places in zip(self.lift(*x[:, 1:].unbind(1)), keep):
             for k in places if isinstance(places, tuple) else (places,):
-                leaves[moving[k]] = x[:, 1 + n].clone().reshape(leaves[moving[k]].shape)
+                leaves[moving[k]] = value.clone().reshape(leaves[moving[k]].shape)
         with NormalProbe(None if xi is None else xi.T.reshape(-1)) as probe:
             updates, state = self.tx.update(
                 self.potential.gradient(theta),

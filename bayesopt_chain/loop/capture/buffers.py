@@ -10,16 +10,29 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
+from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.step import Info
 
 
 class Steps(NamedTuple):
-    """What a captured run of several steps reports, stacked on axis 0; ``draws`` is ``()`` unless asked for."""
+    """What a captured run of several steps reports, stacked on axis 0.
+
+    ``draws`` is ``()`` unless asked for; ``finite`` is, unless the step checks (``make_step(..., check_finite=True)``);
+    ``negative_elbo`` is, unless the step is variational.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> bc.Steps(loss=torch.tensor([2.0, 1.0]), aux=()).loss.mean()
+        tensor(1.5000)
+    """
 
     loss: Tensor
     aux: Any
     draws: Any = ()
+    finite: Any = ()
+    negative_elbo: Any = ()
 
 
 class Slots:
@@ -70,7 +83,7 @@ class Slots:
                     "tensors of its own (copy.deepcopy leaf by leaf) and capture again"
                 )
             out[i] = leaf
-        return out
+        return [x for x in out if x is not None]
 
     def load(self, leaves: list, spec: Any, what: str) -> None:
         """Copy the user's leaves in."""
@@ -89,8 +102,9 @@ class Slots:
         copies = {
             i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]
         }  # x may be a view of one
-        for i, x in copies.items():
-            self.buffers[i].copy_(x)
+        with uninterrupted():
+            for i, x in copies.items():
+                self.buffers[i].copy_(x)
 
 
 class Batch:
@@ -187,11 +201,10 @@ class Body:
         params, state, info = (step or self.step)(
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
         )
-        report = info
-        if self.draws:
-            report = Steps(*info, params)
-        elif self.steps > 1:
-            report = Steps(*info)
+        report: Any = info
+        if self.draws or self.steps > 1:
+            known = info._asdict()
+            report = Steps(**{k: v for k, v in known.items() if k in Steps._fields}, draws=params if self.draws else ())
         leaves, self._info_spec = optree.tree_flatten(report)
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
         self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
@@ -201,24 +214,24 @@ class Body:
     def write(self, static: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         """Write new values into the static buffers. What shares memory with one (an old value kept, two that change places)
         is copied before any is written."""
-        mine = {buffer.untyped_storage()._cdata for buffer in static}
-        values = [x if x is b or x.untyped_storage()._cdata not in mine else kept(x) for b, x in zip(static, new)]
+        mine = {_torch.storage_of(buffer) for buffer in static}
+        values = [x if x is b or _torch.storage_of(x) not in mine else kept(x) for b, x in zip(static, new)]
         for buffer, value in zip(static, values):
             if value is not buffer:
                 buffer.copy_(value)
 
-    def together(self, reports: list[Sequence[Tensor]]) -> list[Tensor]:
+    def together(self, reports: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """The reports of all steps, stacked on axis 0; of a single step only the draws are."""
         if len(reports[0]) == self._single:
             return reports[0]
         return [xs[0] if i < self._single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
 
     def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
-        if self._constants:
-            tensors = list(tensors)
-            for i, constant in self._constants.items():
-                tensors.insert(i, constant)
-        return optree.tree_unflatten(self._info_spec, tensors)
+        leaves: list[Any] = list(tensors)
+        for i, constant in self._constants.items():
+            leaves.insert(i, constant)
+        report: Any = optree.tree_unflatten(self._info_spec, leaves)
+        return report
 
 
 @torch.library.custom_op("bayesopt_chain::kept", mutates_args=())

@@ -1,37 +1,19 @@
-r"""``capture``: the whole step (gradient, chain, update) as one program over static buffers, replayed without Python.
-
-The step is traced once with fake tensors into a graph of ATen operations. Every tensor it closes over (a temperature, a
-learning rate, a model's buffers, data) becomes an input of the graph, so that a change made in place is seen by the next
-replay. New parameters and states are copied into the static buffers at the end of the graph. Then
-
-* on a CUDA device the step is recorded as a CUDA graph;
-* on a CPU the graph of one step is compiled by inductor, which fuses update and copy into the kernels of the step, draws
-  into buffers of its own, and is called once for each of several steps;
-* where no C++ compiler is found the same function runs eagerly, said once.
-"""
+"""A captured step: what replays it, and what it refuses rather than replay it wrongly."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import optree
 import torch
+from torch import Tensor
 
-from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.foreign import Foreign
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.masks import MaskedRule
-from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.loop.capture.buffers import Body, Steps
 from bayesopt_chain.loop.capture.errors import CaptureError
-from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
-from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Eager, compiler_found
-from bayesopt_chain.loop.step import Info, Step
-
-__all__ = ["CaptureError", "Captured", "Steps", "capture"]
+from bayesopt_chain.loop.capture.modes import Modes
+from bayesopt_chain.loop.step import Info
 
 Backend = Literal["cuda", "inductor", "eager"]
 
@@ -39,126 +21,68 @@ Backend = Literal["cuda", "inductor", "eager"]
 class Captured:
     """A captured step; made by :func:`capture` and called like the step.
 
+    There is one set of static buffers. With ``clone=True`` calls from several threads wait for each other. Without, what a call
+    returned would change in another thread's hands, so that the step belongs to the first thread that calls it, for as long as
+    that lives.
+
     Attributes:
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``.
     """
 
-    def __init__(self, body: Body, replay: Callable, backend: Backend, clone: bool) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        body: Body,
+        replay: Callable[[list[Tensor]], Sequence[Tensor]],
+        backend: Backend,
+        clone: bool,
+        modes: Modes,
+    ) -> None:
+        self.backend: Backend = backend
         self._body = body
         self._replay = replay
         self._clone = clone
+        self._modes = modes
+        self._lock = threading.Lock()
+        self._owner: threading.Thread | None = None  # whose call is running or, without clone, whose step this is
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
         """Replay: ``(params, state, Info)``. Parameters and state alias the static buffers unless ``clone`` was asked for;
-        the info is the call's own."""
+        the info is the call's own.
+
+        Raises:
+            CaptureError: a module's mode is another than when the step was captured; a call from within a call or, without
+                ``clone``, from a second thread.
+            ValueError: another structure, shape, dtype or device.
+        """
+        thread = threading.current_thread()
+        if self._owner is not thread:
+            self._refuse_a_second(thread)
+        if not self._lock.acquire(blocking=self._clone and self._owner is not thread):
+            raise CaptureError("capture: the step is called from within a call of itself; capture one step for each")
+        try:
+            self._owner = thread
+            return self._run(params, state, batch)
+        finally:
+            if self._clone:
+                self._owner = None
+            self._lock.release()
+
+    def _refuse_a_second(self, thread: threading.Thread) -> None:
+        owner = self._owner
+        if not self._clone and owner is not None and owner.is_alive():
+            raise CaptureError(
+                f"capture: this step returns its static buffers, and thread {owner.name!r} holds them; the call comes from "
+                f"{thread.name!r}. Capture one step for each thread, or capture with clone=True, for calls that take turns"
+            )
+
+    def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
+        self._modes.check()
         body = self._body
+        inputs = body.batch.take(batch)
         body.params.take(params, "params")
         body.state.take(state, "state")
-        info = body.info(self._replay(body.batch.take(batch)))
-        params, state = body.params.give(), body.state.give()
+        info = body.info(self._replay(inputs))
+        made: Any = (body.params.give(), body.state.give())
         if self._clone:
-            params, state = optree.tree_map(torch.clone, (params, state))
-        return params, state, info
-
-
-def capture(
-    step: Callable,
-    params: Any,
-    state: Any,
-    batch: Any,
-    *,
-    steps: int = 1,
-    batch_dim: int | None = None,
-    draws: bool = False,
-    clone: bool = False,
-    backend: Backend | None = None,
-) -> Captured:
-    """Capture a step: same arguments, same results, none of Python's time.
-
-    Results agree with the step's to rounding (one unit in the last place for each operation; sums over a batch may be
-    ordered differently); the random stream is the step's. On a CPU the noise of a chain made :func:`counter_based` costs
-    about a third of what torch's generator asks.
-
-    Args:
-        step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
-            state, Info)``.
-        params, state, batch: examples; none of them is changed. The replay continues from whatever it is given: passing
-            back what it returned costs nothing, anything else of the same structure and shapes is copied in.
-        steps: steps for each call; the loss and aux are then stacked on axis 0 (:class:`Steps`).
-        batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
-            whole batch.
-        draws: return the parameters after every step, stacked on axis 0, as ``info.draws``.
-        clone: return copies. By default params and state *alias static buffers that the next call overwrites*.
-        backend: ``"cuda"``, ``"inductor"`` or ``"eager"`` (default: the first that is possible here).
-
-    Returns:
-        A callable with the step's interface. Temperatures and learning rates that are tensors or schedules may change
-        between calls without a new capture; the state it returns resumes exactly, here or in the eager step.
-
-    Raises:
-        CaptureError: the step reads a number off a tensor, branches on one, or makes shapes that depend on values.
-        ValueError: a later call with another structure, shape, dtype or device.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.counter_based(bc.sghmc(0.1, temperature=0.01)), {"w": torch.ones(2)}
-        >>> step, state = bc.make_step(lambda params, batch: (params["w"] ** 2).sum(), tx), tx.init(params)
-        >>> fast = bc.capture(step, params, state, (), steps=4, draws=True, backend="eager")
-        >>> params, state, info = fast(params, state, ())
-        >>> info.loss.shape, info.draws["w"].shape
-        (torch.Size([4]), torch.Size([4, 2]))
-    """
-    if steps < 1:
-        raise ValueError(f"capture: steps must be at least 1, got {steps}")
-    if batch_dim is not None and steps == 1:
-        raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
-    body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
-    graph, closed_over = trace(body)
-    chosen = backend or _best(body)
-    if chosen == "cuda":
-        check_devices(graph, body)
-        replay = CudaGraph(body, closed_over, overwritten(graph, closed_over), _in_place(step))
-    elif chosen == "inductor":
-        replay = Compiled(body, graph, closed_over)
-    else:
-        replay = Eager(body)
-    return Captured(body, replay, chosen, clone)
-
-
-def _pure(step: Callable) -> Callable:
-    return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
-
-
-def _in_place(step: Callable) -> Callable:
-    """The step that moves the static buffers themselves, by the fused kernels where it has them.
-
-    Only where every link is the library's own: another's may keep the parameters it was shown, which then would change.
-    """
-    mine = isinstance(step, Step) and isinstance(step.tx, Chain)
-    if not mine or any(isinstance(_unmasked(rule), Foreign) for rule in step.tx.rules):
-        return _pure(step)
-    return replace(step, inplace=True, fused=fused.recognise(step.tx))
-
-
-def _unmasked(rule: Rule) -> Rule:
-    while isinstance(rule, MaskedRule):
-        rule = rule.rule
-    return rule
-
-
-def _best(body: Body) -> Backend:
-    if body.static and body.static[0].device.type == "cuda":
-        return "cuda"
-    if compiler_found():
-        return "inductor"
-    global _said
-    if not _said:
-        _said = True
-        warnings.warn(
-            "capture: no C++ compiler found, so the step stays eager; install g++ or clang, or set CXX", stacklevel=3
-        )
-    return "eager"
-
-
-_said = False  # whether the missing compiler was mentioned
+            made = optree.tree_map(torch.clone, made)
+        return *made, info

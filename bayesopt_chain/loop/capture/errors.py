@@ -11,7 +11,18 @@ import torch
 
 
 class CaptureError(RuntimeError):
-    """The step cannot be captured; the message names the line and what to change."""
+    """The step cannot be captured; the message names the line and what to change.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.sgd(0.1)
+        >>> step = bc.make_step(lambda p, batch: p.sum() * p.max().item(), tx)  # .item() asks for a number
+        >>> try:
+        ...     bc.capture(step, torch.ones(2), tx.init(torch.ones(2)), ())
+        ... except bc.CaptureError:
+        ...     print("not captured")
+        not captured
+    """
 
 
 def describe(x: Any) -> str:
@@ -22,8 +33,8 @@ def first_line(err: Exception) -> str:
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 
 
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, optree))
-_HERE = str(Path(__file__).parent)  # the loop itself
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
+_HERE = str(Path(__file__).parent.parent)  # the loop itself
 
 
 def users_line(err: BaseException) -> str | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
 
@@ -29,7 +30,7 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
     try:
         fakes = [mode.from_tensor(x, static_shapes=True) for x in (*body.static, *batch)]
-        with torch.no_grad(), mode:
+        with torch.no_grad(), _torch.without_mkldnn(), mode:
             graph = make_fx(function)(*fakes)
     except CaptureError:
         raise
@@ -117,9 +118,9 @@ def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[
                 value = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
                 for x in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(x, torch.fx.Node):
-                        written.add(x.meta["val"].untyped_storage()._cdata)
+                        written.add(_torch.storage_of(x.meta["val"]))
     placeholders = graph.graph.find_nodes(op="placeholder")[-len(closed_over) :] if closed_over else []
-    return [x for x, node in zip(closed_over, placeholders) if node.meta["val"].untyped_storage()._cdata in written]
+    return [x for x, node in zip(closed_over, placeholders) if _torch.storage_of(node.meta["val"]) in written]
 
 
 def check_devices(graph: torch.fx.GraphModule, body: Body) -> None:

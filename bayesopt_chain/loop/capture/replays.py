@@ -1,4 +1,4 @@
-"""Three ways to run a captured step again: as compiled code, as a CUDA graph, or as it is."""
+"""Three ways to run a captured step again: as compiled code, as a CUDA graph, or operation by operation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws
+from bayesopt_chain.loop.interrupts import uninterrupted
 
 
 class Compiled:
@@ -32,7 +34,7 @@ class Compiled:
             return self.generated[-1]
 
         self.body = body
-        self.generated: list = []
+        self.generated: list[Any] = []
         example = [  # shares no memory with anything, as the batches to come
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
@@ -40,28 +42,29 @@ class Compiled:
         self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
         with torch.no_grad():
-            self.whole = compile_fx(graph, self.inputs, inner_compile=remember)
+            self.whole: Any = compile_fx(graph, self.inputs, inner_compile=remember)
         self.program = self._first
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without its 1 us
+        _torch.set_grad_enabled(False)
         try:
             return self.body.together([self._step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
         finally:
-            torch._C._set_grad_enabled(graded)
+            _torch.set_grad_enabled(graded)
 
     def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
         args = self.inputs.copy()
         for places, x in zip(self.batch_at, batch):
             for i in places:
                 args[i] = x
-        return self.program(args)
+        with uninterrupted():  # gradient and writes are one program
+            return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         self.program = lambda args: self.whole(*args)
-        made = self.generated[0] if len(self.generated) == 1 else None
-        function = getattr(made, "current_callable", None)
+        made: Any = self.generated[0] if len(self.generated) == 1 else None
+        function: Any = getattr(made, "current_callable", None)
         if function is None:
             return self.program(args)
         handed: list = []
@@ -87,13 +90,29 @@ class Compiled:
         return out
 
 
+class Interpreted:
+    """The graph of one step, one operation after the other, called once for each step."""
+
+    def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
+        self.body, self.graph, self.closed_over = body, graph, closed_over
+
+    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        body = self.body
+        with torch.no_grad():
+            return body.together([self._step(body.batch.of_step(batch, k)) for k in range(body.steps)])
+
+    def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        with uninterrupted():  # gradient and writes are one program
+            return self.graph(*self.body.static, *batch, *self.closed_over)
+
+
 class Eager:
-    """The same program without a compiler, all steps in one; ``step`` may move the buffers in place."""
+    """The Python program of all steps, to be recorded; ``step`` may move the buffers in place."""
 
     def __init__(self, body: Body, step: Callable | None = None) -> None:
         self.body, self.step = body, step
 
-    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
         body, static = self.body, self.body.static
         new, reports = static, []
         with torch.no_grad():
@@ -138,7 +157,7 @@ class CudaGraph:
             self.graph = torch.cuda.CUDAGraph()
             self.info = self.recorded(side)
 
-    def recorded(self, stream: Any) -> list[Tensor]:
+    def recorded(self, stream: Any) -> Sequence[Tensor]:
         """Record the program on a stream of the tensors' device. Other threads, such as loaders, may go on meanwhile."""
         cause: list[Exception] = []
         try:

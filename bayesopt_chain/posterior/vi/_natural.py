@@ -36,7 +36,6 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
     Dial,
     device_of,
-    is_concrete,
     now,
     present,
     spread_over,
@@ -48,6 +47,7 @@ from bayesopt_chain.posterior.vi._gaussian_families import require_samples
 from bayesopt_chain.posterior.vi._transform import DrawnPosterior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import is_readable
 
 
 class NaturalState(NamedTuple):
@@ -253,7 +253,7 @@ class VON(Natural):
         beta = self.betas[1]
         new = increment.scale((1 - beta) / increment.count)
         if type(state.hessian) is Diagonal and not isinstance(increment, Diagonal):
-            if is_concrete(state.count) and state.count > 0:
+            if is_readable(state.count) and state.count > 0:
                 raise TypeError(
                     f"{self.name}: the state is diagonal, the increment {type(increment).__name__}: the first increment "
                     "decides the structure; build every estimator with the same structure="

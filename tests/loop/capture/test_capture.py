@@ -12,7 +12,7 @@ import torchopt
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.loop.capture import captured as capture_module
+from bayesopt_chain.loop.capture import build as capture_module
 from bayesopt_chain.loop.capture import replays
 from bayesopt_chain.testing._laws import (
     copies_and_pickles_continue_exactly,

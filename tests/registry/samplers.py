@@ -1,57 +1,21 @@
-"""Every sampler of the library, with what each promises. A new one gets all the laws by being listed here."""
+"""Named samplers, with what each promises: its optimizer at T = 0, the order of its bias."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import optree
 import torch
 import torchopt
-from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
-from bayesopt_chain.samplers.preconditioned import AdaptiveWindowState
-from bayesopt_chain.testing import LAWS
-from tests.samplers.transfer import QUARTIC, Probe
+from tests.registry.dressings import fed, half_square, identity_matrix, like_params, stacked_losses, two_chains
+from tests.registry.transform import Order, Transform
+from tests.samplers.transfer import Probe
 
-LAW = {law.__name__: law for law in LAWS}
 NO_GRADIENT = ("updates_can_be_differentiated",)
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
 NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
-
-
-def fed(tx: GradientTransformation, **keywords: Callable) -> GradientTransformation:
-    """``tx`` with further keywords of its ``update`` computed from gradients and parameters."""
-
-    def update(updates, state, *, params=None, inplace=True, **extra):
-        more = {k: fn(updates, params) for k, fn in keywords.items()}
-        return tx.update(updates, state, params=params, inplace=inplace, **more, **extra)
-
-    return GradientTransformation(tx.init, update)
-
-
-def like_params(value: float) -> Callable:
-    """A keyword that is a tree like the gradients, filled with ``value``."""
-    return lambda updates, params: optree.tree_map(lambda x: torch.full_like(x, value), updates)
-
-
-def identity_matrix(updates, params):
-    """The identity of the dimension of all parameters together."""
-    leaves = optree.tree_leaves(updates)
-    return torch.eye(sum(x.numel() for x in leaves), dtype=leaves[0].dtype)
-
-
-def stacked_losses(updates, params):
-    """Half the squared norm of each of two stacked chains."""
-    return sum((p.detach() ** 2).reshape(2, -1).sum(1) for p in optree.tree_leaves(params)) / 2
-
-
-def half_square(updates, params):
-    """Half the squared norm of all parameters."""
-    return sum((p.detach() ** 2).sum() for p in optree.tree_leaves(params)) / 2
 
 
 class TreePrecision:
@@ -64,41 +28,9 @@ class TreePrecision:
         return optree.tree_map(lambda x: x / 2.0, tree)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Bias of order ``slope`` in the step that ``probe`` takes, fitted over ``steps``.
-
-    ``in_time`` says that the step is a time, whose square is a learning rate.
-    """
-
-    slope: float
-    probe: Callable[[float], Probe]
-    steps: tuple[float, ...]
-    degree: int = 16
-    noise: Any = None
-    in_time: bool = False
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampler as the laws see it.
-
-    ``build(temperature)`` makes it; ``limit`` makes the optimizer that it is at T = 0 (that ``cold(temperature)`` is, for
-    samplers that freeze a preconditioner in between); ``skip`` names laws that cannot apply, with the reason; ``stacked``
-    says that its parameters are two chains on axis 0.
-    """
-
-    name: str
-    build: Callable[[Any], Any]
-    limit: Callable[[], Any] | None = None
-    order: Order | None = None
-    cold: Callable[[Any], Any] | None = None
-    stacked: bool = False
-    skip: tuple[str, ...] = field(default=())
-    why: str = ""
-
-    def __str__(self) -> str:
-        return self.name
+def sampler(name, build, limit=None, order=None, **rest):
+    """A row of ``bc.samplers``."""
+    return Transform(name, build, limit, order, namespace="samplers", **rest)
 
 
 def frozen_rms(state):
@@ -115,11 +47,19 @@ def frozen_adam(state):
 
 def frozen_window(state):
     """An adaptive-SGHMC state frozen at ``P = 2``."""
-    window: AdaptiveWindowState = state[0]
+    window = state[0]
     return (
         window._replace(square=(torch.full_like(window.square[0], 0.25),), count=(torch.tensor(10**6),)),
         *state[1:],
     )
+
+
+def thermostat_probe(tx, **kwargs) -> Probe:
+    """A thermostat with one friction for each parameter, the square root of the friction as a coordinate.
+
+    Its law has a Gaussian tail, where the friction's, a Gamma law, has too heavy a one for polynomials.
+    """
+    return Probe(tx, reduce=lambda v, xi: (v, xi.sqrt()), lift=lambda v, root: (v, root.square()), **kwargs)
 
 
 def window_then_momentum():
@@ -127,31 +67,31 @@ def window_then_momentum():
 
 
 SAMPLERS = (
-    Sampler(
+    sampler(
         "sgld, order 1",
         lambda t: bc.sgld(0.1, temperature=t, order=1),
         lambda: torchopt.sgd(0.1),
         Order(1, lambda lr: Probe(bc.sgld(lr, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sgld",
         lambda t: bc.sgld(0.1, temperature=t),
         lambda: torchopt.sgd(0.1),
         Order(2, lambda lr: Probe(bc.sgld(lr, temperature=1.0)), (0.01, 0.02, 0.04)),
     ),
-    Sampler(
+    sampler(
         "sghmc, order 1",
         lambda t: bc.sghmc(0.1, 0.8, temperature=t, order=1),
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(1, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0, order=1)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sghmc",
         lambda t: bc.sghmc(0.1, 0.8, temperature=t),
         lambda: torchopt.sgd(0.1, momentum=0.8),
         Order(2, lambda lr: Probe(bc.sghmc(lr, 0.5, temperature=1.0)), (0.0025, 0.005, 0.01)),
     ),
-    Sampler(
+    sampler(
         "sghmc_euler",
         lambda t: bc.samplers.sghmc_euler(0.05, 0.8, temperature=t),
         lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
@@ -165,7 +105,7 @@ SAMPLERS = (
         skip=NO_GRADIENT,
         why="this step's gradient moves the parameters in the next",
     ),
-    Sampler(
+    sampler(
         "baoab",
         lambda t: bc.samplers.baoab(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
@@ -176,13 +116,13 @@ SAMPLERS = (
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "obabo",
         lambda t: bc.samplers.obabo(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3**2 * (1 + math.exp(-0.3)) / 2, momentum=math.exp(-0.3)),
         Order(2, lambda h: Probe(bc.samplers.obabo(h, 1.0, temperature=1.0)), (0.05, 0.1, 0.2), in_time=True),
     ),
-    Sampler(
+    sampler(
         "ubu",
         lambda t: bc.samplers.ubu(0.3, 1.0, temperature=t),
         lambda: torchopt.sgd(0.3 * -math.expm1(-0.3), momentum=math.exp(-0.3)),
@@ -196,35 +136,38 @@ SAMPLERS = (
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "sgnht",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
     ),
-    Sampler(
-        "sgnht_per_parameter",
-        lambda t: bc.samplers.sgnht_per_parameter(0.05, 0.8, temperature=t or 1.0),
+    sampler(  # up to lr 0.025, where the default mass begins to grow with lr
+        "sgnht, per parameter",
+        lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0, per_parameter=True),
         order=Order(
-            1, lambda lr: Probe(bc.samplers.sgnht_per_parameter(lr, 0.5, temperature=1.0)), (0.01, 0.02, 0.04), 9
+            1,
+            lambda lr: thermostat_probe(bc.samplers.sgnht(lr, 0.5, temperature=1.0, per_parameter=True)),
+            (0.005, 0.01, 0.02),
+            9,
         ),
     ),
-    Sampler(
+    sampler(
         "badodab",
         lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0),
         skip=COUPLED,
         why="all parameters share one friction, so that a missing one is felt by the others within the step",
     ),
-    Sampler(
-        "badodab_per_parameter",
-        lambda t: bc.samplers.badodab_per_parameter(0.2, temperature=t or 1.0),
+    sampler(
+        "badodab, per parameter",
+        lambda t: bc.samplers.badodab(0.2, temperature=t or 1.0, per_parameter=True),
         order=Order(
             2,
-            lambda h: Probe(bc.samplers.badodab_per_parameter(h, 1.0, temperature=1.0)),
+            lambda h: thermostat_probe(bc.samplers.badodab(h, 1.0, temperature=1.0, per_parameter=True)),
             (0.03, 0.045, 0.06),
             11,
             in_time=True,
         ),
     ),
-    Sampler(
+    sampler(
         "psgld",
         lambda t: bc.samplers.psgld(0.01, 0.9, temperature=t, freeze_after=4),
         lambda: torchopt.rmsprop(0.01, 0.9),
@@ -240,19 +183,20 @@ SAMPLERS = (
             (0.01, 0.02, 0.04),
         ),
     ),
-    Sampler(
-        "psgld_corrected",
+    sampler(
+        "psgld, corrected",
         lambda t: fed(
-            bc.samplers.psgld_corrected(0.01, 0.9, temperature=t, freeze_after=4), curvature=like_params(1.0)
+            bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True, freeze_after=4),
+            hessian_diagonal=like_params(1.0),
         ),
         lambda: torchopt.rmsprop(0.01, 0.9),
         cold=lambda t: (
-            fed(bc.samplers.psgld_corrected(0.01, 0.9, temperature=t), curvature=like_params(1.0))
+            fed(bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True), hessian_diagonal=like_params(1.0))
             if torch.is_tensor(t) or t
-            else bc.samplers.psgld_corrected(0.01, 0.9, temperature=t)
+            else bc.samplers.psgld(0.01, 0.9, temperature=t, corrected=True)
         ),
     ),
-    Sampler(
+    sampler(
         "adam_sghmc",
         lambda t: bc.samplers.adam_sghmc(0.01, (0.8, 0.99), temperature=t, freeze_after=4),
         lambda: torchopt.adam(0.01, (0.8, 0.99)),
@@ -268,7 +212,7 @@ SAMPLERS = (
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
+    sampler(
         "adaptive_sghmc",
         lambda t: bc.samplers.adaptive_sghmc(0.05, 0.9, temperature=t, burn_in=4),
         window_then_momentum,
@@ -283,7 +227,7 @@ SAMPLERS = (
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
+    sampler(
         "langevin_with_precision",
         lambda t: bc.samplers.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
         lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
@@ -299,24 +243,28 @@ SAMPLERS = (
         skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
         why="a precision may couple all parameters, so that none may lack a gradient",
     ),
-    Sampler(
+    sampler(
         "sgfs",
-        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), curvature=like_params(0.5)),
+        lambda t: fed(bc.samplers.sgfs(0.05, temperature=t or 1.0, batch_size=10), gradient_variance=like_params(0.5)),
         order=Order(
             1,
             lambda lr: Probe(
-                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1), reduce=lambda v: (), curvature=torch.zeros_like
+                bc.samplers.sgfs(lr, temperature=1.0, batch_size=1),
+                reduce=lambda v: (),
+                gradient_variance=torch.zeros_like,
             ),
             (0.0025, 0.005, 0.01),
         ),
     ),
-    Sampler(
-        "sgfs_dense",
-        lambda t: fed(bc.samplers.sgfs_dense(0.05, temperature=t or 1.0, batch_size=10), curvature=identity_matrix),
+    sampler(
+        "sgfs, dense",
+        lambda t: fed(
+            bc.samplers.sgfs(0.05, temperature=t or 1.0, dense=True, batch_size=10), gradient_variance=identity_matrix
+        ),
         skip=NEEDS_EVERY_GRADIENT,
         why="its matrix couples all parameters, so that none may lack a gradient",
     ),
-    Sampler(
+    sampler(
         "cyclical",
         lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
         lambda: bc.sgd(bc.schedules.cosine_restarts(0.1, 24), momentum=0.8),
@@ -324,35 +272,35 @@ SAMPLERS = (
             0.1, cycle=24, burn_in=4, momentum=0.8, temperature=t
         ),  # no restart in its 12 steps
     ),
-    Sampler(
-        "cyclical_paper",
-        lambda t: bc.samplers.cyclical_paper(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t),
+    sampler(
+        "cyclical, lr inside",
+        lambda t: bc.samplers.cyclical(0.1, cycle=6, burn_in=2, momentum=0.8, temperature=t, lr_inside=True),
         lambda: torchopt.chain(bc.scale_by_neg_lr(bc.schedules.cosine_restarts(0.1, 6)), bc.add_momentum(0.8)),
     ),
-    Sampler(
+    sampler(
         "contour_sgld",
         lambda t: fed(bc.samplers.contour_sgld(0.1, 0.0, 20.0, temperature=t, bins=10), loss=half_square),
         lambda: torchopt.sgd(0.1),
     ),
-    Sampler(
+    sampler(
         "svgd",
-        lambda t: bc.samplers.svgd(0.1, temperature=t),
-        stacked=True,
+        lambda t: two_chains(bc.samplers.svgd(0.1, temperature=t)),
         skip=COUPLED,
         why="all parameters of a particle share its kernel",
     ),
-    Sampler(
+    sampler(
         "replica_exchange",
-        lambda t: fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses),
-        stacked=True,
+        lambda t: two_chains(
+            fed(bc.samplers.replica_exchange(0.05, 0.5, temperatures=(0.5, 1.0)), loss=stacked_losses)
+        ),
     ),
-    Sampler(
+    sampler(
         "lattice_walk",
         lambda t: bc.samplers.lattice_walk(0.05, temperature=t or 1.0),
         skip=NO_GRADIENT,
         why="its moves are signs",
     ),
-    Sampler(
+    sampler(
         "sghmc, three-point noise",
         lambda t: cheap(0.1, 0.8, t, "three_point"),
         lambda: torchopt.sgd(0.1, momentum=0.8),
@@ -363,7 +311,7 @@ SAMPLERS = (
             noise=((-math.sqrt(3.0), 0.0, math.sqrt(3.0)), (1 / 6, 2 / 3, 1 / 6)),
         ),
     ),
-    Sampler(
+    sampler(
         "sghmc, Rademacher noise",
         lambda t: cheap(0.1, 0.8, t, "rademacher"),
         lambda: torchopt.sgd(0.1, momentum=0.8),
@@ -382,6 +330,3 @@ def cheap(lr: float, momentum: float, temperature, kind: str):
     return bc.chain(
         bc.add_momentum(momentum), bc.inject_langevin_noise(temperature, noise=kind), bc.scale_by_neg_lr(lr)
     )
-
-
-__all__ = ["LAW", "QUARTIC", "SAMPLERS", "Order", "Sampler", "cheap", "fed"]

@@ -1,0 +1,115 @@
+"""torch's private functions that this library calls, in one place and with types: what to look at when torch changes.
+
+Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may be read asks :mod:`bayesopt_chain.tracing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_C: Any = torch._C  # the stubs of these two modules leave out what is used here
+_functions: Any = torch
+_functorch = _C._functorch
+
+
+def functorch_is_running() -> bool:
+    """Whether the call stands inside ``torch.func``: ``vmap``, ``grad``, ``vjp`` or ``jvp``."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a tensor is functorch's: one that ``vmap`` maps over, or one that is being differentiated."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether the outermost wrapper of a tensor is ``vmap``'s."""
+    return _functorch.is_batchedtensor(x)
+
+
+def level(x: Tensor) -> int:
+    """The level of the transformation that wrapped a tensor last; 1 is the outermost."""
+    return _functorch.maybe_get_level(x)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor below the outermost wrapper."""
+    return _functorch.get_unwrapped(x)
+
+
+def is_fake(x: Any) -> bool:
+    """Whether a tensor has a shape and no numbers, as during a trace."""
+    return isinstance(x, FakeTensor)
+
+
+def proxies_are_recorded() -> bool:
+    """Whether ``make_fx`` records the operations."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+def set_grad_enabled(enabled: bool) -> None:
+    """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
+    _C._set_grad_enabled(enabled)
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """No mkldnn on a CPU: its fused LSTM can be neither vmapped nor compiled, while torch's own operations can."""
+    before = _C._get_mkldnn_enabled()
+    _C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags sets more, with a warning
+    try:
+        yield
+    finally:
+        _C._set_mkldnn_enabled(before)
+
+
+def storage_of(x: Tensor) -> int:
+    """A number that tensors share exactly if they share memory; fake tensors have one too."""
+    return x.untyped_storage()._cdata
+
+
+def foreach_add_(xs: list[Tensor], ys: list[Tensor], alpha: float = 1.0) -> None:
+    """``x += alpha y`` for a list of tensors."""
+    _functions._foreach_add_(xs, ys, alpha=alpha)
+
+
+def foreach_mul_(xs: list[Tensor], factor: float | Tensor) -> None:
+    """``x *= factor``, a number or a 0-d tensor, for a list of tensors."""
+    _functions._foreach_mul_(xs, factor)
+
+
+def foreach_copy_(xs: list[Tensor], ys: list[Tensor]) -> None:
+    """``x <- y`` for a list of tensors."""
+    _functions._foreach_copy_(xs, ys)
+
+
+def fused_sgd_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    velocities: list[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """torch's fused SGD step without dampening, velocities started before; an empty list without momentum."""
+    _functions._fused_sgd_(
+        params,
+        grads,
+        velocities,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=False,
+    )

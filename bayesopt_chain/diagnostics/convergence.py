@@ -1,0 +1,89 @@
+"""Have the chains mixed: R-hat and effective sample size, computed by ArviZ for every element of every leaf.
+
+Needs the extra ``diagnostics`` (arviz-stats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bayesopt_chain.loop.draws import Draws
+
+
+def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> Any:
+    """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
+
+    Args:
+        draws: :class:`bayesopt_chain.Draws`, or a tree with leaves ``[draws, chains, ...]``. A single chain is split in two.
+        superchains: a number for each chain; chains of one number started at the same point. Then the nested R-hat
+            (Margossian et al., 2024) is returned, which is right for many short chains.
+
+    Returns:
+        A tree with a tensor like each parameter; 1 at stationarity, above 1.01 not mixed. NaN where draws are constant.
+
+    Raises:
+        ValueError: fewer than four draws.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x = torch.randn(500, 4, 2, generator=torch.Generator().manual_seed(0))
+        >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    from arviz_stats.base.array import array_stats
+
+    if superchains is None:
+        return _each(draws, "r_hat", lambda x: array_stats.rhat(x, chain_axis=-2, draw_axis=-1, method="rank"))
+    ids = list(superchains)
+    return _each(draws, "r_hat", lambda x: array_stats.rhat_nested(x, superchain_ids=ids, chain_axis=-2, draw_axis=-1))
+
+
+def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
+    """Effective sample size of every element, over all chains (Vehtari et al., 2021).
+
+    Args:
+        draws: as in :func:`r_hat`.
+        kind: ``"bulk"`` for means and medians, ``"tail"`` for 5 % and 95 % quantiles.
+
+    Returns:
+        A tree with a tensor like each parameter.
+
+    Raises:
+        ValueError: fewer than four draws, or another kind.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x = torch.randn(500, 4, 1, generator=torch.Generator().manual_seed(0))
+        >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
+        True
+    """
+    from arviz_stats.base.array import array_stats
+
+    if kind not in ("bulk", "tail"):
+        raise ValueError(f"ess: kind is 'bulk' or 'tail', got {kind!r}")
+    prob = (0.05, 0.95) if kind == "tail" else None
+    return _each(draws, "ess", lambda x: array_stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
+
+
+def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
+    """A statistic of arrays ``[elements, chains, draws]`` for every leaf."""
+    stacked = hasattr(draws, "chains") and draws.chains is None
+    tree = draws.params if hasattr(draws, "params") else draws
+
+    def one(x: Tensor) -> Tensor:
+        x = x[:, None] if stacked else x
+        if x.ndim < 2 or len(x) < 4:
+            raise ValueError(
+                f"{who}: needs leaves [draws, chains, ...] with at least 4 draws, got shape {tuple(x.shape)}; run longer"
+            )
+        shape = x.shape[2:]
+        rows = x.detach().to(torch.float64).reshape(len(x), x.shape[1], -1).permute(2, 1, 0).contiguous()
+        return torch.as_tensor(statistic(rows.cpu().numpy())).reshape(shape)
+
+    return optree.tree_map(one, tree)

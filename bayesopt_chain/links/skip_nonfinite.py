@@ -1,0 +1,157 @@
+r"""``skip_nonfinite``: one bad batch costs one step, not the run.
+
+A gradient with a NaN or an infinity in it would enter velocities and averages and never leave them. A skipped step is a step
+that was never made: with ``ok`` true where every entry of the gradient is finite,
+
+    updates, state' = tx.update(g, state)     if ok,
+    updates, state' = 0, state                otherwise,
+
+so that parameters, velocities, averages, step counts and the position of the random stream stay as they were, and the next
+step draws the noise that the skipped one would have drawn. A run over batches of which some are bad is, bit for bit, the run
+over the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torchopt.base import GradientTransformation
+
+from bayesopt_chain import tracing
+from bayesopt_chain.core.foreign import keywords_of
+from bayesopt_chain.trees import all_finite
+
+
+class SkipState(NamedTuple):
+    """``inner``: the state of the transformation inside. ``skipped``: how many updates were skipped, 0-d int64."""
+
+    inner: Any
+    skipped: Tensor
+
+
+class SkipNonfinite(GradientTransformation):
+    """What :func:`skip_nonfinite` returns.
+
+    Attributes:
+        transformation: the one inside.
+    """
+
+    transformation: GradientTransformation
+
+    def __new__(cls, transformation: GradientTransformation) -> SkipNonfinite:
+        skip = _Skip(transformation)
+        self = super().__new__(cls, init=skip.init, update=skip.update)
+        self.transformation = transformation
+        return self
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The keywords that ``update`` passes on."""
+        return keywords_of(self.transformation)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Those without which the transformation refuses."""
+        return getattr(self.transformation, "needs", frozenset())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SkipNonfinite) and self.transformation == other.transformation
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((SkipNonfinite, self.transformation))
+
+    def __reduce__(self) -> Any:
+        return SkipNonfinite, (self.transformation,)
+
+    def __repr__(self) -> str:
+        return f"skip_nonfinite({self.transformation!r})"
+
+
+def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
+    """Skip every update whose gradient is not finite, and count them.
+
+    Wrap a whole chain or optimizer: inside a chain it would skip its own links alone, and a chain that samples refuses it
+    there. What is looked at are the gradients and the tensors among the keywords (``loss=``, per-datum gradients); ``None``
+    gradients are no matter. Under ``vmap`` each chain skips for itself.
+
+    Args:
+        tx: any gradient transformation of this library or of TorchOpt, at any temperature.
+
+    Returns:
+        A transformation of state ``SkipState(inner, skipped)``: pass ``state.inner`` to whatever reads the state of ``tx``
+        (``link.posterior(state.inner, params)``), and look at ``state.skipped`` now and then. A skipped step returns updates of
+        zero and the state as it was: the same velocities, counts and position of the random stream. On a CPU it costs one pass
+        over the gradients; where values cannot be read for nothing (on a device, traced, under ``vmap``) the update is computed
+        all the same and one of both results chosen, and ``inplace=True`` then needs the memory of a second state.
+
+    Raises:
+        TypeError: ``tx`` is no gradient transformation.
+        ValueError: at an update that cannot be read, a state that grows with it (``structure="root"``).
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.skip_nonfinite(bc.sgd(0.1, 0.9)), torch.ones(2)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(torch.tensor([1.0, torch.nan]), state, params=params)
+        >>> updates, state.skipped, state.inner[0].trace
+        (tensor([0., 0.]), tensor(1), (tensor([0., 0.]),))
+    """
+    if not isinstance(tx, GradientTransformation):
+        raise TypeError(f"skip_nonfinite: tx is {tx!r}, not a gradient transformation")
+    return SkipNonfinite(tx)
+
+
+class _Skip:
+    """The two functions."""
+
+    def __init__(self, transformation: GradientTransformation) -> None:
+        self.tx = transformation
+
+    def init(self, params: Any, **options: Any) -> SkipState:
+        leaves = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
+        device = leaves[0].device if leaves else torch.device("cpu")
+        return SkipState(self.tx.init(params, **options), torch.zeros((), dtype=torch.int64, device=device))
+
+    def update(self, updates: Any, state: SkipState, *, params: Any = None, inplace: bool = True, **extra: Any):
+        both: Any = (updates, extra)
+        ok = all_finite(optree.tree_leaves(both))
+        if not tracing.is_readable(ok):
+            return self._choose(ok, updates, state, params, inplace, extra)
+        if bool(ok):
+            updates, inner = self.tx.update(updates, state.inner, params=params, inplace=inplace, **extra)
+            return updates, SkipState(inner, state.skipped)
+        still = optree.tree_map(Tensor.zero_ if inplace else torch.zeros_like, updates)
+        return still, SkipState(state.inner, state.skipped.add_(1) if inplace else state.skipped + 1)
+
+    def _choose(self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]):
+        """The same without looking. Zeros go in where the gradient is bad, so that nothing not finite is differentiated."""
+        given: Any = (updates, extra)
+        safe: Any = optree.tree_map(lambda x: _where(ok, x, 0.0), given)
+        moves, inner = self.tx.update(safe[0], state.inner, params=params, inplace=False, **safe[1])
+        moves = optree.tree_map(lambda x: _where(ok, x, 0.0), moves)
+        old, structure = optree.tree_flatten(state.inner)
+        new, grown = optree.tree_flatten(inner)
+        if structure != grown or any(a.shape != b.shape for a, b in zip(old, new)):
+            raise ValueError(
+                "skip_nonfinite: the state grows with the update, so that it cannot be kept without looking at the gradient; "
+                "use a structure of curvature whose size stays, or leave this step uncaptured and unstacked"
+            )
+        chosen = [_where(ok, b, a) for a, b in zip(old, new)]
+        skipped = state.skipped + (~ok).to(torch.int64)
+        if inplace:
+            moves = optree.tree_map(Tensor.copy_, updates, moves)
+            chosen, skipped = [a.copy_(b) for a, b in zip(old, chosen)], state.skipped.copy_(skipped)
+        return moves, SkipState(optree.tree_unflatten(structure, chosen), skipped)
+
+
+def _where(ok: Tensor, x: Any, other: Any) -> Any:
+    """``x`` where ``ok``; what is no tensor, or cannot be infinite, as it is unless another tensor is given."""
+    if not isinstance(x, Tensor) or (not isinstance(other, Tensor) and not (x.is_floating_point() or x.is_complex())):
+        return x
+    return torch.where(ok.to(x.device), x, other)

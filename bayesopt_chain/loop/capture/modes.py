@@ -1,0 +1,48 @@
+"""Modules that a step runs, and whether they train: a recorded program keeps the mode it was recorded in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from bayesopt_chain.loop.capture.errors import CaptureError
+
+_is_training = attrgetter("training")
+
+
+class Modes:
+    """The modules that were called while :meth:`watching`, and their modes then."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.training: list[bool] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take note of every module that is called meanwhile."""
+        seen: dict[int, nn.Module] = {}
+        hook = register_module_forward_pre_hook(lambda module, args: seen.update({id(module): module}))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.modules = list(seen.values())
+            self.training = list(map(_is_training, self.modules))
+
+    def check(self) -> None:
+        """Refuse to replay what was recorded in another mode.
+
+        Raises:
+            CaptureError: naming the first module whose mode changed.
+        """
+        if list(map(_is_training, self.modules)) != self.training:
+            changed = next(m for m, was in zip(self.modules, self.training) if m.training != was)
+            now, then = ("train", "eval") if changed.training else ("eval", "train")
+            raise CaptureError(
+                f"capture: the step was captured with {type(changed).__name__} in {then} mode, and it is in {now} mode now; "
+                f"call .{then}() before the replay, or capture the step again"
+            )

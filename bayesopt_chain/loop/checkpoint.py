@@ -1,0 +1,209 @@
+"""Trees of tensors on disk, without pickle: one safetensors file, written whole or not at all.
+
+A file holds ``{path: tensor}`` and, in its header, what it is a file of: every leaf's path, dtype and shape, the numbers
+and strings among the leaves, the chain's text, the library's version and a checksum of the data. :func:`load` compares
+all of it with the tree it is to fill and names what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.version import __version__
+
+FORMAT = "bayesopt_chain/1"
+Scalar = bool | int | float | str | None
+
+
+def flat(tree: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+    """The tensors of a tree by path (``state/0/trace/1``), and its numbers, strings and ``None``.
+
+    Raises:
+        TypeError: a leaf that is neither.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Scalar] = {}
+    accessors = optree.tree_accessors(tree, none_is_leaf=True)
+    for accessor, leaf in zip(accessors, optree.tree_leaves(tree, none_is_leaf=True)):
+        name = "/".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) or "tensor"
+        if torch.is_tensor(leaf):
+            tensors[name] = leaf.detach()
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            scalars[name] = leaf
+        else:
+            raise TypeError(
+                f"save: leaf {name} is {type(leaf).__name__}; only tensors, numbers and strings can be saved"
+            )
+    if len(tensors) + len(scalars) != len(accessors):
+        raise ValueError("save: two leaves have the same path; rename a key that contains '/'")
+    return tensors, scalars
+
+
+def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
+    """Write a tree to one safetensors file: atomically, and without pickle.
+
+    Args:
+        path: the file. It is replaced in one step; a crash leaves the old file or the new one.
+        tree: any tree of tensors, numbers and strings, such as ``(params, state)``.
+        tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
+
+    Raises:
+        TypeError: a leaf of another type.
+        OSError: the file cannot be written; what stood there before is untouched.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.ones(2)}
+        >>> state = tx.init(params)
+        >>> file = tempfile.mkdtemp() + "/run.safetensors"
+        >>> bc.save(file, (params, state), tx=tx)
+        >>> params, state = bc.load(file, like=(params, state), tx=tx)
+        >>> params["w"]
+        tensor([1., 1.])
+    """
+    tensors, scalars = flat(tree)
+    write(Path(path), tensors, {"scalars": scalars, "chain": None if tx is None else repr(tx)})
+
+
+def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
+    """Read a tree that :func:`save` wrote.
+
+    Args:
+        path: the file.
+        like: a tree of the structure, shapes and dtypes to expect; its values do not matter and it is not changed. The
+            tensors come back on the devices of this tree.
+        tx: the chain, if :func:`save` was given one: a file of another chain is refused.
+
+    Returns:
+        A tree like ``like``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a truncated or damaged file, one that something else wrote, or one of another tree or chain; the
+            message names what differs.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> file = tempfile.mkdtemp() + "/params.safetensors"
+        >>> bc.save(file, {"w": torch.ones(2)})
+        >>> bc.load(file, like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    tensors, header = read(Path(path))
+    if tx is not None and header.get("chain") not in (None, repr(tx)):
+        raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
+    return filled(like, tensors, header.get("scalars", {}), str(path))
+
+
+def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
+    """``like`` with the values that were read, after comparing every leaf."""
+    wanted, numbers = flat(like)
+    differences = [f"{name} is missing" for name in (*wanted, *numbers) if name not in tensors and name not in scalars]
+    differences += [
+        f"{name} is not expected" for name in (*tensors, *scalars) if name not in wanted and name not in numbers
+    ]
+    for name, leaf in wanted.items():
+        got = tensors.get(name)
+        if got is not None and (got.shape != leaf.shape or got.dtype != leaf.dtype):
+            differences.append(f"{name} is {got.dtype} {tuple(got.shape)}, expected {leaf.dtype} {tuple(leaf.shape)}")
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise ValueError(f"load: {where} does not fit the tree of like=: {'; '.join(differences[:5])}{more}")
+    leaves, spec = optree.tree_flatten(like, none_is_leaf=True)
+    values = {**scalars, **{name: tensors[name].to(leaf.device) for name, leaf in wanted.items()}}
+    names = iter(_names(like))
+    return optree.tree_unflatten(spec, [values[next(names)] for _ in leaves])
+
+
+def _names(tree: Any) -> list[str]:
+    accessors = optree.tree_accessors(tree, none_is_leaf=True)
+    return ["/".join(str(getattr(entry, "field", entry.entry)) for entry in a) or "tensor" for a in accessors]
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
+    """Write tensors and a header atomically; returns the checksum of the data."""
+    from safetensors.torch import save_file
+
+    held, seen = {}, set()
+    for name, x in tensors.items():
+        x = x.detach().contiguous()
+        where = x.untyped_storage().data_ptr()
+        if where in seen or x.untyped_storage().nbytes() != x.nbytes:  # the format has no views
+            x = x.clone()
+        seen.add(x.untyped_storage().data_ptr())
+        held[name] = x.cpu()
+    crc = checksum(held)
+    about = {"format": FORMAT, "version": __version__, "checksum": crc, **header}
+
+    def to(temporary: Path) -> None:
+        save_file(held, temporary, metadata={"bayesopt_chain": json.dumps(about)})
+
+    _replace(path, to)
+    return crc
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    _replace(path, lambda temporary: temporary.write_text(text))
+
+
+def _replace(path: Path, to: Any) -> None:
+    """Let ``to`` write a temporary neighbour, push it to the disk, and put it in the place of ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        to(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as err:
+        temporary.unlink(missing_ok=True)
+        if type(err).__name__ == "SafetensorError":
+            raise OSError(f"save: cannot write {path}: {err}") from err
+        if isinstance(err, OSError):
+            raise OSError(
+                err.errno, f"save: cannot write {path}: {err.strerror or err}; what stood there is untouched"
+            ) from err
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the header of a file that :func:`write` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        raise FileNotFoundError(f"load: there is no file {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("bayesopt_chain", "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as err:
+        raise ValueError(f"load: {path} is no whole safetensors file (truncated or damaged): {err}") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"load: {path} was not written by bayesopt_chain ({FORMAT}): its header says {about!r}")
+    if verify and checksum(tensors) != about["checksum"]:
+        raise ValueError(f"load: the data of {path} do not match their checksum: the file is damaged")
+    return tensors, about
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 of names and bytes, in the order of the names."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(name.encode(), crc)
+        x = tensors[name].contiguous().reshape(-1)
+        crc = zlib.crc32(x.view(torch.uint8).numpy().data, crc) if x.numel() else crc
+    return crc

@@ -1,0 +1,387 @@
+"""Draws of a sampler: in memory or on disk, stacked on axis 0 (draw, then chain), and what is asked of them.
+
+    predictive   p(y | x, D) = 1/S sum_s p(y | f(theta_s, x))        a mean of probabilities, not of outputs
+
+A run on disk is a directory: ``index.json`` names the shards, safetensors files with a few draws each, in order. The index
+is written last, so that a directory always holds whole draws.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.loop import checkpoint
+
+INDEX = "index.json"
+STEP, LOSS, LEAF = "_step", "_loss", "params/"
+Reduce = Literal["mean", "log_mean_exp", "stack"]
+
+
+class Shard(NamedTuple):
+    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them."""
+
+    size: int
+    leaves: dict[str, Tensor] | None
+    path: Path | None
+    checksum: int | None = None
+
+    def load(self) -> dict[str, Tensor]:
+        """All leaves; a file is mapped into memory, and read where it is looked at."""
+        if self.leaves is not None:
+            return self.leaves
+        assert self.path is not None
+        if not self.path.exists():
+            raise FileNotFoundError(
+                f"Draws: the shard {self.path} is missing; restore it, or open a copy of the directory that has it"
+            )
+        tensors, _ = checkpoint.read(self.path, verify=False)
+        return tensors
+
+
+class Draws:
+    """Draws of parameters, in the order in which they were made.
+
+    Made by :func:`bayesopt_chain.sample`, :meth:`open` and :meth:`from_trees`. Slices and :meth:`thin` share what they hold
+    with the draws they come from.
+
+    Attributes:
+        chains: number of chains stacked on axis 1 of every leaf, or ``None`` for a single chain without that axis.
+        complete: whether the run reached its last step.
+        why: why it stopped, if it is not complete.
+        last: ``(params, state)`` after the last step, or ``None``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> draws = bc.Draws.from_trees([{"w": torch.tensor([float(i)])} for i in range(4)])
+        >>> len(draws), draws.params["w"].shape, draws[1:3].params["w"].mean()
+        (4, torch.Size([4, 1]), tensor(1.5000))
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        spec: Any,
+        names: Sequence[str],
+        *,
+        chains: int | None = None,
+        rows: Sequence[tuple[int, int]] | None = None,
+        complete: bool = True,
+        why: str = "",
+        last: tuple[Any, Any] | None = None,
+    ) -> None:
+        self._shards = list(shards)
+        self._spec = spec
+        self._names = list(names)
+        self._rows = [(k, i) for k, s in enumerate(self._shards) for i in range(s.size)] if rows is None else list(rows)
+        self.chains = chains
+        self.complete = complete
+        self.why = why
+        self.last = last
+
+    @classmethod
+    def from_trees(cls, trees: Iterable[Any], *, chains: int | None = None) -> Draws:
+        """Draws from a sequence of parameter trees.
+
+        Args:
+            trees: at least one tree; copies are made.
+            chains: the length of axis 0 of every leaf, if the trees are of stacked chains.
+        """
+        trees = list(trees)
+        if not trees:
+            raise ValueError("Draws.from_trees: no trees were given")
+        flat = [checkpoint.flat(tree)[0] for tree in trees]
+        spec = optree.tree_structure(trees[0], none_is_leaf=True)
+        leaves = {LEAF + name: torch.stack([tree[name] for tree in flat]) for name in flat[0]}
+        leaves[STEP] = torch.arange(1, len(flat) + 1)
+        return cls([Shard(len(flat), leaves, None)], spec, list(flat[0]), chains=chains)
+
+    @classmethod
+    def open(cls, path: str | Path, *, like: Any = None) -> Draws:
+        """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; nothing is read yet.
+
+        Args:
+            path: the directory.
+            like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
+
+        Raises:
+            FileNotFoundError: no run, or a shard of it is missing.
+            ValueError: a damaged index, or other parameters than ``like``.
+        """
+        path = Path(path)
+        index = read_index(path)
+        names = index["leaves"]
+        shards = [Shard(s["draws"], None, path / s["file"], s["checksum"]) for s in index["shards"]]
+        for shard in shards:
+            if shard.path is not None and not shard.path.exists():
+                raise FileNotFoundError(f"Draws.open: the shard {shard.path} is missing; restore it from a copy")
+        if like is None:
+            spec = optree.tree_structure(nested(dict.fromkeys(names, 0)), none_is_leaf=True)
+            names = list(checkpoint.flat(nested(dict.fromkeys(names, 0)))[1])
+        else:
+            mine = list(checkpoint.flat(like)[0])
+            if sorted(mine) != sorted(names):
+                raise ValueError(f"Draws.open: {path} holds leaves {sorted(names)}, like has {sorted(mine)}")
+            spec, names = optree.tree_structure(like, none_is_leaf=True), mine
+        return cls(shards, spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        chains = "" if self.chains is None else f" of {self.chains} chains"
+        why = "" if self.complete else f", incomplete: {self.why}"
+        return f"Draws({len(self)} draws{chains}, {len(self._names)} leaves{why})"
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Draws: ...
+
+    def __getitem__(self, at: int | slice) -> Any:
+        """One draw as a tree of parameters, or some of the draws."""
+        if isinstance(at, slice):
+            return self._with(self._rows[at])
+        k, i = self._rows[at]
+        held = self._shards[k].load()
+        return self._tree([held[LEAF + name][i] for name in self._names])
+
+    def __iter__(self) -> Iterator[Any]:
+        """The draws one by one; of draws on disk one shard is held at a time."""
+        current, held = None, {}
+        for k, i in self._rows:
+            if k != current:
+                current, held = k, self._shards[k].load()
+            yield self._tree([held[LEAF + name][i] for name in self._names])
+
+    def thin(self, every: int) -> Draws:
+        """Every ``every``-th draw, the first among them."""
+        if every < 1:
+            raise ValueError(f"Draws.thin: every must be at least 1, got {every}")
+        return self[::every]
+
+    @property
+    def params(self) -> Any:
+        """The tree of parameters with all draws stacked on axis 0 (read into memory if on disk)."""
+        return self._tree([self._column(LEAF + name) for name in self._names])
+
+    @property
+    def steps(self) -> Tensor:
+        """The number of the step after which each draw was taken, int64 ``[S]``, counted from 1."""
+        return self._column(STEP)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss that the step of each draw reported, at the parameters it started from, ``[S]`` or ``[S, chains]``."""
+        return self._column(LOSS)
+
+    def merge(self, *others: Draws) -> Draws:
+        """These draws followed by others of the same parameters.
+
+        Raises:
+            ValueError: other leaves, or another number of chains.
+        """
+        shards, rows = list(self._shards), list(self._rows)
+        for other in others:
+            if sorted(other._names) != sorted(self._names) or other.chains != self.chains:
+                raise ValueError(f"Draws.merge: {other!r} has other leaves or chains than {self!r}")
+            rows += [(k + len(shards), i) for k, i in other._rows]
+            shards += other._shards
+        complete = self.complete and all(other.complete for other in others)
+        return Draws(shards, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        forward: Callable[[Any, Any], Tensor],
+        batches: Iterable[Any],
+        *,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        reduce: Reduce = "mean",
+        chunk: int = 32,
+    ) -> Tensor:
+        """Average what the model says over draws and chains.
+
+        Args:
+            forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain.
+            batches: batches to go through once, such as a DataLoader; the results are concatenated along the data.
+            transform: applied to the outputs of each draw, such as ``lambda x: x.softmax(-1)`` or, with
+                ``reduce="log_mean_exp"``, ``lambda x: x.log_softmax(-1)``.
+            reduce: ``"mean"``; ``"log_mean_exp"``, the logarithm of the mean of exponentials, for log probabilities; or
+                ``"stack"``, which keeps the draws (and chains, flattened) on axis 0.
+            chunk: so many draws in one batched forward (by ``torch.vmap``); models that it refuses run one by one.
+
+        Returns:
+            ``[N, *event]``, or ``[S * chains, N, *event]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([torch.tensor([0.0]), torch.tensor([2.0])])
+            >>> draws.predict(lambda w, x: x * w, [torch.ones(3)])
+            tensor([1., 1., 1.])
+        """
+        if reduce not in ("mean", "log_mean_exp", "stack"):
+            raise ValueError(f"predict: reduce is 'mean', 'log_mean_exp' or 'stack', got {reduce!r}")
+        if not len(self):
+            raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
+        run = Forward(forward)
+        out = []
+        for batch in batches:
+            average = Average(reduce)
+            for block in self._blocks(chunk):
+                y = run(block, batch)
+                average.add(y if transform is None else transform(y))
+            out.append(average.value)
+        if not out:
+            raise ValueError(
+                "predict: batches is empty; an iterator can be gone through only once, pass a list or a loader"
+            )
+        return torch.cat(out, 1 if reduce == "stack" else 0)
+
+    def to_arviz(self, *, log_likelihood: Tensor | None = None, **names: str) -> Any:
+        """The draws as ArviZ inference data: posterior, sample statistics, and the log likelihood if given.
+
+        Args:
+            log_likelihood: of every datum under every draw, ``[S, N]`` or ``[S, chains, N]``; with it ``arviz.loo`` and
+                ``arviz.waic`` work.
+            names: a name for a leaf's path, as ``names={"layer/weight": "w"}``.
+
+        Returns:
+            ``arviz.InferenceData``; variables are the leaves' paths with dots, dimensions (chain, draw, ...).
+        """
+        import arviz
+
+        def laid_out(x: Tensor) -> Any:
+            x = x[:, None] if self.chains is None else x
+            return x.transpose(0, 1).contiguous().to(torch.float64).numpy()
+
+        posterior = {
+            names.get(name, name.replace("/", ".")): laid_out(self._column(LEAF + name)) for name in self._names
+        }
+        stats = {"step": laid_out(self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains))}
+        if all(LOSS in shard.load() for shard in self._shards):
+            stats["loss"] = laid_out(self.loss)
+        likelihood = None if log_likelihood is None else {"y": laid_out(log_likelihood)}
+        return arviz.from_dict(posterior=posterior, sample_stats=stats, log_likelihood=likelihood)
+
+    def verify(self) -> None:
+        """Compare every shard on disk with its checksum.
+
+        Raises:
+            ValueError: the first damaged shard, by name.
+        """
+        for shard in self._shards:
+            if shard.path is not None:
+                checkpoint.read(shard.path, verify=True)
+
+    def _with(self, rows: Sequence[tuple[int, int]]) -> Draws:
+        return Draws(
+            self._shards, self._spec, self._names, chains=self.chains, rows=rows, complete=self.complete, why=self.why
+        )
+
+    def _tree(self, leaves: list[Tensor]) -> Any:
+        return optree.tree_unflatten(self._spec, leaves)
+
+    def _column(self, name: str) -> Tensor:
+        held: dict[int, Tensor] = {}
+        for k, _ in self._rows:
+            if k not in held:
+                held[k] = self._shards[k].load()[name]
+        if not self._rows:
+            raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
+        whole = len(held) == 1 and self._rows == [(k, i) for k in held for i in range(len(held[k]))]
+        return next(iter(held.values())) if whole else torch.stack([held[k][i] for k, i in self._rows])
+
+    def _blocks(self, chunk: int) -> Iterator[Any]:
+        """Trees with at most ``chunk`` draws (of single chains) on axis 0."""
+        if chunk < 1:
+            raise ValueError(f"predict: chunk must be at least 1, got {chunk}")
+        step = max(1, chunk // (self.chains or 1))
+        for start in range(0, len(self), step):
+            tree = self[start : start + step].params
+            yield tree if self.chains is None else optree.tree_map(lambda x: x.flatten(0, 1), tree)
+
+
+class Forward:
+    """A model at many draws at once by ``vmap``; one by one from the first time that vmap refuses it."""
+
+    def __init__(self, forward: Callable[[Any, Any], Tensor]) -> None:
+        self.forward = forward
+        self.batched = True
+
+    def __call__(self, draws: Any, batch: Any) -> Tensor:
+        """Outputs ``[S, B, *event]`` for parameters ``[S, ...]``."""
+        size = optree.tree_leaves(draws)[0].shape[0]
+        if self.batched and size > 1:
+            try:
+                return torch.vmap(lambda p: self.forward(p, batch), randomness="error")(draws)
+            except RuntimeError:
+                self.batched = False
+        return torch.stack([self.forward(optree.tree_map(lambda x, i=i: x[i], draws), batch) for i in range(size)])
+
+
+class Average:
+    """A running mean, log-mean-exp or stack over axis 0 of what is added."""
+
+    def __init__(self, reduce: Reduce) -> None:
+        self.reduce = reduce
+        self.count = 0
+        self.total: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """Add a block ``[S, ...]``."""
+        self.count += len(x)
+        if self.reduce == "stack":
+            self.parts.append(x)
+            return
+        block = x.logsumexp(0) if self.reduce == "log_mean_exp" else x.sum(0)
+        if self.total is None:
+            self.total = block
+        else:
+            self.total = torch.logaddexp(self.total, block) if self.reduce == "log_mean_exp" else self.total + block
+
+    @property
+    def value(self) -> Tensor:
+        """The result so far."""
+        if self.reduce == "stack":
+            return torch.cat(self.parts)
+        if self.total is None:
+            raise ValueError("nothing was added yet")
+        return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The index of a run's directory."""
+    file = path / INDEX
+    if not file.exists():
+        raise FileNotFoundError(f"there is no run in {path}: it has no {INDEX}")
+    try:
+        index = json.loads(file.read_text())
+        if index["format"] != checkpoint.FORMAT:
+            raise ValueError(f"{file} has the format {index['format']!r}, this version reads {checkpoint.FORMAT!r}")
+    except (json.JSONDecodeError, KeyError, TypeError) as err:
+        raise ValueError(f"{file} is damaged: {err}; restore it from a copy") from None
+    return index
+
+
+def nested(flat: dict[str, Any]) -> Any:
+    """A nested dictionary from one with paths as keys."""
+    if list(flat) == ["tensor"]:
+        return flat["tensor"]
+    out: dict[str, Any] = {}
+    for name, value in flat.items():
+        *folders, last = name.split("/")
+        inner = out
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = value
+    return out

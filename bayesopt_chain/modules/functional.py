@@ -1,0 +1,144 @@
+"""From an ``nn.Module`` to functions of a dictionary of tensors, and back.
+
+A module computes with the tensors that it holds; a sampler needs ``forward(params, batch)``. :func:`make_functional` takes the
+parameters that are trained out of a module (one entry for a tensor that several layers share, none for frozen ones),
+:func:`write_back` puts a draw, a mode or a mean into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Tensors = dict[str, Tensor]
+
+
+class Functional(NamedTuple):
+    """What :func:`make_functional` returns: a function, the parameters it starts from, and the buffers."""
+
+    forward: Forward
+    params: Tensors
+    buffers: Tensors
+
+
+class Forward:
+    """A module as a function of its trained parameters; made by :func:`make_functional`.
+
+    ``forward(params, batch)`` gives the outputs with the module's own buffers, which it leaves as they are;
+    :meth:`with_buffers` takes the buffers and returns their next values.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Callable[[Any], Any] | None) -> None:
+        self.module = module
+        self.inputs = inputs
+        self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
+        """The module's outputs for a batch."""
+        moving = {name: b.clone() for name, b in self.module.named_buffers()} if self.module.training else {}
+        return self._call({**params, **moving}, batch)
+
+    def with_buffers(
+        self, params: Mapping[str, Tensor], batch: Any, buffers: Mapping[str, Tensor]
+    ) -> tuple[Any, Tensors]:
+        """Outputs and the buffers after this batch; the given ones are not changed."""
+        new = {name: b.clone() for name, b in buffers.items()}
+        return self._call({**params, **new}, batch), new
+
+    def _call(self, tensors: Mapping[str, Tensor], batch: Any) -> Any:
+        if missing := self.names - tensors.keys():
+            raise ValueError(
+                f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
+            )
+        chosen = batch_inputs(batch) if self.inputs is None else self.inputs(batch)
+        if isinstance(chosen, Mapping):
+            return functional_call(self.module, dict(tensors), (), dict(chosen))
+        return functional_call(self.module, dict(tensors), chosen if isinstance(chosen, tuple) else (chosen,))
+
+
+def batch_inputs(batch: Any) -> Any:
+    """What of a batch a model takes: of ``(inputs, targets)`` the first, of a mapping all but its labels, else all of it."""
+    if isinstance(batch, (tuple, list)):
+        return batch[0]
+    if isinstance(batch, Mapping):
+        return {k: v for k, v in batch.items() if k not in ("labels", "label", "targets", "target")}
+    return batch
+
+
+def make_functional(module: nn.Module, *, inputs: Callable[[Any], Any] | None = None) -> Functional:
+    """Take the trained parameters out of a module.
+
+    Args:
+        module: any module, in the mode (``train`` or ``eval``) in which it is to run. It is not changed, and stays the
+            place of its frozen parameters.
+        inputs: from a batch to what the module is called with: one argument, a tuple of them, or a dictionary of
+            keywords. By default ``batch[0]`` of a tuple or list, a mapping without its labels, and any other batch itself.
+
+    Returns:
+        ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with
+        ``requires_grad``, by name, a tensor that several modules share under its first name only; copies of the buffers.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: no parameter requires a gradient.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> forward, params, buffers = bc.make_functional(module)
+        >>> sorted(params)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+        >>> forward(params, (torch.ones(5, 2), None)).shape
+        torch.Size([5, 1])
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"make_functional: module is {type(module).__name__}, not a torch.nn.Module")
+    params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError(
+            "make_functional: no parameter of the module requires a gradient, so there is nothing to sample"
+        )
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    return Functional(Forward(module, inputs), params, buffers)
+
+
+@torch.no_grad()
+def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+    """Copy parameters (and buffers) by name into a module.
+
+    Args:
+        module: the module, or another of the same architecture.
+        params: a draw, a mode or a mean, as :func:`make_functional` names them. Parameters that are not named stay.
+        buffers: likewise.
+
+    Raises:
+        ValueError: a name that the module lacks, or another shape; nothing is changed then.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> module = torch.nn.Linear(2, 1)
+        >>> forward, params, _ = bc.make_functional(module)
+        >>> bc.write_back(module, {name: torch.zeros_like(p) for name, p in params.items()})
+        >>> module(torch.ones(1, 2)).item()
+        0.0
+    """
+    places: list[tuple[Tensor, Tensor]] = []
+    for what, values, own in (
+        ("params", params, dict(module.named_parameters(remove_duplicate=False))),
+        ("buffers", buffers or {}, dict(module.named_buffers(remove_duplicate=False))),
+    ):
+        for name, value in values.items():
+            if name not in own:
+                raise ValueError(f"write_back: {what} has {name!r}, which the module lacks; it has {sorted(own)[:8]}")
+            if own[name].shape != value.shape:
+                raise ValueError(
+                    f"write_back: {what}[{name!r}] has shape {tuple(value.shape)}, the module's {tuple(own[name].shape)}; of "
+                    "stacked chains or draws write one, draws[i]"
+                )
+            places.append((own[name], value))
+    for place, value in places:
+        place.copy_(value)

@@ -1,0 +1,107 @@
+"""How good predictions are: calls of torchmetrics and scikit-learn, with the arguments that predictive averages have.
+
+Needs the extra ``metrics`` (torchmetrics, scikit-learn).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: int = 15) -> dict[str, float]:
+    """Accuracy, negative log likelihood, Brier score and expected calibration error of class predictions.
+
+    Args:
+        log_probabilities: of the classes, ``[N, C]``, such as ``draws.predict(..., reduce="log_mean_exp")``.
+        targets: class numbers, int64 ``[N]``.
+        bins: confidence bins of the calibration error.
+
+    Returns:
+        ``accuracy``, ``nll`` (nats a datum), ``brier`` (sum over classes of squared errors, in [0, 2]), ``ece`` (in [0, 1]).
+
+    Raises:
+        ValueError: shapes that do not belong together, or rows that are no probabilities.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import predict
+        >>> p = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+        >>> metrics = predict.classification_metrics(p.log(), torch.tensor([0, 1]))
+        >>> metrics["accuracy"], round(metrics["brier"], 3)
+        (1.0, 0.05)
+    """
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
+    if log_probabilities.ndim != 2 or targets.shape != log_probabilities.shape[:1]:
+        raise ValueError(
+            f"classification_metrics: expected log_probabilities [N, C] and targets [N], got {tuple(log_probabilities.shape)} "
+            f"and {tuple(targets.shape)}"
+        )
+    total = log_probabilities.logsumexp(-1).abs().max().item()
+    if not total < 1e-3:
+        raise ValueError(
+            f"classification_metrics: the probabilities of a row add up to exp({total:.3g}), not 1; pass log-softmax values"
+        )
+    classes = log_probabilities.shape[1]
+    p = log_probabilities.exp()
+    return {
+        "accuracy": multiclass_accuracy(p, targets, classes, average="micro").item(),
+        "nll": torch.nn.functional.nll_loss(log_probabilities, targets).item(),
+        "brier": (p - torch.nn.functional.one_hot(targets, classes)).square().sum(-1).mean().item(),
+        "ece": multiclass_calibration_error(p, targets, classes, n_bins=bins).item(),
+    }
+
+
+def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level: float = 0.9) -> dict[str, float]:
+    """Root mean squared error, negative log likelihood and coverage of Gaussian predictions.
+
+    Args:
+        mean, variance: of the prediction (noise included), of the shape of ``targets``.
+        targets: what was observed.
+        level: probability of the central interval whose coverage is counted.
+
+    Returns:
+        ``rmse``, ``nll`` (nats a value), ``coverage`` (share of targets inside the interval; ``level`` if calibrated).
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import predict
+        >>> predict.regression_metrics(torch.zeros(2), torch.ones(2), torch.tensor([0.0, 3.0]))["coverage"]
+        0.5
+    """
+    if not mean.shape == variance.shape == targets.shape:
+        raise ValueError(
+            f"regression_metrics: mean {tuple(mean.shape)}, variance {tuple(variance.shape)} and targets "
+            f"{tuple(targets.shape)} must have one shape"
+        )
+    if not 0 < level < 1:
+        raise ValueError(f"regression_metrics: level must lie between 0 and 1, got {level}")
+    half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item() * variance.sqrt()
+    return {
+        "rmse": (mean - targets).square().mean().sqrt().item(),
+        "nll": torch.nn.functional.gaussian_nll_loss(mean, targets, variance, full=True, eps=1e-30).item(),
+        "coverage": ((mean - targets).abs() <= half).double().mean().item(),
+    }
+
+
+def detection_auroc(known: Tensor, unknown: Tensor) -> float:
+    """Area under the ROC curve of telling unknown inputs from known ones by a score that should be higher for unknown.
+
+    Args:
+        known: scores of inputs like the training data, such as the epistemic uncertainty, ``[N]``.
+        unknown: scores of other inputs, ``[M]``.
+
+    Returns:
+        A number in [0, 1]; 0.5 is chance.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import predict
+        >>> predict.detection_auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9]))
+        0.75
+    """
+    from sklearn.metrics import roc_auc_score
+
+    labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
+    return float(roc_auc_score(labels.numpy(), torch.cat([known, unknown]).detach().cpu().numpy()))

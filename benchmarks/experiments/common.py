@@ -1,0 +1,101 @@
+"""What every experiment shares: scales, seeds, the record that is kept, and where data come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import environment
+
+RESULTS = Path(__file__).parent / "results"
+SCALES = ("smoke", "small", "full")
+Table = dict[str, dict[str, float]]  # method -> measure -> value
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment: ``run(settings, seed)`` returns a table of methods and measures.
+
+    ``settings`` has the arguments of every scale; ``paper`` is what the paper reports, in one sentence; ``says`` makes one
+    honest sentence on the difference from the averaged table.
+    """
+
+    name: str
+    title: str
+    paper: str
+    settings: Mapping[str, Mapping[str, Any]]
+    seeds: Mapping[str, int]
+    run: Callable[[Mapping[str, Any], int], Table]
+    says: Callable[[Mapping[str, Mapping[str, Mapping[str, float]]]], str]
+
+
+def record(experiment: Experiment, scale: str, *, seeds: int | None = None, first_seed: int = 0) -> dict[str, Any]:
+    """Run an experiment over its seeds; returns what is kept of it."""
+    if scale not in SCALES:
+        raise ValueError(f"scale is one of {SCALES}, got {scale!r}")
+    settings = experiment.settings[scale]
+    tables, start = [], time.time()
+    for seed in range(first_seed, first_seed + (seeds or experiment.seeds[scale])):
+        torch.manual_seed(seed)
+        tables.append(experiment.run(settings, seed))
+    return {
+        "experiment": experiment.name,
+        "scale": scale,
+        "settings": dict(settings),
+        "seeds": list(range(first_seed, first_seed + len(tables))),
+        "seconds": round(time.time() - start, 1),
+        "environment": environment(),
+        "tables": tables,
+    }
+
+
+def keep(result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write a record beside the code."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{result['experiment']}-{result['scale']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Mean, lowest and highest over seeds of every measure of every method."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for method, row in result["tables"][0].items():
+        out[method] = {}
+        for measure in row:
+            values = [table[method][measure] for table in result["tables"]]
+            out[method][measure] = {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+    return out
+
+
+def data_folder() -> Path:
+    """Where the data lie: the folder that ``BAYESOPT_CHAIN_DATA`` names.
+
+    Raises:
+        FileNotFoundError: the variable is not set, or names no folder.
+    """
+    folder = os.environ.get("BAYESOPT_CHAIN_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"BAYESOPT_CHAIN_DATA is {folder!r}: set it to the folder with the data, laid out as benchmarks/README.md says"
+        )
+    return Path(folder)
+
+
+def verified(path: Path, sha256: str) -> Path:
+    """The path, after comparing the file with its checksum."""
+    got = hashlib.sha256(path.read_bytes()).hexdigest()
+    if got != sha256:
+        raise ValueError(
+            f"{path} has the SHA-256 {got}, not {sha256}: it is not the file the experiments were made with"
+        )
+    return path

@@ -1,0 +1,50 @@
+"""``python -m benchmarks.experiments.report`` writes ``benchmarks/RESULTS.md`` from the records; no number is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.experiments.__main__ import NAMES, experiment
+from benchmarks.experiments.common import RESULTS, SCALES, averaged
+
+PAGE = Path(__file__).parents[1] / "RESULTS.md"
+
+
+def section(name: str, folder: Path = RESULTS) -> str:
+    """One experiment: what the paper reports, what was measured at the largest scale on record, and one sentence."""
+    it = experiment(name)
+    lines = [f"## {it.title}", "", f"The paper: {it.paper}.", ""]
+    paths = [folder / f"{name}-{scale}.json" for scale in reversed(SCALES)]
+    path = next((p for p in paths if p.exists()), None)
+    if path is None:
+        return "\n".join([*lines, "Not run yet.", ""])
+    result = json.loads(path.read_text())
+    table, e = averaged(result), result["environment"]
+    measures = list(dict.fromkeys(m for row in table.values() for m in row))
+    lines += [f"| method | {' | '.join(measures)} |", "| --- |" + " --- |" * len(measures)]
+    for method, row in table.items():
+        cells = [
+            f"{row[m]['mean']:.3g} ({row[m]['low']:.3g} to {row[m]['high']:.3g})" if m in row else "" for m in measures
+        ]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        it.says(table),
+        "",
+        f"Scale {result['scale']}, seeds {result['seeds'][0]} to {result['seeds'][-1]}, {result['seconds']} s, {e['date']}, "
+        f"{e['cpu']}, torch {e['versions']['torch']}. Mean over seeds (lowest to highest).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page."""
+    made = "Made by `python -m benchmarks.experiments.report` from the records in `benchmarks/experiments/results`."
+    head = f"# Results\n\n{made}\n"
+    return "\n".join([head, *(section(name, folder) for name in NAMES)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

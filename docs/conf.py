@@ -1,0 +1,109 @@
+"""The documentation site: ``make docs`` builds it, with every warning an error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from pathlib import Path
+
+import bayesopt_chain
+
+project = "bayesopt_chain"
+author = "The bayesopt_chain authors"
+version = release = bayesopt_chain.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+html_theme = "furo"
+html_title = "bayesopt_chain"
+html_static_path: list[str] = []
+exclude_patterns = ["_build"]
+templates_path: list[str] = []
+
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "fieldlist"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks are kept executed
+nb_merge_streams = True
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+default_role = "literal"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+HERE = Path(__file__).parent
+TITLES = {
+    "bayesopt_chain": "Chains, links, loops",
+    "samplers": "Samplers",
+    "optim": "torch.optim classes",
+    "meta": "Differentiable optimizers",
+    "gradients": "Gradient estimators",
+    "vi": "Variational inference",
+    "ekf": "Kalman filters",
+    "curvature": "Curvature",
+    "likelihoods": "Likelihoods",
+    "precision": "Precisions",
+    "predict": "Predictions",
+    "diagnostics": "Diagnostics",
+    "schedules": "Schedules",
+    "response": "Responses",
+    "testing": "Testing your own",
+}
+
+
+def public(module: types.ModuleType) -> list[str]:
+    """The public names of a namespace that are no modules themselves."""
+    names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+    return [n for n in names if not isinstance(getattr(module, n), types.ModuleType)]
+
+
+def write_api() -> None:
+    """One page a namespace, made from its ``__all__``, so that no public name can be forgotten."""
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    seen: dict[int, str] = {}
+    toc = []
+    for name, title in TITLES.items():
+        module = bayesopt_chain if name == "bayesopt_chain" else getattr(bayesopt_chain, name, None)
+        if module is None:
+            continue
+        module = importlib.import_module(module.__name__)
+        prefix = "bayesopt_chain" if module is bayesopt_chain else f"bayesopt_chain.{name}"
+        lines = [f"# {title}", "", f"`{prefix.replace('bayesopt_chain', 'bc', 1)}`", "", "```{eval-rst}"]
+        summary = (module.__doc__ or "").strip()
+        lines += [summary, ""] if summary and module is not bayesopt_chain else []
+        for each in sorted(public(module), key=str.lower):
+            value = getattr(module, each)
+            if getattr(value, "__module__", "").split(".")[0] != "bayesopt_chain":
+                continue
+            if id(value) in seen:
+                lines += [f"``{each}``: see :obj:`{seen[id(value)]}`.", ""]
+                continue
+            seen[id(value)] = f"{prefix}.{each}"
+            kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+            lines += [f".. auto{kind}:: {prefix}.{each}"]
+            lines += ["   :members:", ""] if kind == "class" and not issubclass(value, tuple) else [""]
+        lines += ["```", ""]
+        page = folder / f"{name}.md"
+        text = "\n".join(lines)
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+        toc.append(name)
+    index = "\n".join(["# Reference", "", "```{toctree}", ":maxdepth: 1", "", *toc, "```", ""])
+    if not (folder / "index.md").exists() or (folder / "index.md").read_text() != index:
+        (folder / "index.md").write_text(index)
+
+
+write_api()

@@ -1,0 +1,164 @@
+"""What a captured step refuses rather than replay wrongly: second threads, calls within calls, modules in another mode."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.loop.capture import replays
+
+BACKENDS = [
+    "eager",
+    pytest.param(
+        "inductor",
+        marks=[pytest.mark.slow, pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")],
+    ),
+]
+
+
+def quadratic(params, batch):
+    return ((params["w"] - batch) ** 2).sum()
+
+
+def captured(backend="eager", **options):
+    tx, params = bc.counter_based(bc.sghmc(0.1, temperature=0.1)), {"w": torch.zeros(50)}
+    step, state = bc.make_step(quadratic, tx), tx.init(params)
+    return step, bc.capture(step, params, state, torch.ones(50), backend=backend, **options), params, state
+
+
+def trajectory(step, params, state, batch, n=100):
+    for _ in range(n):
+        params, state, _ = step(params, state, batch)
+    return params["w"].clone()
+
+
+def test_two_threads_that_clone_take_turns():
+    """Each trajectory is the one that the uncaptured step makes alone."""
+    step, fast, params, state = captured(clone=True)
+    batches = [torch.full((50,), float(i)) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda batch: trajectory(fast, params, state, batch), batches))
+    for mine, batch in zip(got, batches):
+        torch.testing.assert_close(mine, trajectory(step, params, state, batch), rtol=1e-5, atol=1e-5)
+
+
+def in_a_thread(function):
+    raised = []
+
+    def run():
+        try:
+            function()
+        except bc.CaptureError as err:
+            raised.append(err)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_a_second_thread_that_would_share_buffers_is_refused():
+    _, fast, params, state = captured()
+    params, state, _ = fast(params, state, torch.ones(50))
+    before = params["w"].clone()
+    (err,) = in_a_thread(lambda: fast(params, state, torch.ones(50)))
+    assert "'MainThread' holds them" in str(err) and "'second'" in str(err) and "clone=True" in str(err)
+    assert torch.equal(params["w"], before)
+    fast(params, state, torch.ones(50))
+
+
+def test_a_step_whose_thread_has_ended_may_go_on_in_another():
+    _, fast, params, state = captured()
+    assert not in_a_thread(lambda: fast(params, state, torch.ones(50)))
+    assert not in_a_thread(lambda: fast(params, state, torch.ones(50)))
+
+
+@pytest.mark.parametrize("clone", [False, True])
+def test_a_call_within_a_call_is_refused(clone):
+    _, fast, params, state = captured(clone=clone)
+    replay = fast._replay
+    fast._replay = lambda batch: fast(params, state, batch[0])
+    with pytest.raises(bc.CaptureError, match="within a call of itself"):
+        fast(params, state, torch.ones(50))
+    fast._replay = replay
+    fast(params, state, torch.ones(50))  # what failed holds no lock
+
+
+def module_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    params = {k: p.detach() for k, p in model.named_parameters()}
+
+    def loss(params, batch):
+        return torch.func.functional_call(model, params, (batch,)).square().mean()
+
+    tx = bc.sgd(0.05)
+    return model, bc.make_step(loss, tx), params, tx.init(params)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_module_in_another_mode_is_refused(backend):
+    model, step, params, state = module_step()
+    x = torch.randn(8, 3)
+    fast = bc.capture(step, params, state, x, backend=backend)
+    model.eval()
+    with pytest.raises(
+        bc.CaptureError, match=r"Sequential in train mode, and it is in eval mode now; call \.train\(\)"
+    ):
+        fast(params, state, x)
+    model.train()
+    fast(params, state, x)
+    model.eval()
+    evaluating = bc.capture(step, params, state, x, backend=backend)
+    want = step(params, state, x)[0]
+    got = evaluating(params, state, x)[0]
+    for k in want:
+        torch.testing.assert_close(got[k], want[k], rtol=1e-5, atol=1e-6)
+    model[1].train()
+    with pytest.raises(bc.CaptureError, match="BatchNorm1d in eval mode"):
+        evaluating(params, state, x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_and_names_stay_as_captured_and_tensors_are_read(backend):
+    """As the docstring says, in both back ends: a number and a name bound anew are not seen, a tensor written in place is."""
+    number, shift = [2.0], {"tensor": torch.ones(3)}
+
+    def loss(params, batch):
+        return (number[0] * params * shift["tensor"]).sum()
+
+    tx, params = bc.sgd(1.0), torch.zeros(3)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, (), backend=backend, clone=True)
+    first = shift["tensor"]
+    number[0], shift["tensor"] = 5.0, torch.full((3,), 7.0)
+    assert torch.equal(fast(params, state, ())[0], torch.full((3,), -2.0))
+    first.fill_(3.0)
+    assert torch.equal(fast(params, state, ())[0], torch.full((3,), -6.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
+def test_recurrent_layers_are_captured(layer, backend):
+    """mkldnn's fused LSTM, which eager code runs, is not in the graph; it is on again afterwards."""
+    torch.manual_seed(0)
+    model, x = layer(3, 4, batch_first=True), torch.randn(5, 6, 3)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+
+    def loss(params, batch):
+        return torch.func.functional_call(model, params, (batch,))[0].square().mean()
+
+    tx = bc.sgd(0.1)
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    enabled = torch.backends.mkldnn.enabled
+    fast = bc.capture(step, params, state, x, backend=backend)
+    assert torch.backends.mkldnn.enabled == enabled
+    eager = mine = (params, state)
+    for _ in range(3):
+        *eager, _ = step(*eager, x)
+        *mine, _ = fast(*mine, x)
+    for k in params:
+        torch.testing.assert_close(mine[0][k], eager[0][k], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,87 @@
+"""Draws: slices, merging, prediction, and what ArviZ makes of them."""
+
+import math
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+
+def made(n=6, chains=None, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lead = () if chains is None else (chains,)
+    trees = [
+        {"a": {"w": torch.randn(*lead, 3, generator=g)}, "b": torch.randn((*lead,), generator=g)} for _ in range(n)
+    ]
+    return trees, bc.Draws.from_trees(trees, chains=chains)
+
+
+def forward(params, x):
+    return x @ params["a"]["w"] + params["b"]
+
+
+def test_a_slice_is_draws_and_a_number_is_a_tree():
+    trees, draws = made()
+    assert torch.equal(draws[2]["a"]["w"], trees[2]["a"]["w"]) and torch.equal(draws[-1]["b"], trees[-1]["b"])
+    assert draws[1:4].params["b"].shape == (3,) and torch.equal(draws.thin(2).params["b"], draws.params["b"][::2])
+    assert [torch.equal(d["b"], t["b"]) for d, t in zip(draws, trees)] == [True] * 6
+
+
+def test_merging_appends_and_refuses_others():
+    one, other = made()[1], made(seed=1)[1]
+    both = one.merge(other[2:4])
+    assert len(both) == 8 and torch.equal(both.params["b"][6:], other.params["b"][2:4])
+    with pytest.raises(ValueError, match="other leaves or chains"):
+        one.merge(made(chains=2)[1])
+
+
+@pytest.mark.parametrize("chains", [None, 2])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_predictions_are_averages_over_draws_and_chains(chains, chunk):
+    trees, draws = made(chains=chains)
+    xs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    single = trees if chains is None else [
+        {"a": {"w": t["a"]["w"][i]}, "b": t["b"][i]} for t in trees for i in range(chains)
+    ]  # fmt: skip
+    each = torch.stack([torch.cat([forward(t, x) for x in xs]) for t in single])
+    torch.testing.assert_close(draws.predict(forward, xs, chunk=chunk), each.mean(0))
+    torch.testing.assert_close(draws.predict(forward, xs, reduce="stack", chunk=chunk), each)
+    torch.testing.assert_close(
+        draws.predict(forward, xs, transform=torch.nn.functional.logsigmoid, reduce="log_mean_exp", chunk=chunk),
+        each.sigmoid().mean(0).log(),
+    )
+
+
+def test_the_log_of_a_mean_of_tiny_probabilities_does_not_underflow():
+    draws = bc.Draws.from_trees([torch.tensor(-2000.0), torch.tensor(-2001.0)])
+    got = draws.predict(lambda w, x: x + w, [torch.zeros(1)], reduce="log_mean_exp", chunk=1)
+    assert math.isclose(got.item(), -2000 + math.log((1 + math.exp(-1)) / 2), rel_tol=1e-6)
+
+
+def test_a_model_that_vmap_refuses_runs_draw_by_draw():
+    def stubborn(params, x):
+        return x + params["b"] if params["b"].item() > 0 else x - params["b"]
+
+    trees, draws = made()
+    want = torch.stack([t["b"].abs() for t in trees]).mean()
+    torch.testing.assert_close(draws.predict(stubborn, [torch.zeros(1)]), want[None])
+
+
+def test_arviz_sees_chains_then_draws():
+    arviz = pytest.importorskip("arviz")
+    trees, draws = made(50, chains=3)
+    data = draws.to_arviz(log_likelihood=torch.randn(50, 3, 7))
+    assert data.posterior["a.w"].shape == (3, 50, 3)
+    assert float(data.posterior["b"][1, 4]) == pytest.approx(trees[4]["b"][1].item())
+    assert math.isfinite(arviz.loo(data).elpd_loo)
+
+
+def test_errors_say_what_to_do():
+    _, draws = made()
+    with pytest.raises(ValueError, match="reduce is"):
+        draws.predict(forward, [], reduce="sum")
+    with pytest.raises(ValueError, match="batches is empty"):
+        draws.predict(forward, [])
+    with pytest.raises(ValueError, match="no trees"):
+        bc.Draws.from_trees([])

@@ -1,0 +1,326 @@
+"""Runs: what is drawn, what is kept on disk, and that an interrupted run is the uninterrupted one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.loop import checkpoint
+
+TX = bc.sghmc(0.1, temperature=0.05)
+
+
+def loss(params, batch):
+    return ((batch @ params["w"] - 1) ** 2).mean() + params["b"] ** 2
+
+
+def start():
+    torch.manual_seed(0)
+    params = {"w": torch.ones(2), "b": torch.tensor(1.0)}
+    return params, TX.init(params)
+
+
+def batches():
+    return [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def by_hand(steps, burn_in, thinning, data=None):
+    (params, state), data, kept = start(), data or batches(), []
+    step = bc.make_step(loss, TX)
+    for n in range(1, steps + 1):
+        params, state, info = step(params, state, data[(n - 1) % len(data)])
+        if n > burn_in and (n - burn_in) % thinning == 0:
+            kept.append((n, params, info.loss))
+    return kept
+
+
+def same(draws, kept):
+    return (
+        draws.steps.tolist() == [n for n, *_ in kept]
+        and torch.equal(draws.params["w"], torch.stack([p["w"] for _, p, _ in kept]))
+        and torch.equal(draws.params["b"], torch.stack([p["b"] for _, p, _ in kept]))
+        and torch.equal(draws.loss, torch.stack([x for *_, x in kept]))
+    )
+
+
+STEPS = {
+    "pure": lambda: bc.make_step(loss, TX),
+    "in place": lambda: bc.make_step(loss, TX, inplace=True),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_draws_come_after_the_burn_in_at_every_thinning(tmp_path, kind, on_disk):
+    draws = bc.sample(
+        STEPS[kind](), *start(), batches(), steps=20, burn_in=5, thinning=3, path=tmp_path if on_disk else None
+    )
+    assert draws.complete and draws.steps.tolist() == [8, 11, 14, 17, 20]
+    if kind == "pure":
+        assert same(draws, by_hand(20, 5, 3))
+    else:
+        torch.testing.assert_close(draws.params["w"], torch.stack([p["w"] for _, p, _ in by_hand(20, 5, 3)]))
+
+
+def test_captured_steps_are_copied_as_they_come():
+    params, state = start()
+    step = bc.capture(bc.make_step(loss, TX), params, state, batches()[0], backend="eager")
+    draws = bc.sample(step, params, state, batches(), steps=20, burn_in=5, thinning=3)
+    torch.testing.assert_close(draws.params["w"], torch.stack([p["w"] for _, p, _ in by_hand(20, 5, 3)]))
+
+
+def test_parallel_chains_stand_on_axis_one(tmp_path):
+    chains = bc.parallel(bc.make_step(loss, TX), 3)
+    params = bc.stack([start()[0]] * 3)
+    draws = bc.sample(chains, params, chains.init(TX, params), batches()[0], steps=6, thinning=2, path=tmp_path)
+    assert draws.chains == 3 and draws.params["w"].shape == (3, 3, 2) and draws.loss.shape == (3, 3)
+    assert bc.Draws.open(tmp_path).chains == 3
+
+
+def test_iterate_yields_every_step():
+    steps = list(bc.iterate(bc.make_step(loss, TX), *start(), batches(), steps=7, burn_in=2, thinning=2))
+    assert [it.step for it in steps] == list(range(1, 8)) and [it.step for it in steps if it.is_draw] == [4, 6]
+    assert torch.equal(steps[3].params["w"], by_hand(4, 0, 1)[-1][1]["w"])
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(step, after):
+    """A step that fails when it is called for the time ``after``."""
+    calls = iter(range(1, 10**6))
+
+    def limited(params, state, batch):
+        if next(calls) > after:
+            raise Stop
+        return step(params, state, batch)
+
+    return limited
+
+
+@pytest.mark.parametrize("interval", [0.0, 1e9], ids=["commits every step", "commits at the end"])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, interval):
+    for after in (1, 4, 9):
+        with pytest.raises(Stop):
+            bc.sample(
+                stopping(bc.make_step(loss, TX), after), *start(), batches(), steps=20, burn_in=5, thinning=3,
+                path=tmp_path, checkpoint_seconds=interval,
+            )  # fmt: skip
+    draws = bc.sample(
+        bc.make_step(loss, TX),
+        *start(),
+        batches(),
+        steps=20,
+        burn_in=5,
+        thinning=3,
+        path=tmp_path,
+        checkpoint_seconds=interval,
+    )
+    assert same(draws, by_hand(20, 5, 3)) and same(bc.Draws.open(tmp_path, like=start()[0]), by_hand(20, 5, 3))
+
+
+def test_a_complete_run_returns_at_once_and_a_longer_one_goes_on(tmp_path):
+    def never(params, state, batch):
+        raise AssertionError
+
+    run = {"burn_in": 5, "thinning": 3, "path": tmp_path}
+    bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, **run)
+    assert same(bc.sample(never, *start(), batches(), steps=20, **run), by_hand(20, 5, 3))
+    assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=29, **run), by_hand(29, 5, 3))
+
+
+def test_dropout_resumes_with_the_generator(tmp_path):
+    def noisy(params, batch):
+        return loss(params, torch.nn.functional.dropout(batch, 0.5))
+
+    run = {"steps": 12, "checkpoint_seconds": 0.0}
+    torch.manual_seed(3)
+    want = bc.sample(bc.make_step(noisy, TX), *start(), batches(), steps=12).params["w"]
+    torch.manual_seed(3)
+    with pytest.raises(Stop):
+        bc.sample(stopping(bc.make_step(noisy, TX), 7), *start(), batches(), path=tmp_path, **run)
+    torch.manual_seed(11)
+    assert torch.equal(bc.sample(bc.make_step(noisy, TX), *start(), batches(), path=tmp_path, **run).params["w"], want)
+
+
+def test_a_loader_that_cannot_say_where_it_stands_is_skipped_forward_with_a_warning(tmp_path):
+    loader = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=4)
+    with pytest.raises(Stop):
+        bc.sample(stopping(bc.make_step(loss, TX), 4), *start(), loader, steps=9, path=tmp_path, checkpoint_seconds=0.0)
+    with pytest.warns(UserWarning, match="4 batches are read and skipped"):
+        draws = bc.sample(bc.make_step(loss, TX), *start(), loader, steps=9, path=tmp_path)
+    assert same(draws, by_hand(9, 0, 1))
+
+
+def test_ctrl_c_ends_the_run_after_the_step_and_keeps_what_there_is(tmp_path):
+    step, calls = bc.make_step(loss, TX), iter(range(100))
+
+    def interrupted(params, state, batch):
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(params, state, batch)
+
+    draws = bc.sample(interrupted, *start(), batches(), steps=20, path=tmp_path)
+    assert not draws.complete and draws.why == "interrupted after step 7" and same(draws, by_hand(7, 0, 1))
+    assert same(bc.sample(step, *start(), batches(), steps=20, path=tmp_path), by_hand(20, 0, 1))
+
+
+def test_a_callback_ends_the_run():
+    seen = []
+
+    def callback(it):
+        seen.append(it.step)
+        return it.step == 4
+
+    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, callbacks=[callback])
+    assert seen == [1, 2, 3, 4] and len(draws) == 4 and not draws.complete and "callback" in draws.why
+
+
+def test_a_run_that_diverges_says_so():
+    tx = bc.sghmc(1e6, temperature=0.1)
+    params = start()[0]
+    with pytest.warns(UserWarning, match="the run has diverged"):
+        draws = bc.sample(bc.make_step(loss, tx), params, tx.init(params), batches(), steps=200)
+    assert not draws.complete and len(draws) < 200 and draws.loss.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"thinning": 2}, "thinning is 3, here 2"),
+        ({"burn_in": 6}, "burn_in is 5, here 6"),
+        ({"steps": 11}, "has made 20 steps already"),
+    ],
+)
+def test_the_directory_of_another_run_is_refused(tmp_path, change, says):
+    run = {"steps": 20, "burn_in": 5, "thinning": 3, "path": tmp_path}
+    step = bc.make_step(loss, TX)
+    bc.sample(step, *start(), batches(), **run)
+    before = sorted((f.name, f.read_bytes()) for f in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=says):
+        bc.sample(step, *start(), batches(), **{**run, **change})
+    with pytest.raises(ValueError, match=r"tree 0/w is .*\[2\].*here .*\[3\]"):
+        params = {"w": torch.ones(3), "b": torch.tensor(1.0)}
+        bc.sample(step, params, TX.init(params), batches(), **run)
+    assert sorted((f.name, f.read_bytes()) for f in tmp_path.iterdir()) == before
+
+
+def test_two_writers_are_refused(tmp_path):
+    caught = []
+
+    def second(it):
+        with pytest.raises(RuntimeError, match="another process is writing") as error:
+            bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path)
+        caught.append(error)
+        return True
+
+    bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=20, path=tmp_path, callbacks=[second])
+    assert caught
+
+
+def test_a_missing_shard_and_a_damaged_one_are_named(tmp_path):
+    run = {"steps": 6, "path": tmp_path, "checkpoint_seconds": 0.0}
+    bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
+    shard = sorted(tmp_path.glob("draws-*"))[2]
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{shard.name}.*checksum"):
+        bc.Draws.open(tmp_path).verify()
+    shard.unlink()
+    for read in (
+        lambda: bc.Draws.open(tmp_path),
+        lambda: bc.sample(bc.make_step(loss, TX), *start(), batches(), **run),
+    ):
+        with pytest.raises(FileNotFoundError, match=shard.name):
+            read()
+
+
+def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
+    run = {"steps": 20, "path": tmp_path, "checkpoint_seconds": 0.0}
+    real, calls = checkpoint.write, iter(range(10**6))
+
+    def full(*args):
+        if next(calls) >= 9:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
+    held = bc.Draws.open(tmp_path)
+    held.verify()
+    assert len(held) == 4 and not held.complete
+    assert same(bc.sample(bc.make_step(loss, TX), *start(), batches(), **run), by_hand(20, 0, 1))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes to read-only directories")
+def test_a_read_only_directory_is_one_clear_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="cannot write to"):
+        bc.sample(bc.make_step(loss, TX), *start(), batches(), steps=3, path=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ({"steps": 0}, "steps must be"),
+        ({"steps": 5, "burn_in": 5}, "ends before the first draw"),
+        ({"steps": 5, "thinning": 0}, "thinning must be"),
+        ({"steps": 5, "burn_in": -1}, "burn_in must be"),
+    ],
+)
+def test_arguments_that_make_no_run_are_refused(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bc.sample(bc.make_step(loss, TX), *start(), batches(), **bad)
+    with pytest.raises(ValueError, match="only once"):
+        bc.sample(bc.make_step(loss, TX), *start(), iter(batches()), steps=3)
+
+
+KILLED = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from tests.loop.test_sample import TX, batches, loss, start
+import bayesopt_chain as bc
+torch.set_num_threads(1)
+run = dict(steps=4000, burn_in=10, thinning=7, path={path!r}, checkpoint_seconds=0.02)
+bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
+"""
+
+
+def kill_and_resume(tmp_path, kills: int, seed: int) -> None:
+    """Kill a run at random moments; then let it end, and compare with the run that nobody killed."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path, times = tmp_path / "run", torch.Generator().manual_seed(seed)
+    code = KILLED.format(root=root, path=str(path))
+    for _ in range(kills):
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not (path / "index.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.25 * torch.rand((), generator=times).item())
+        process.kill()
+        process.wait()
+        if (path / "index.json").exists():
+            json.loads((path / "index.json").read_text())
+            bc.Draws.open(path).verify()
+    run = {"steps": 4000, "burn_in": 10, "thinning": 7}
+    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, **run)
+    want = bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
+    assert torch.equal(draws.steps, want.steps)
+    for x, y in zip(optree.tree_leaves(draws.params), optree.tree_leaves(want.params)):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_random_moments_ends_as_the_uninterrupted_one(tmp_path):
+    kill_and_resume(tmp_path, 4, 0)

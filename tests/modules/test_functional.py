@@ -1,0 +1,121 @@
+"""Modules as functions: which parameters come out, what they compute, and what goes back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def test_the_function_is_the_module():
+    module, x = network(), torch.randn(6, 2)
+    for mode in (True, False):
+        module.train(mode)
+        forward, params, _ = bc.make_functional(module)
+        want = copy.deepcopy(module)(x)
+        assert torch.equal(forward(params, (x, None)), want) and torch.equal(forward(params, x), want)
+
+
+def test_a_call_leaves_module_params_and_buffers_alone():
+    module = network()
+    before = copy.deepcopy(module.state_dict())
+    forward, params, buffers = bc.make_functional(module)
+    forward(params, torch.randn(6, 2))
+    _, new = forward.with_buffers(params, torch.randn(6, 2), buffers)
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    assert buffers["1.num_batches_tracked"] == 0 and new["1.num_batches_tracked"] == 1
+    assert not torch.equal(new["1.running_mean"], buffers["1.running_mean"])
+
+
+def test_buffers_move_as_in_the_module():
+    module, x = network(), torch.randn(6, 2)
+    forward, params, buffers = bc.make_functional(module)
+    for _ in range(3):
+        out, buffers = forward.with_buffers(params, x, buffers)
+        want = module(x)
+    assert torch.equal(out, want) and all(torch.equal(buffers[k], b) for k, b in module.named_buffers())
+
+
+def test_frozen_parameters_stay_in_the_module():
+    module = network()
+    module[0].requires_grad_(False)
+    forward, params, _ = bc.make_functional(module)
+    assert sorted(params) == ["1.bias", "1.weight", "3.bias", "3.weight"]
+    x = torch.randn(6, 2)
+    assert torch.equal(forward(params, x), copy.deepcopy(module)(x))
+    with pytest.raises(ValueError, match="nothing to sample"):
+        bc.make_functional(module.requires_grad_(False))
+
+
+def test_a_tied_weight_comes_once_and_acts_twice():
+    module, tokens = Tied(), torch.tensor([1, 2])
+    forward, params, _ = bc.make_functional(module)
+    assert list(params) == ["embed.weight"]
+    w = torch.randn(5, 3)
+    assert torch.equal(forward({"embed.weight": w}, tokens), w[tokens] @ w.T)
+    bc.write_back(module, {"embed.weight": w})
+    assert module.head.weight is module.embed.weight and torch.equal(module(tokens), w[tokens] @ w.T)
+
+
+def test_batches_may_be_mappings_or_anything_with_a_function():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+
+        def forward(self, x, scale=1.0):
+            return scale * self.linear(x)
+
+    module, x = Model(), torch.ones(3, 2)
+    forward, params, _ = bc.make_functional(module)
+    assert torch.equal(forward(params, {"x": x, "scale": 2.0, "labels": None}), 2 * module(x))
+    other = bc.make_functional(module, inputs=lambda batch: (batch["features"], 3.0)).forward
+    assert torch.equal(other(params, {"features": x}), 3 * module(x))
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_written():
+    module = network()
+    forward, params, _ = bc.make_functional(module)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"params lacks \['3.bias'\]"):
+        forward({k: v for k, v in params.items() if k != "3.bias"}, torch.randn(6, 2))
+    with pytest.raises(ValueError, match=r"'9\.weight', which the module lacks"):
+        bc.write_back(module, {**{k: v + 1 for k, v in params.items()}, "9.weight": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"'0.bias'\] has shape \(2, 4\)"):
+        bc.write_back(module, {"0.weight": params["0.weight"] + 1, "0.bias": torch.ones(2, 4)})
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+        bc.make_functional(lambda x: x)
+
+
+def test_chains_and_curvature_take_it():
+    module = network().eval()
+    forward, params, _ = bc.make_functional(module)
+    batch = torch.randn(6, 2), torch.randn(6, 1)
+
+    def loss(params, batch):
+        return ((forward(params, batch) - batch[1]) ** 2).mean()
+
+    tx = bc.sghmc(0.01, temperature=0.01)
+    chains = bc.parallel(bc.make_step(loss, tx), 2)
+    stacked = bc.stack([params, params])
+    draws = bc.sample(chains, stacked, chains.init(tx, stacked), batch, steps=3)
+    assert draws.predict(forward, [batch]).shape == (6, 1)
+    assert bc.curvature.ggn(forward, bc.likelihoods.gaussian(1.0), structure="kronecker")(params, batch) is not None

@@ -1,0 +1,213 @@
+"""Compiled kernels: nobody else's code is loaded, any path will do, and what fails says so."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from bayesopt_chain.random import compiled, philox_cpu
+
+SOURCE = 'extern "C" int answer() { return 42; }'
+FOREIGN = """
+#include <cstdio>
+#include <cstdlib>
+extern "C" int answer() { return 13; }
+__attribute__((constructor)) static void run() { std::fclose(std::fopen(std::getenv("MARKER"), "w")); }
+"""
+
+
+def compiler_found() -> bool:
+    try:
+        return bool(compiled.find_compiler())
+    except compiled.CompileError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here"),
+    pytest.mark.skipif(not compiler_found(), reason="needs a C++ compiler"),
+]
+
+
+@pytest.fixture
+def private(tmp_path_factory):
+    """A folder that passes the checks, wherever pytest keeps its own."""
+    folder = tmp_path_factory.mktemp("home")
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.fixture
+def cache(private, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private))
+    return private / "bayesopt_chain"
+
+
+def the_library(cache: Path) -> Path:
+    (library,) = cache.glob("*.so")
+    return library
+
+
+def load_in_a_process(marker: Path) -> int:
+    program = (
+        f"import bayesopt_chain.random.compiled as c; print(c.load({SOURCE!r}, 'test').answer())"  # imports torch: 2 s
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "MARKER": str(marker)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+def plant(library: Path) -> None:
+    """Another library in its place, which leaves a mark when it is loaded."""
+    compiled.build(FOREIGN, compiled.find_compiler(), library)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["nothing", "another owner", "writable by all", "a link"])
+def test_a_foreign_file_in_the_cache_is_not_run(cache, private, how):
+    """The control, in which nothing gives it away, shows that it is planted where the library is looked for."""
+    if how == "another owner" and os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    compiled.load(SOURCE, "test")
+    library, marker = the_library(cache), private / "marker"
+    library.unlink()
+    plant(library)
+    if how == "another owner":
+        os.chown(library, 12345, 12345)
+    elif how == "writable by all":
+        library.chmod(0o777)
+    elif how == "a link":
+        library.rename(private / "elsewhere.so")
+        library.symlink_to(private / "elsewhere.so")
+    answer = load_in_a_process(marker)
+    assert (answer, marker.exists()) == ((13, True) if how == "nothing" else (42, False))
+    if how != "nothing":
+        assert compiled.is_own_file(library) and load_in_a_process(marker) == 42  # replaced, and found the next time
+
+
+@pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
+def test_a_folder_that_others_can_change_is_not_used(cache, private, how, monkeypatch):
+    if how == "open to others":
+        cache.mkdir(mode=0o755)
+    elif how == "another owner":
+        cache.mkdir(mode=0o700)
+        real = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    elif how == "a link":
+        (private / "elsewhere").mkdir(mode=0o755)
+        cache.symlink_to(private / "elsewhere")
+    else:
+        private.chmod(0o777)
+    with pytest.raises(PermissionError, match=str(private)):
+        compiled.cache_folder()
+
+
+def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, tmp_path, monkeypatch):
+    cache.mkdir(mode=0o755)
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"not a folder of this user's alone.*in every process anew"):
+        assert compiled.load(SOURCE, "test").answer() == 42
+    assert not list(cache.iterdir()) and not list(tmp_path.iterdir())
+
+
+def test_the_folder_and_its_files_are_this_users_alone(cache):
+    before = os.umask(0)
+    try:
+        compiled.load(SOURCE, "test")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(the_library(cache).stat().st_mode) == 0o700
+    assert [path.name for path in cache.iterdir()] == [the_library(cache).name]
+
+
+@pytest.mark.parametrize("name", ["with spaces", "a;touch oops", "$(touch oops)", "quo'te\"s", "-dash"])
+def test_any_path_will_do(private, name, monkeypatch):
+    (private / name).mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private / name))
+    monkeypatch.chdir(private)
+    assert compiled.load(SOURCE, "test").answer() == 42
+    assert sorted(path.name for path in private.iterdir()) == [name]
+
+
+def test_it_is_compiled_once(cache, monkeypatch):
+    compiled.load(SOURCE, "test")
+    monkeypatch.setattr(compiled, "build", lambda *args: pytest.fail("compiled again"))
+    assert compiled.load(SOURCE, "test").answer() == 42
+
+
+def test_a_library_is_there_whole_or_not_at_all(cache):
+    """A reader that polls while eight builds go on never sees a file that cannot be loaded."""
+    library = compiled.cache_folder() / "test.so"
+    stop, sizes = threading.Event(), set()
+
+    def watch():
+        while not stop.is_set():
+            if library.exists():
+                sizes.add(library.stat().st_size)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(8):
+            compiled.build(SOURCE, compiled.find_compiler(), library)
+    finally:
+        stop.set()
+        watcher.join()
+    assert sizes == {library.stat().st_size}
+
+
+@pytest.mark.parametrize(
+    "compiler, words",
+    [("no-such-compiler", "no C\\+\\+ compiler found \\(no-such-compiler\\)"), (None, "error: it is Sunday")],
+)
+def test_a_compile_that_fails_warns_once_with_the_reason(cache, private, monkeypatch, compiler, words):
+    if compiler is None:
+        compiler = str(private / "broken")
+        Path(compiler).write_text("#!/bin/sh\necho 'x.cpp:1:1: error: it is Sunday' >&2\nexit 1\n")
+        Path(compiler).chmod(0o700)
+    monkeypatch.setenv("CXX", compiler)
+    uncached = philox_cpu.normals_kernel.__wrapped__
+    with pytest.warns(UserWarning, match=f"14 times slower.*{words}"):
+        assert uncached() is None
+    philox_cpu.normals_kernel.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert philox_cpu.normals_kernel() is None and philox_cpu.normals_kernel() is None
+        assert len(said) == 1
+    finally:
+        monkeypatch.undo()
+        philox_cpu.normals_kernel.cache_clear()
+
+
+def test_the_compiler_may_bring_arguments(cache, monkeypatch):
+    monkeypatch.setenv("CXX", f"{shutil.which('g++') or compiled.find_compiler()[0]} -DANSWER=7")
+    assert compiled.load('extern "C" int answer() { return ANSWER; }', "test").answer() == 7
+
+
+@pytest.mark.slow
+def test_the_first_draw_does_without_torchs_compiler():
+    """Inductor's code cache took 164 MB and 3.8 seconds of processor time to import."""
+    program = (
+        "import sys, torch, bayesopt_chain as bc\n"
+        "before = set(sys.modules)\n"
+        "tx, p = bc.counter_based(bc.sgld(0.1, temperature=1.0)), [torch.zeros(300)]\n"
+        "tx.update(p, tx.init(p), params=p)\n"
+        "print([m for m in set(sys.modules) - before if 'inductor' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,49 @@
+"""What a user may type: few names at the root, each with an example that runs, each in the reference."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import bayesopt_chain as bc
+
+NAMESPACES = [name for name in bc.__all__ if inspect.ismodule(getattr(bc, name))]
+OBJECTS = [name for name in bc.__all__ if name not in NAMESPACES]
+
+
+def test_the_root_has_at_most_85_names():
+    assert len(bc.__all__) == len(set(bc.__all__)) <= 85
+
+
+def test_nothing_else_is_public_at_the_root():
+    public = {name for name in vars(bc) if not name.startswith("_") and not inspect.ismodule(getattr(bc, name))}
+    assert public == set(OBJECTS)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_public_name_has_a_summary_and_an_example(name):
+    doc = getattr(bc, name).__doc__ or ""
+    summary = doc.strip().partition("\n\n")[0]
+    assert summary and ">>> " in doc, f"bc.{name} wants a one-line summary and an Example:"
+
+
+def test_every_namespace_has_a_page_in_the_reference():
+    """The pages are made from each ``__all__``, so that no name can be missing on one."""
+    conf = ast.parse((Path(__file__).parents[1] / "docs" / "conf.py").read_text())
+    (titles,) = [
+        ast.literal_eval(node.value)
+        for node in conf.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TITLES"
+    ]
+    assert set(NAMESPACES) <= set(titles), f"no title in docs/conf.py for {set(NAMESPACES) - set(titles)}"
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_a_namespace_says_what_it_is_and_names_what_it_holds(name):
+    module = getattr(bc, name)
+    assert module.__doc__ and module.__all__, f"bc.{name} wants a docstring and an __all__"
+    assert len(module.__all__) == len(set(module.__all__))
+    for member in module.__all__:
+        assert not member.startswith("_") and hasattr(module, member), f"bc.{name}.{member}"
+        assert inspect.getdoc(getattr(module, member)), f"bc.{name}.{member} wants a docstring"
