@@ -76,7 +76,7 @@ def train(cls, groups_lr, accumulate, scheduler, steps=8, clip=None, **kwargs):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@settings(max_examples=16)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_at_temperature_0_every_class_is_torchs_bitwise(name, data):
     ours, theirs = getattr(bc.optim, name), getattr(torch.optim, name)
