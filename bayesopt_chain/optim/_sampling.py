@@ -38,7 +38,6 @@ from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
-_NEXT_BRANCH = 0x9E3779B97F4A7C15  # from a leaf's number to that of its second draw
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
 
 
@@ -409,20 +408,19 @@ class Sampling(torch.optim.Optimizer):
     def _filler(self, w: Work, branch: int) -> Callable:
         g = w.group
         return self._normals().of(
-            g["noise_key"], w.number + branch * _NEXT_BRANCH, g["noise_count"], g["noise_stream"], w.param.device
+            g["noise_key"], _noise.draw_number(w.number, branch), g["noise_count"], g["noise_stream"], w.param.device
         )
 
     def _leaf_numbers(self) -> list[list[int]]:
         """The numbers of each group's parameters: of their names, or their indices where there are no names."""
         if "_numbers" not in self.__dict__:
-            out, index = [], 0
+            names: list[str] = []
             for group in self.param_groups:
-                names = group.get("param_names") or range(index, index + len(group["params"]))
-                out.append([_noise.leaf_number(name) for name in names])
-                index += len(group["params"])
-            if len({n for numbers in out for n in numbers}) < index:
+                names += group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
+            if len(set(names)) < len(names):
                 raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
-            self.__dict__["_numbers"] = out
+            numbers = iter(_noise.leaf_numbers(tuple(names)))
+            self.__dict__["_numbers"] = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
         return self.__dict__["_numbers"]
 
     # a frozen preconditioner
