@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 .PHONY: demo test quick docs lint types processors clean
 
 # Rooms without a type error; `make types` looks at all of them.
-TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optimizers \
+TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optim optimizers \
 	predict random schedules.py testing tracing.py version.py)
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers,trainers]'
 	touch $@
 
 demo: $(VENV)/.installed

@@ -5,7 +5,18 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain import (
+    curvature,
+    diagnostics,
+    likelihoods,
+    meta,
+    optim,
+    precision,
+    predict,
+    samplers,
+    schedules,
+    testing,
+)
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
@@ -81,6 +92,7 @@ __all__ = [
     "make_step",
     "masked",
     "meta",
+    "optim",
     "parallel",
     "partition",
     "precision",
