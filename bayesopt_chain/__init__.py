@@ -6,32 +6,25 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 """
 
 from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
 from bayesopt_chain.core import response
-from bayesopt_chain.core.chain import Chain, chain, with_response
-from bayesopt_chain.core.masks import masked, partition
-from bayesopt_chain.links.adaptive import (
-    scale_by_adadelta,
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_radam,
-    scale_by_rms,
-    scale_by_rss,
-    scale_by_stddev,
-)
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
-from bayesopt_chain.links.langevin_noise import counter_based, inject_langevin_noise
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
+from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
-from bayesopt_chain.loop.parallel import parallel, stack
-from bayesopt_chain.loop.particles import make_loss_step, make_particle_step
+from bayesopt_chain.loop.parallel import fork, parallel, stack
 from bayesopt_chain.loop.sample import iterate, sample
+from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
@@ -68,21 +61,20 @@ __all__ = [
     "add_momentum",
     "capture",
     "chain",
-    "counter_based",
     "curvature",
     "delay",
     "diagnostics",
     "ekf",
     "flip_sign_and_add_weight_decay",
+    "fork",
     "gradients",
     "inject_langevin_noise",
     "iterate",
     "laplace",
     "likelihoods",
     "load",
+    "load_state_dict",
     "make_functional",
-    "make_loss_step",
-    "make_particle_step",
     "make_step",
     "masked",
     "meta",
@@ -114,11 +106,13 @@ __all__ = [
     "sgld",
     "skip_nonfinite",
     "stack",
+    "state_dict",
     "swag",
     "testing",
     "tune_by_evidence",
     "tune_by_validation",
     "vi",
     "with_response",
+    "with_stream",
     "write_back",
 ]

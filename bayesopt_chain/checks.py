@@ -17,7 +17,7 @@ from bayesopt_chain.tracing import is_hidden
 def number(
     name: str,
     value: Any,
-    within: str = "(-inf, inf)",
+    within: str | None = "(-inf, inf)",
     *,
     integer: bool = False,
     tensor: bool = False,
@@ -29,7 +29,7 @@ def number(
     Args:
         name: the argument's, with which the message begins.
         value: what came. ``True`` and ``False`` are no numbers.
-        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not.
+        within: the interval as it is written, ``"[0, 1)"``: brackets include an end, parentheses do not; ``None`` for any.
         integer: whether it must be an integer.
         tensor: whether a real 0-d tensor will do. One that is hidden (see :mod:`bayesopt_chain.tracing`) passes unread.
         schedule: whether a callable will do; it passes uncalled.
@@ -61,10 +61,16 @@ def number(
     if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
         kinds = ["an integer" if integer else "a number", *["a 0-d tensor"] * tensor, *["a schedule"] * schedule]
         wanted = " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
-        raise TypeError(f"{name} must be {wanted}, got {_short(shown)}{tail}")
-    x, (low, high, has_low, has_high) = float(value), _interval(within)
+        raise TypeError(f"{name} must be {wanted}, got {short(shown)}{tail}")
+    try:
+        x = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that fits into a float, got {short(shown)}{tail}") from None
+    if within is None:
+        return
+    low, high, has_low, has_high = _interval(within)
     if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
-        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {_short(shown)}{tail}")
+        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {short(shown)}{tail}")
 
 
 _WORDS = {
@@ -82,7 +88,7 @@ def _interval(within: str) -> tuple[float, float, bool, bool]:
     return float(low), float(high), within[0] == "[", within[-1] == "]"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     text = repr(value)
@@ -95,6 +101,14 @@ def temperature(value: Any) -> None:
     number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
 
 
+def positive_temperature(who: str, value: Any, why: str) -> None:
+    """Refuse temperature 0 for a sampler that is no optimizer there."""
+    temperature(value)
+    number = value.item() if isinstance(value, Tensor) and not is_hidden(value) else value
+    if isinstance(number, Real) and number == 0:
+        raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")
+
+
 def positive(name: str, value: Any) -> None:
     """A positive, finite number."""
     number(name, value, "(0, inf)")
@@ -105,7 +119,7 @@ def momentum(name: str, value: Any) -> None:
     number(name, value, "[0, 1)")
 
 
-def parameters(leaves: list, paths: list) -> None:
+def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
     """Parameters that can be sampled: at least one, floating point, real."""
     found = False
     for leaf, path in zip(leaves, paths):
@@ -142,7 +156,7 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
                 f"params: leaf {path} is {leaf.dtype}, in which no gradient can be taken; keep it in the batch"
             )
         raise TypeError(
-            f"params: leaf {path} is {_short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
+            f"params: leaf {path} is {short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
             "keep it in the batch"
         )
 
@@ -187,8 +201,8 @@ def alike(what: str, i: int, x, whose: str, shape, dtype, device) -> None:
         )
 
 
-def name(path: tuple) -> str:
-    return "".join(f"[{part!r}]" for part in path) or "(the bare tensor)"
+def name(path: tuple | str) -> str:
+    return (path if isinstance(path, str) else "".join(f"[{part!r}]" for part in path)) or "(the bare tensor)"
 
 
 def show(value: Any) -> str:

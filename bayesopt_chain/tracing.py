@@ -7,6 +7,8 @@ is_plain(*xs)     nothing at all is being transformed or traced: memory addresse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,3 +67,8 @@ def unwrapped(x: Tensor) -> Tensor:
     while _torch.is_wrapped(x):
         x = _torch.unwrapped(x)
     return x
+
+
+def depends_on(out: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Whether, inside ``torch.func.grad``, a result depends on any of its inputs."""
+    return any(_torch.level(out) == _torch.level(x) for x in inputs) and out.requires_grad

@@ -58,8 +58,8 @@ def sampler() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(bc.counter_based(tx), params, grads),
-            "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
+            "fused, Philox": c.fused(bc.with_stream(tx, "philox"), params, grads),
+            "captured, Philox": c.captured(bc.with_stream(tx, "philox"), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -93,8 +93,8 @@ def sixty_leaves() -> Row:
     times = take_turns(
         {
             "fused": c.fused(tx, params, grads),
-            "fused, Philox": c.fused(bc.counter_based(tx), params, grads),
-            "captured, Philox": c.captured(bc.counter_based(tx), params, grads),
+            "fused, Philox": c.fused(bc.with_stream(tx, "philox"), params, grads),
+            "captured, Philox": c.captured(bc.with_stream(tx, "philox"), params, grads),
             "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
             "posteriors": c.posteriors_sghmc(params, grads),
         },
@@ -124,7 +124,7 @@ def logistic(params, batch):
 
 def small_model() -> Row:
     batch, params = regression_data(), torch.zeros(D)
-    tx = bc.counter_based(bc.sghmc(0.05, 0.9, temperature=1 / N))
+    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
     step, state = bc.make_step(logistic, tx), tx.init(params)
     one = _running(bc.capture(step, params, state, batch), params, state, batch)
     several = _running(bc.capture(step, params, state, batch, steps=STEPS, draws=True), params, state, batch)
@@ -216,7 +216,7 @@ def jax_sghmc(batch) -> tuple[Callable, Callable]:
 
 def five_thousand_chains(chains: int = 5000, steps: int = 2000, size: int = 32, rounds: int = 2) -> Row:
     x, y = regression_data()
-    tx = bc.counter_based(bc.sghmc(0.05, 0.9, temperature=1 / N))
+    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
 
     def loss(params, batch):
         x, y, rows = batch

@@ -35,7 +35,7 @@ def _updates(leaves: int, size: int) -> dict:
     tx = bc.sghmc(c.LR, c.MOMENTUM, temperature=c.TEMPERATURE)
     return {
         "fused": c.fused(tx, params, grads),
-        "fused, Philox": c.fused(bc.counter_based(tx), params, grads),
+        "fused, Philox": c.fused(bc.with_stream(tx, "philox"), params, grads),
         "update + apply": c.update_and_apply(tx, params, grads),
         "normal_ + torch.optim fused": c.normal_and_fused(params, grads),
         "posteriors": c.posteriors_sghmc(params, grads),
@@ -47,7 +47,7 @@ def _chains(n: int) -> dict:
     batch, params = regression_data(), torch.zeros(n, D)
     tx = bc.sghmc(0.05, 0.9, temperature=1 / N)
     run = {}
-    for name, t in (("generator", tx), ("Philox", bc.counter_based(tx))):
+    for name, t in (("generator", tx), ("Philox", bc.with_stream(tx, "philox"))):
         chains = bc.parallel(bc.make_step(logistic, t), n)
         now = [params, chains.init(t, params)]
 

@@ -1,39 +1,162 @@
-"""What a link is, and how links compose: one flat sequence of rules, run once over the leaves of the gradient tree.
+"""What a chain is: links, run one after the other over the leaves of the gradient tree, and the noise between them.
 
-A *rule* is one idea (momentum, a learning rate, the noise): how its state starts and how it turns a list of gradient
-leaves into a list of updates. A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair
-``(init, update)``, made of rules; a link such as ``add_momentum(0.9)`` is a chain of one rule, so chains nest and
-associate by concatenation. The chain flattens the trees once, routes keywords, and injects the noise where
-:mod:`bayesopt_chain.core.matching` says it belongs, whatever position it was written in.
-
-The state is a tuple with one entry for each rule, in the order written.
+A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair ``(init, update)``, made of links; what
+``add_momentum(0.9)`` returns is a chain of one link, so chains nest and associate by concatenation. An update draws the noise,
+rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what it
+carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows of them.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
-from torchopt.base import ChainedGradientTransformation, GradientTransformation
+from torchopt.base import GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain.core import matching
-from bayesopt_chain.core.foreign import ANY, Foreign, adopt, keywords_of, recognises
+from bayesopt_chain.arguments import check_link
+from bayesopt_chain.core import injection
 from bayesopt_chain.core.leaves import owned, repeats
-from bayesopt_chain.core.link import AdaptiveNoise, Context, Injection, Leaves, Rule
-from bayesopt_chain.core.response import Adaptive, Decay, Linear, Noise, Nonlinear, Response
+from bayesopt_chain.core.link import At, Link, require_samplable, show
+from bayesopt_chain.core.matching import Site, describe, match
+from bayesopt_chain.core.op import IN_PLACE, PURE, Op
+from bayesopt_chain.core.response import Metric, Noise
+from bayesopt_chain.core.scalar_or_schedule import require_valid
+from bayesopt_chain.core.state import ALL, Layout, State, edit_velocity, part, path_name, put_back, selected, unshared
 from bayesopt_chain.core.warm_start import warm_start
+from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.tracing import is_traced
+
+ANY = "**"  # among the keywords of a link that takes every keyword
+
+
+class Stage(NamedTuple):
+    """A link's turn in an update, or that of a lowered run of links."""
+
+    run: tuple[int, ...]
+    link: Link
+    learns: bool
+    enter: bool  # whether noise enters before it (inside it, if it learns)
+    accepts: frozenset[str]
+
+    def takes(self, keyword: str) -> bool:
+        """Whether it takes a keyword of ``update``."""
+        return keyword in self.accepts or ANY in self.accepts
+
+
+class Plan:
+    """What a chain works out once for a layout."""
+
+    def __init__(self, links: Sequence[Link], layout: Layout, lower: Callable[..., Any] | None) -> None:
+        self.paths, self.where, self.layout, self.links = layout.paths, layout.where, layout, links
+        self.numbers = leaf_numbers(layout.paths)
+        self.absent = frozenset(j for j, shape in enumerate(layout.shapes) if shape is None)
+        self.position = [{j: k for k, j in enumerate(w)} for w in layout.where]
+        self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
+        self.sites = self.matched()
+        self.noisy = sorted({j for sites in self.sites.values() for s in sites for j in s.leaves})
+        self.coupled = [i for i, x in enumerate(links) if x.coupled]
+        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, layout.where) if x.exacting for j in w)})
+        self.stacked = {j for x, w in zip(links, layout.where) if x.samples > 1 for j in w}
+        self.stages = self.staged(lower(links, self) if lower else {})
+        self.spec: Any = None  # the structure of updates that was compared with the paths last
+
+    def matched(self) -> dict[int, list[Site]]:
+        """The sites of every noise link."""
+        links = self.links
+        groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
+        for j in sorted({j for w in self.where for j in w}):
+            groups.setdefault(tuple(i for i, w in enumerate(self.where) if j in w), []).append(j)
+        out: dict[int, list[Site]] = {i: [] for i, x in enumerate(links) if isinstance(x.response, Noise)}
+        for acting, leaves in groups.items():
+            n, found = match(links, acting, tuple(leaves))
+            for site in found:
+                mixing = [m for m, _ in site.colours if not links[m].response.diagonal]  # pyright: ignore
+                if site.constants is None and site.owner is not None and links[site.owner].velocity == ALL:
+                    mixing.append(site.owner)
+                if mixing := [m for m in mixing if self.where[m] != site.leaves]:
+                    raise ValueError(
+                        f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them"
+                    )
+                enters = next((i for i in self.order if i >= site.enters), len(links))
+                out[n].append(site._replace(enters=enters))  # pyright: ignore[reportArgumentType]
+        for i, sites in out.items():
+            row = {pair: k for k, pair in enumerate(injection.pairs(sites))}
+            out[i] = [s._replace(rows=tuple(row[j, n] for j in s.leaves)) for n, s in enumerate(sites)]
+        return out
+
+    def staged(self, runs: dict[int, tuple[tuple[int, ...], Link]]) -> list[Stage]:
+        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
+        links = self.links
+        entering = {s.enters for sites in self.sites.values() for s in sites}
+        stages, taken = list[Stage](), set[int]()
+        for i in self.order:
+            if i in taken:
+                continue
+            run, link = runs.get(i, ((i,), links[i]))
+            if any(self.where[k] != self.where[i] or k in entering for k in run[1:]):
+                run, link = (i,), links[i]
+            taken |= set(run)
+            learns = isinstance(x := links[i].response, Metric) and x.learns
+            stages.append(Stage(run, link, learns, i in entering, frozenset().union(*(links[k].accepts for k in run))))
+        return stages
+
+    def check(self, spec: Any, g: list[Any], params: Any) -> list[Any] | None:
+        """The leaves of the parameters, once updates and parameters are known to be of the state's leaves.
+
+        Raises:
+            ValueError, TypeError: another structure; where noise enters also another shape, dtype or device.
+        """
+        layout = self.layout
+        if spec != self.spec:
+            paths = paths_of(spec.unflatten(g))
+            if paths != layout.paths:
+                came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, layout.paths))
+                raise ValueError(
+                    f"updates: their structure has the leaves ({came}), the state is for ({known}); call init with these parameters"
+                )
+            self.spec = spec
+        p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        if not (self.exact or self.coupled):
+            return p
+        if structure != spec:
+            raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
+        for j in self.exact:
+            x = g[j]
+            if x is None:
+                continue
+            if not isinstance(x, Tensor):
+                raise TypeError(f"updates: leaf {j} is {checks.short(x)}, not a tensor")
+            if x.layout is not torch.strided:
+                raise ValueError(
+                    f"updates: leaf {j} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                    "(torch.nn.Embedding), or pass .to_dense()"
+                )
+            if x.dtype != layout.dtypes[j] or (x.shape != layout.shapes[j] and j not in self.stacked):
+                checks.alike("updates", j, x, "the state has", layout.shapes[j], layout.dtypes[j], x.device)
+            if p is not None and x.device != p[j].device:
+                checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
+        for i in self.coupled:
+            if any(g[j] is None for j in self.where[i]):
+                raise ValueError(
+                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {layout.paths[next(j for j in self.where[i] if g[j] is None)]} has none"
+                )
+        return p
+
+    def template(self, j: int) -> Tensor:
+        """Something shaped like leaf ``j``, without its memory."""
+        return torch.empty((), dtype=self.layout.dtypes[j]).expand(self.layout.shapes[j])
 
 
 class Chain(GradientTransformation):
-    """A gradient transformation made of rules; what every function of this library returns.
+    """A gradient transformation made of links; what every function of this library returns.
 
     Attributes:
-        rules: the rules, in the order written.
+        links: the links, in the order written.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -41,369 +164,250 @@ class Chain(GradientTransformation):
         True
     """
 
-    rules: tuple[Rule, ...]
+    links: tuple[Link, ...]
 
-    def __new__(cls, rules: tuple[Rule, ...]) -> Chain:
-        program = _Program(tuple(rules))
-        self = super().__new__(cls, init=program.init, update=program.update)
-        self.rules = program.rules
-        self._program = program
+    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Chain:
+        self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
+        self.links, self.lower = tuple(links), lower
+        self.kinds = tuple([type(x).__name__ for x in self.links])
+        self.accepts = frozenset().union(*(x.accepts for x in self.links))
+        self.needy = next((x for x in self.links if x.needs_params), None)
+        self.plans, self.last = dict[Layout, Plan](), (None, None)
         return self
 
     @property
-    def accepts(self) -> frozenset[str]:
-        """The keywords that ``update`` passes on to a link."""
-        return self._program.accepts
-
-    @property
-    def response(self):
+    def response(self) -> Any:
         """The response of the only link, or the tuple of all links' responses."""
-        responses = tuple(rule.response for rule in self.rules)
+        responses = tuple(x.response for x in self.links)
         return responses[0] if len(responses) == 1 else responses
 
     @property
     def needs(self) -> frozenset[str]:
-        """Those keywords without which ``update`` refuses."""
-        return frozenset().union(*(rule.needs for rule in self.rules))
+        """The keywords without which ``update`` refuses."""
+        return frozenset().union(*(x.needs for x in self.links))
 
-    def positions(self, params: Any) -> list[list[int] | None]:
-        """For each rule the numbers of the leaves it acts on, in optree order; ``None`` for all."""
-        return self._program.positions(params)
+    def with_links(self, links: Sequence[Link]) -> Chain:
+        """The same kind of transformation with other links in the places of its own."""
+        return type(self)(links, self.lower)
 
     def chain(self, next: GradientTransformation) -> Chain:
         """This chain followed by ``next``."""
+        from bayesopt_chain.compose import chain  # the layer above: it knows what others wrote
+
         return chain(self, next)
 
-    def _replace(self, **kwargs) -> GradientTransformation:
+    def _replace(self, **kwargs: Any) -> GradientTransformation:
         return GradientTransformation(self.init, self.update)._replace(**kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chain) and self.rules == other.rules
+        if isinstance(other, IdentityGradientTransformation):
+            return not self.links
+        return isinstance(other, Chain) and self.links == other.links
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.rules)
+        return hash(self.links) if self.links else hash(tuple(IdentityGradientTransformation()))
 
-    def __reduce__(self):
-        return Chain, (self.rules,)
+    def __reduce__(self) -> Any:
+        return type(self), (self.links, self.lower)
 
     def __repr__(self) -> str:
-        if len(self.rules) == 1 and not isinstance(self.rules[0].response, Noise):
-            return str(self.rules[0])
-        lines = [f"    {rule},{matching.describe(self.rules, i)}" for i, rule in enumerate(self.rules)]
+        if len(self.links) == 1 and not isinstance(self.links[0].response, Noise):
+            return show(self.links[0])
+        lines = [f"    {show(x)},{describe(self.links, i)}" for i, x in enumerate(self.links)]
         return "\n".join(["chain(", *lines, ")"])
 
+    def plan(self, state: Any) -> Plan:
+        """What is worked out for a state's layout.
 
-class _Turn(NamedTuple):
-    """A rule's turn in an update."""
+        Raises:
+            ValueError: the state is another chain's.
+        """
+        if isinstance(state, State) and state.layout is self.last[0]:  # a state hands its layout on
+            return self.last[1]  # pyright: ignore[reportReturnType]
+        if not isinstance(state, State):
+            raise ValueError(
+                f"state: must be what init of this chain returned, got {type(state).__name__}; call init first"
+            )
+        layout = state.layout
+        if layout.kinds != self.kinds:
+            raise ValueError(
+                f"state: it is of the links ({', '.join(layout.kinds)}), this chain has ({', '.join(self.kinds)}); "
+                "call init of this chain, or give it the state of the same links"
+            )
+        if layout not in self.plans:
+            self.plans[layout] = Plan(self.links, layout, self.lower)
+        self.last = (layout, self.plans[layout])
+        return self.plans[layout]
 
-    i: int
-    rule: Rule
-    idx: list[int] | None  # the leaves it acts on, None for all
-    noise: Literal["", "before", "inside"]  # where noise acts
-    follower: int | None  # the rule whose factors it may apply, nothing coming between the two
+    def at(self, state: State, i: int, params: Any) -> tuple[At, list[Any]]:
+        """Where link ``i`` stands in a tree of parameters, and its leaves."""
+        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+        where = state.layout.where[i]
+        return At(spec, where, where, leaves, self.plan(state), {}), [leaves[j] for j in where]
 
-
-class _Layout(NamedTuple):
-    """What a chain works out once for a number of leaves and what its masks select."""
-
-    where: list[list[int] | None]
-    plan: matching.Plan | None
-    turns: tuple[_Turn, ...]
-    merges: bool  # whether any turn has a follower
-
-
-class _Program:
-    """The two functions of a chain. Holds no state but a cache of where the noise goes."""
-
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
-        self.rules = rules
-        self.accepts = frozenset().union(*(rule.accepts for rule in rules)) if rules else frozenset()
-        self.has_noise = any(isinstance(rule.response, Noise) for rule in rules)
-        self.needy = next((rule for rule in rules if rule.needs_params), None)
-        self.is_masked = any(rule.masks for rule in rules)
-        self.cache: dict[Any, _Layout] = {}
-
-    def init(self, params: Any, *, like: Any = None) -> tuple:
+    def _start(self, params: Any, *, like: Any = None) -> State:
         """State for ``params``; ``like`` is the state of an optimizer to take over what both remember.
 
         The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
         """
+        if any(isinstance(x.response, Noise) for x in self.links):
+            for x in self.links:
+                check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        where, plan, *_ = self.layout(params, len(leaves))
-        if plan is not None:
-            paths = optree.tree_paths(params, none_is_leaf=True)
-            placed = plan.leaves()
-            checks.parameters([leaves[j] for j in placed], [paths[j] for j in placed])
-        state = []
-        for rule, idx in zip(self.rules, where):
-            if rule.on_trees:
-                state.append(rule.init_tree(_tree(spec, _pick(leaves, idx), idx)))
-            else:
-                state.append(rule.init(_pick(leaves, idx)))
-        if plan is not None:
-            rates, gains = self.rates(state, where, plan, len(leaves)), self.gains(state, where, plan)
-            for i in plan.noise:
-                state[i] = self.rules[i].start(plan.placements[i], leaves, rates, gains)
-        return tuple(state) if like is None else warm_start(tuple(state), like)
+        here = {j for j, p in enumerate(leaves) if p is not None}
+        masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}
+        where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
+        layout = Layout(
+            self.kinds,
+            paths_of(params),
+            tuple([getattr(p, "shape", None) for p in leaves]),
+            tuple([getattr(p, "dtype", None) for p in leaves]),
+            where,
+        )
+        plan = self.plan(State((), layout))
+        plan.spec = spec
+        if plan.sites:
+            noisy = plan.noisy or sorted(here)
+            require_samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
+        entries = [
+            injection.start(x, plan.sites[i], leaves)  # pyright: ignore[reportArgumentType]
+            if i in plan.sites
+            else x.init([leaves[j] for j in w], At(spec, w, w, leaves, plan, {}))
+            for i, (x, w) in enumerate(zip(self.links, where))
+        ]
+        if plan.sites:
+            for i, weather in self._foresee(plan, entries):
+                self.links[i].started(plan.sites[i], weather, leaves, partial(self._coloured, plan, entries))  # pyright: ignore
+        state = State(entries, layout)
+        return state if like is None else warm_start(state, like)
 
-    def update(self, updates: Any, state: tuple, *, params: Any = None, inplace: bool = True, **extra: Any):
+    def _step(self, updates: Any, state: Any, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         """Transformed updates and the next state. See ``torchopt.base.GradientTransformation``."""
         if extra and (unknown := extra.keys() - self.accepts) and ANY not in self.accepts:
             raise TypeError(
                 f"update() got {', '.join(sorted(unknown))}=, which no link of this chain takes; "
                 f"its links take: {', '.join(sorted(self.accepts)) or 'no further keywords'}"
             )
-        if len(state) != len(self.rules):
-            raise ValueError(
-                f"state: expected one entry for each of {len(self.rules)} links, got {len(state)}; call init first"
-            )
         if params is None and self.needy is not None:
-            raise ValueError(f"{self.needy} needs the parameters: call update(updates, state, params=params)")
+            raise ValueError(f"{show(self.needy)} needs the parameters: call update(updates, state, params=params)")
+        plan, links, op = self.plan(state), self.links, IN_PLACE if inplace else PURE
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
-        p, params_spec = (None, None) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        p = plan.check(spec, g, params)
         if inplace and len(g) > 1 and repeats(g):
             g = owned(g)
-        layout = self.layout(updates if params is None else params, len(g))
-        state, given = list(state), g
-        injections: list[Injection] = []
-        scales = None
-        if layout.plan is not None:
-            checks.updates(g, p, spec, params_spec)
-            injections, scales = self.draw(layout, state, g, inplace)
-        merging = layout.merges and inplace and _nobody_differentiates(g)
-        common = Context(inplace, {})
-        factors = None
-        for i, rule, idx, noise, follower in layout.turns:
-            done = factors is not None
-            factors = self.rules[follower].factors(state[follower], len(g)) if merging and follower else None
-            if noise == "before":
-                g = _inject(injections, i, g, inplace)
-            ctx = common
-            if done or noise or factors is not None or scales is not None or extra or rule.on_trees:
-                ctx = Context(
-                    inplace,
-                    {k: v for k, v in extra.items() if k in rule.accepts or ANY in rule.accepts} if extra else extra,
-                    AdaptiveNoise(injections, i, idx) if noise == "inside" else None,
-                    None if scales is None else _pick(scales, idx),
-                    partial(_tree, spec, idx=idx) if rule.on_trees else None,
-                    partial(_leaves, spec, idx=idx) if rule.on_trees else None,
-                    factors,
-                    done,
-                    _echoes(injections, i, idx, len(g)) if noise and rule.keeps_echo else None,
-                )
-            if idx is None:
-                g, state[i] = rule.update(g, state[i], p, ctx)
+        entries, missing = list(state), any([x is None for x in g])
+        noises = self._draw(plan, entries, g, op) if plan.sites else []
+        for stage in plan.stages:
+            i = stage.run[0]
+            where, link = plan.where[i], stage.link
+            present = tuple([j for j in where if g[j] is not None]) if missing and not link.whole else where
+            if where and not present:
                 continue
-            mine, state[i] = rule.update(_pick(g, idx), state[i], None if p is None else _pick(p, idx), ctx)
-            g = list(g)
-            for j, leaf in zip(idx, mine):
-                g[j] = leaf
-        if injections:
-            g = _inject(injections, len(self.rules), g, inplace)
-            # coefficients of another precision promote 0-d leaves
-            g = [x if x is None or x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(g, given)]
-        return spec.unflatten(g), tuple(state)
+            keep = [plan.position[i][j] for j in present] if len(present) < len(where) else None
+            at = At(
+                spec, where, present, p, plan, {k: v for k, v in extra.items() if stage.takes(k)} if extra else extra
+            )
+            mine = entries[i] if len(stage.run) == 1 else tuple([entries[k] for k in stage.run])
+            if keep is not None:
+                mine = (
+                    part(mine, keep, len(where)) if len(stage.run) == 1 else [part(x, keep, len(where)) for x in mine]
+                )
+            if stage.learns:
+                mine, learned = link.learn([g[j] for j in present], mine, op, at)
+                at = at._replace(learned=learned)
+            if stage.enter:
+                self._enter(plan, i, noises, entries, g, op, at, mine if stage.learns else None)
+            new, after = link.update([g[j] for j in present], mine, op, at)
+            for k, old, entry in zip(
+                stage.run, [entries[k] for k in stage.run], [after] if len(stage.run) == 1 else after
+            ):
+                entries[k] = entry if keep is None else put_back(old, keep, len(where), entry)
+            for j, y in zip(present, new):
+                g[j] = y
+            for x in noises:  # the one place that knows of carried noise
+                if x.site.carried and x.site.owner == i:
+                    self._edit(plan, entries, x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
+        if noises:
+            self._enter(plan, len(links), noises, entries, g, op, None, None)
+            for j in plan.noisy:  # coefficients of another precision promote 0-d leaves
+                g[j] = g[j] if g[j] is None else g[j].to(plan.layout.dtypes[j])
+        new_state = State(entries, state.layout)
+        return spec.unflatten(g), new_state if inplace or is_traced() else unshared(new_state, state)
 
-    def draw(self, layout: _Layout, state: list, g: Leaves, inplace: bool) -> tuple[list[Injection], list | None]:
-        """This step's noise, and by leaf what it wants the velocity scaled by. The noise's entries of ``state`` move on."""
-        where, plan = layout.where, layout.plan
-        for i in plan.noise:
-            self.rules[i].check(plan.placements[i], state[i], g)
-        rates = self.rates(state, where, plan, len(g)) if plan.rates else {}
-        gains = self.gains(state, where, plan) if plan.gains else {}
-        injections, scales = [], {}
-        for i in plan.noise:
-            injection, state[i] = self.rules[i].draw(plan.placements[i], state[i], g, rates, gains, inplace)
-            injections.append(injection)
-            if injection.velocity_scale:
-                scales.update(injection.velocity_scale)
-        return injections, [scales.get(j) for j in range(len(g))] if scales else None
+    def _foresee(self, plan: Plan, entries: list[Any]) -> list[tuple[int, injection.Weather]]:
+        """Temperature and coefficients of every noise link; refuses values out of range before anything is changed."""
+        checked: set[int] = set()
 
-    def positions(self, tree) -> list[list[int] | None]:
-        """For each rule the leaves it acts on; ``None`` for all."""
-        seen: dict[int, set[int]] = {}
-        out: list[list[int] | None] = []
-        for rule in self.rules:
-            for mask in rule.masks:
-                if id(mask) not in seen:
-                    seen[id(mask)] = _selected(mask, tree)
-            chosen = [seen[id(mask)] for mask in rule.masks]
-            out.append(sorted(set.intersection(*chosen)) if chosen else None)
-        return out
+        def rates(i: int, leaves: Sequence[int]) -> Tensor:
+            """What a changing gain is now, by leaf."""
+            every = self.links[i].rate(entries[i], len(plan.where[i]))
+            for value in every:
+                if id(value) not in checked:
+                    require_valid("lr", value)
+                    checked.add(id(value))
+            return torch.stack([every[plan.position[i][j]].to(torch.float64) for j in leaves])
 
-    def layout(self, tree: Any, n: int) -> _Layout:
-        """The layout for the ``n`` leaves of ``tree``."""
-        where = self.positions(tree) if self.is_masked else None
-        key = n if where is None else (n, tuple(None if w is None else tuple(w) for w in where))
-        if key not in self.cache:
-            self.cache[key] = self.lay_out(where or [None] * len(self.rules), n)
-        return self.cache[key]
+        return [(i, injection.foresee(self.links[i], sites, entries[i], rates)) for i, sites in plan.sites.items()]  # pyright: ignore
 
-    def lay_out(self, where: list[list[int] | None], n: int) -> _Layout:
-        plan = matching.plan(self.rules, where, n) if self.has_noise else None
-        acting = {p.at for by_leaf in plan.placements.values() for p in by_leaf.values()} if plan is not None else set()
-        order = [i for i, rule in enumerate(self.rules) if i in acting or not isinstance(rule.response, Noise)]
-        turns = []
-        for i, following in zip(order, [*order[1:], None]):
-            rule = self.rules[i]
-            noise = "" if i not in acting else "inside" if isinstance(rule.response, Adaptive) else "before"
-            alone = following is None or following in acting or where[i] is not None or where[following] is not None
-            turns.append(_Turn(i, rule, where[i], noise, None if alone or not rule.takes_factors else following))
-        return _Layout(where, plan, tuple(turns), any(turn.follower for turn in turns))
+    def _draw(self, plan: Plan, entries: list[Any], g: list[Any], op: Op) -> list[injection.Injected]:
+        """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
+        noises: list[injection.Injected] = []
+        for i, weather in self._foresee(plan, entries):
+            new, entries[i] = injection.draw(self.links[i], plan.sites[i], entries[i], weather, g, plan.numbers, op)  # pyright: ignore
+            noises += new
+        for x in noises:
+            if x.scale is not None and x.site.owner is not None and x.leaves:
+                self._edit(plan, entries, x, lambda v, x=x: op.mul(v, [s.to(t.dtype) for s, t in zip(x.scale, v)]))  # pyright: ignore
+        return noises
 
-    def rates(self, state, where, plan, n: int) -> dict[int, dict[int, Tensor]]:
-        """By rule and leaf, the magnitude of every gain that changes with time."""
-        return {
-            i: _by_leaf(where[i], self.rules[i].rate(state[i], n if where[i] is None else len(where[i])))
-            for i in plan.rates
-        }
+    def _edit(self, plan: Plan, entries: list[Any], x: injection.Injected, change: Callable[..., Any]) -> None:
+        """Change what the owner of the pole remembers of the leaves of noise ``x``."""
+        i = x.site.owner
+        assert i is not None
+        at = [plan.position[i][j] for j in x.leaves]
+        entries[i] = edit_velocity(self.links[i].velocity, entries[i], at, change)  # pyright: ignore[reportArgumentType]
 
-    def gains(self, state, where, plan) -> dict[int, dict[int, Tensor]]:
-        """By rule and leaf, the diagonal of every frozen preconditioner."""
-        return {i: _by_leaf(where[i], self.rules[i].preconditioner(state[i])) for i in plan.gains}
+    def _enter(
+        self, plan: Plan, i: int, noises: list[Any], entries: list[Any], g: list[Any], op: Op, at: At | None, mine: Any
+    ) -> None:
+        """Colour and add the noise that enters before link ``i``, or inside it with the state ``mine``."""
+        for n, x in enumerate(noises):
+            if x.site.enters != i or not x.leaves:
+                continue
+            e = self._coloured(plan, entries, x.site, x.leaves, x.noise, i, at, mine)
+            old = [g[j] for j in x.leaves]
+            hot = x.hot
+            new = op.add(old, e) if hot is None else op.put(old, [torch.where(hot, y + z, y) for y, z in zip(old, e)])
+            for j, y in zip(x.leaves, new):
+                g[j] = y
+            noises[n] = x._replace(noise=e if x.site.carried else ())
 
-
-def _nobody_differentiates(g: Leaves) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return not any([x is not None and x.requires_grad for x in g])
-
-
-def _by_leaf(idx: list[int] | None, values) -> dict[int, Tensor]:
-    return dict(enumerate(values) if idx is None else zip(idx, values))
-
-
-def _pick(leaves: Leaves, idx: list[int] | None) -> Leaves:
-    return leaves if idx is None else [leaves[j] for j in idx]
-
-
-def _inject(injections: list[Injection], at: int, g: Leaves, inplace: bool) -> Leaves:
-    """``g`` with every noise that acts before rule ``at``."""
-    for injection in injections:
-        g = list(g)
-        for j in injection.noise:
-            if injection.at[j] == at:
-                g[j] = injection.add(j, g[j], inplace)
-    return g
-
-
-def _echoes(injections: list[Injection], i: int, idx: list[int] | None, n: int) -> list | None:
-    """By leaf of rule ``i``, the noise that its velocity keeps and how much of it."""
-    kept = {j: (e, x.echo[j]) for x in injections for j, e in x.noise.items() if j in x.echo and x.at[j] == i}
-    return [kept.get(j) for j in (range(n) if idx is None else idx)] if kept else None
-
-
-def chain(*links: GradientTransformation) -> Chain:
-    """Compose links into one transformation: the first sees the gradient, the last returns the update.
-
-    Takes links of this library and TorchOpt's, nested at will: ``chain(chain(a, b), c)``, ``chain(a, chain(b, c))`` and
-    ``chain(a, b, c)`` are the same chain with the same state. If a link injects noise, the noise is matched to the
-    whole chain when ``init`` is called, and injected where it belongs.
-
-    Args:
-        links: transformations, in the order in which they see the gradient.
-
-    Returns:
-        A :class:`Chain`. ``update`` passes keywords on to the links that declare them.
-
-    Raises:
-        TypeError: a link is not a gradient transformation.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(0.01), bc.scale_by_neg_lr(0.1))
-        >>> params = {"w": torch.zeros(3)}
-        >>> state = tx.init(params)
-        >>> updates, state = tx.update({"w": torch.ones(3)}, state, params=params, inplace=False)
-        >>> updates["w"].shape
-        torch.Size([3])
-    """
-    rules: list[Rule] = []
-    for n, link in enumerate(links):
-        if isinstance(link, Chain):
-            rules += link.rules
-        elif isinstance(link, ChainedGradientTransformation):
-            rules += chain(*link.transformations).rules
-        elif isinstance(link, GradientTransformation):
-            rules += adopt(link)
-        else:
-            raise TypeError(f"chain: link {n} is {link!r} ({type(link).__name__}), not a gradient transformation")
-    return Chain(tuple(rules))
+    def _coloured(
+        self,
+        plan: Plan,
+        entries: list[Any],
+        site: Site,
+        leaves: Sequence[int],
+        e: Any,
+        i: int = -1,
+        at: Any = None,
+        mine: Any = None,
+    ) -> Any:
+        """The noise of these leaves of a site as the metrics shape it; link ``i`` has just learned, to the state ``mine``."""
+        for m, power in site.colours:
+            if m == i and mine is not None:
+                place = {j: n for n, j in enumerate(at.present)}
+                e = self.links[m].colour(mine, at, [place[j] for j in leaves], e, power)
+            elif not self.links[m].response.learns:  # before the first step it has learned nothing
+                where = plan.where[m]
+                k = [plan.position[m][j] for j in leaves]
+                e = self.links[m].colour(entries[m], At(plan.spec, where, where, None, plan, {}), k, e, power)
+        return e
 
 
-def with_response(link: GradientTransformation, response: Response, *, name: str | None = None) -> Chain:
-    """Tell the noise what your own link does, so that it may stand in a chain that samples.
-
-    Args:
-        link: any gradient transformation, yours or another library's.
-        response: ``bc.response.Linear(b, a)`` for a time-invariant filter ``b(1/z) / a(1/z)`` of the gradient (lowest
-            power first; ``Linear((0.5,))`` halves it), ``bc.response.Nonlinear()`` for a memoryless function of it,
-            ``bc.response.Decay(weight_decay)`` for ``u + weight_decay * params``.
-        name: shown by ``repr``.
-
-    Returns:
-        A chain of that one link.
-
-    Example:
-        >>> import bayesopt_chain as bc, torchopt
-        >>> halve = bc.with_response(torchopt.transform.scale(0.5), bc.response.Linear((0.5,)), name="halve")
-        >>> bc.chain(halve, bc.sgd(0.1))
-        chain(
-            halve,
-            scale_by_neg_lr(0.1),
-        )
-    """
-    if not isinstance(link, GradientTransformation):
-        raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
-    if not isinstance(response, (Linear, Nonlinear, Decay)):
-        raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
-    numbers = (
-        (*response.b, *response.a)
-        if isinstance(response, Linear)
-        else (response.weight_decay,)
-        if isinstance(response, Decay)
-        else ()
-    )
-    empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
-    if empty or not all(map(math.isfinite, numbers)):
-        raise ValueError(
-            f"with_response: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0"
-        )
-    return Chain((Foreign(link, response, name or "declared link", keywords_of(link)),))
-
-
-@recognises("chain_flat.<locals>.update_fn")
-def _torchopts_flat_chain(link, cells):
-    inner = cells["inner"]
-    rules = chain(*inner.transformations if isinstance(inner, ChainedGradientTransformation) else (inner,)).rules
-    if any(isinstance(rule, Foreign) for rule in rules):  # its links expect the flat lists that only it makes
-        return (Foreign(link, None, "torchopt's optimizer (bc has the same with a temperature)"),)
-    return rules
-
-
-def _selected(mask: Any, tree: Any) -> set[int]:
-    """Numbers of the leaves a mask selects."""
-    return {i for i, bit in enumerate(leaves_of_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
-
-
-def leaves_of_prefix(prefix: Any, tree: Any) -> list:
-    """The leaf of ``prefix`` that stands above each leaf of ``tree``."""
-    try:
-        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
-    except ValueError as err:
-        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
-
-
-def _tree(spec, leaves: Leaves, idx: list[int] | None):
-    """The user's tree, with an empty node wherever a mask leaves a leaf out."""
-    if idx is None:
-        return optree.tree_unflatten(spec, leaves)
-    kept = dict(zip(idx, leaves))
-    return optree.tree_unflatten(spec, [kept.get(i, ()) for i in range(spec.num_leaves)])
-
-
-def _leaves(spec, tree, idx: list[int] | None) -> Leaves:
-    return _pick(spec.flatten_up_to(tree), idx)
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The leaves' paths, as text."""
+    return tuple([path_name(path) for path in optree.tree_paths(tree, none_is_leaf=True)])

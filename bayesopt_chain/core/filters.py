@@ -33,6 +33,11 @@ class Conditions(NamedTuple):
     square: float | Tensor = 1.0
 
 
+def root_of(t: Tensor) -> Tensor:
+    """Square root, whose derivative at 0 counts as 0."""
+    return torch.where(t == 0, 0.0 * t, torch.where(t == 0, t + 1.0, t).sqrt())
+
+
 @dataclass(frozen=True)
 class Filtered:
     """Noise of a constant response."""
@@ -47,7 +52,7 @@ class Filtered:
 
     def coefficients(self, now: Conditions, before: Conditions | None):
         t = now.temperature
-        root = math.sqrt(t) if isinstance(t, (int, float)) else t.sqrt()
+        root = math.sqrt(t) if isinstance(t, (int, float)) else root_of(t)
         return [root * v for v in self.c], None
 
     def step(self, xi: list[Tensor], memory: list[Tensor], c) -> tuple[Tensor, list[Tensor]]:

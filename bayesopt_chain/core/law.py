@@ -124,6 +124,8 @@ def spectral_factor(r: Sequence[float]) -> Poly:
     )
     if lowest < -1e-12 * scale:
         raise NoMatchedNoise(f"the noise spectrum would be negative ({lowest:.3g} relative to {scale:.3g})")
+    if len(r) > 1 and lowest < 1e-12 * scale:
+        r[0] += 1e-12 * scale - lowest  # a zero on the circle, where Newton's equations are singular, moves just inside
     n = len(r)
     q = [math.sqrt(r[0])] + [0.0] * (n - 1)
     for _ in range(200):
@@ -249,10 +251,15 @@ def scheduled_momentum_noise(momentum: float, level, level_before, temperature, 
     safe = where(level_before > 0, level_before, level_before + 1.0)
     k = where(rises, (level / safe) ** 0.5, mu + 0.0 * level)
     arrive = temperature * level - k * k * temperature_before * level_before
-    arrive = where(arrive > 0, arrive, 0.0 * arrive)
+    arrive = where(arrive <= 0, 0.0 * arrive, arrive)
     scale = where(rises, k / mu if mu else 1.0 + 0.0 * level, 1.0 + 0.0 * level)
     if order == 1:
-        return ScheduleCoefficients((2.0 / (1.0 + mu) * arrive) ** 0.5, None, scale)
-    alpha = (0.5 * (1.0 - mu) * temperature * level) ** 0.5
-    alpha_before = (0.5 * (1.0 - mu) * temperature_before * level_before) ** 0.5
-    return ScheduleCoefficients(alpha, (0.5 * (1.0 + mu) * arrive) ** 0.5 - k * alpha_before, scale)
+        return ScheduleCoefficients(_root(2.0 / (1.0 + mu) * arrive, where), None, scale)
+    alpha = _root(0.5 * (1.0 - mu) * temperature * level, where)
+    alpha_before = _root(0.5 * (1.0 - mu) * temperature_before * level_before, where)
+    return ScheduleCoefficients(alpha, _root(0.5 * (1.0 + mu) * arrive, where) - k * alpha_before, scale)
+
+
+def _root(x, where):
+    """Square root, whose derivative at 0 counts as 0."""
+    return where(x == 0, 0.0 * x, where(x == 0, x + 1.0, x) ** 0.5)

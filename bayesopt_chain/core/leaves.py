@@ -1,8 +1,9 @@
-"""Elementary maps over leaves, written once for gradients that may be ``None`` and for both in-place modes."""
+"""Gradients that may be overwritten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +11,7 @@ from torch import Tensor
 from bayesopt_chain.tracing import is_plain
 
 
-def each(fn: Callable, g: list, *others) -> list:
-    """``fn`` of every gradient and what goes with it; ``None`` where there is no gradient."""
-    return [None if x is None else fn(x, *rest) for x, *rest in zip(g, *others)]
-
-
-def keep(fn: Callable, g: list, state: tuple, *others) -> tuple:
-    """The next value ``fn(s, g, ...)`` of a state with one tensor for each leaf; unchanged without a gradient."""
-    return tuple(s if x is None else fn(s, x, *rest) for x, s, *rest in zip(g, state, *others))
-
-
-def owned(g: list) -> list:
+def owned(g: Sequence[Any]) -> list[Any]:
     """Gradients that may be overwritten one by one: what shares memory with an earlier one, or within itself, is copied.
 
     Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
@@ -38,31 +29,10 @@ def owned(g: list) -> list:
             seen.add(where)
         return x
 
-    return each(own, g)
+    return [None if x is None else own(x) for x in g]
 
 
-def repeats(g: list) -> bool:
+def repeats(g: Sequence[Any]) -> bool:
     """Whether one tensor stands at two leaves."""
     ids = [id(x) for x in g if x is not None]
     return len(set(ids)) < len(ids)
-
-
-def zeros_like(params: list, value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
-    """A tensor filled with ``value`` for each leaf; an empty one for an absent leaf, since states hold no ``None``."""
-    return tuple(
-        torch.empty(0) if p is None else torch.full_like(p, value, requires_grad=requires_grad) for p in params
-    )
-
-
-def moment(g: list, state: tuple, decay: float, order: int, inplace: bool) -> tuple[Tensor, ...]:
-    """Exponential moving average of ``g ** order``; ``decay = 1`` sums squares."""
-
-    def step(t: Tensor, x: Tensor) -> Tensor:
-        if decay == 1.0:
-            return t.addcmul_(x, x) if inplace else t.addcmul(x, x)
-        t = t.mul_(decay) if inplace else t.mul(decay)
-        if order == 1:
-            return t.add_(x, alpha=1 - decay)
-        return t.addcmul_(x, x, value=1 - decay) if inplace else t.addcmul(x, x, value=1 - decay).to(t.dtype)
-
-    return keep(step, g, state)

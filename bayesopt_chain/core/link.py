@@ -1,119 +1,195 @@
-"""What a rule is: one idea of a chain, as a function of lists of leaves; and how noise reaches it.
+"""What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
-A rule says how its state starts, how it turns gradient leaves into update leaves, and (its ``response``) what that does
-to the gradient, which is all that the noise needs to know.
+Three rules keep links short. A link sees only the leaves that are there: masks and missing gradients are the chain's affair.
+A metric that learns does so in ``learn``, from the clean gradient, before noise is added. A link that owns a pole names the
+field of its state that holds it: the chain rescales it before a step and adds carried noise after (see ``matching``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain.core.response import Response
-
-Leaves = list  # of Tensor | None, in optree order
-
-
-class Context(NamedTuple):
-    """What a rule may look at besides its own state while it updates."""
-
-    inplace: bool
-    extra: Mapping[str, Any]
-    injection: Any = None  # the noise, for a rule with an adaptive response
-    velocity_scale: Any = None  # for each leaf, the factor the velocity is scaled by before this step
-    to_tree: Callable[[Leaves], Any] | None = None  # the rule's leaves as the user's tree
-    from_tree: Callable[[Any], Leaves] | None = None
-    factors: list | None = None  # for a rule that takes them: what the next rule would multiply each leaf by
-    done: bool = False  # the rule before has multiplied by this rule's factors already
-    echo: list | None = None  # for each leaf, what the velocity keeps of this step's noise: (noise, factor) or None
-
-    def scaled(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A velocity as this step begins with it (see ``core.law.scheduled_momentum_noise``)."""
-        if self.velocity_scale is None:
-            return velocity
-        multiply = Tensor.mul_ if self.inplace else Tensor.mul
-        return tuple(v if s is None else multiply(v, s.to(v.dtype)) for v, s in zip(velocity, self.velocity_scale))
-
-    def echoed(self, velocity: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A velocity as this step leaves it: with what it keeps of the noise (see ``core.matching``)."""
-        if self.echo is None:
-            return velocity
-        add = Tensor.add_ if self.inplace else Tensor.add
-        return tuple([v if e is None else add(v, e[0], alpha=e[1]) for v, e in zip(velocity, self.echo)])
+from bayesopt_chain import checks
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Linear, Response
+from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import batch_levels, is_transformed
 
 
-class Rule:
+class At(NamedTuple):
+    """Where a link stands: in the user's tree, and in this step."""
+
+    spec: Any  # the structure of the user's tree
+    index: tuple[int, ...]  # the numbers of the leaves that the link acts on
+    present: tuple[int, ...]  # those of them that are there now
+    all_params: Sequence[Any] | None
+    plan: Any
+    extra: dict[str, Any]  # the keywords it takes
+    learned: Any = ()  # what its ``learn`` gave in this step
+
+    @property
+    def params(self) -> list[Any]:
+        """The parameters of the leaves that are there."""
+        assert self.all_params is not None
+        return [self.all_params[j] for j in self.present]
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
+        if len(self.present) == self.spec.num_leaves:
+            return self.spec.unflatten(leaves)
+        have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
+        absent = self.plan.absent
+        return self.spec.unflatten(
+            [have[j] if j in have else None if j in absent else () for j in range(self.spec.num_leaves)]
+        )
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """The leaves that are there, of a tree like the user's."""
+        flat = self.spec.flatten_up_to(tree)
+        return [flat[j] for j in self.present]
+
+
+@dataclass(frozen=True)
+class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
-    A rule that accepts ``draw`` also has ``n_samples`` and ``sample(state, params) -> Draw`` (see ``posterior/draw.py``): it
-    wants the gradient there instead of at the parameters.
+    A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. ``init`` and ``update``
+    see the leaves that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
     """
 
-    response: Response | None = None
-    accepts: frozenset[str] = frozenset()
-    on_trees = False  # whether init_tree and update want the user's tree, as a foreign link does
-    needs_params = False
-    needs: frozenset[str] = frozenset()  # those of accepts without which update refuses
-    masks: tuple[Any, ...] = ()
-    keeps_echo = False  # whether update, of response b / (1 - mu/z), keeps part of the noise in its velocity
-    takes_factors = False  # whether update multiplies by ``ctx.factors`` while its leaves are in cache
+    masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
 
-    def factors(self, state: Any, n: int) -> list | None:
-        """What this rule multiplies each of ``n`` leaves by, if that is all it does."""
-        return None
+    velocity: ClassVar[str | None] = None  # the field of the state whose pole this link owns
+    carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
+    needs_params: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
+    coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
+    stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
+    samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
 
-    def init(self, params: Leaves) -> Any:
-        """State for parameters given as leaves; ``None`` stands for an absent parameter."""
+    @property
+    def response(self) -> Response | None:
+        """What it does to the gradient; ``None`` where nobody said."""
+        return Linear()
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The keywords of ``update`` that it takes."""
+        return frozenset()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Those without which it refuses."""
+        return frozenset()
+
+    def init(self, leaves: Leaves, at: At) -> Any:
+        """The first state."""
         return EmptyState()
 
-    def update(self, g: Leaves, state: Any, params: Leaves | None, ctx: Context) -> tuple[Leaves, Any]:
-        """New leaves and state. A ``None`` gradient stays ``None`` and leaves its part of the state alone."""
+    def learn(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Any, Any]:
+        """The state of a metric that has seen the clean gradient, and what ``colour`` and ``update`` need of this step."""
+        return state, ()
+
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        """New leaves and state."""
         return g, state
+
+    def colour(self, state: Any, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        """``P^power e`` for the leaves numbered ``k`` among the link's own; ``e`` may be overwritten."""
+        raise NotImplementedError
+
+    def rate(self, state: Any, n: int) -> list[Any]:
+        """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""
+        raise NotImplementedError
+
+    def sample(self, state: Any, params: Leaves, at: At) -> Any:
+        """A draw from the posterior that the state carries, at whose leaves the gradient is to be taken."""
+        raise NotImplementedError
+
+    def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
+        """What a step that took its gradient at a draw says about itself; ``None`` for loss and aux alone."""
+        return None
 
     def __str__(self) -> str:
         return repr(self)
 
 
-@dataclass
-class Injection:
-    """This step's noise: what is added to each leaf, and before which rule.
+def show(link: Link) -> str:
+    """A link with its masks."""
+    if not link.masks:
+        return str(link)
+    return f"masked({link}, {', '.join(str(getattr(mask, 'label', '...')) for mask in link.masks)})"
 
-    ``hot`` is a boolean 0-d tensor where the temperature can change: where it is false the gradient stays as it is,
-    to the last bit. ``echo`` has the leaves of whose noise the velocity keeps that factor. ``at`` and ``echo`` may name more
-    leaves than have noise this time.
+
+@dataclass(frozen=True)
+class Keyed(Link):
+    """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
+
+    exacting = True
+
+    generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
+    stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
+
+    def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
+        """A fresh key and a count of zero, on the parameters' device."""
+        require_samplable(leaves, [at.plan.paths[j] for j in at.index])
+        return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros(
+            (), dtype=torch.int64, device=leaves[0].device
+        )
+
+    def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
+        """``draws`` variables like every gradient, for this step of the state's stream."""
+        require_own_key(state.key, g)
+        given = dict(zip(at.present, g))
+        like = [given[j] if j in given else at.plan.template(j) for j in at.index]
+        numbers = [at.plan.numbers[j] for j in at.index]
+        xi = keyed_stream.normals(
+            state.key,
+            state.count,
+            [t.unsqueeze(0) for t in like],
+            [draws] * len(like),
+            kind,
+            self.stream,
+            numbers=numbers,
+        )
+        return [x for j, x in zip(at.index, xi) if j in given]
+
+
+def require_samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
+
+    Raises:
+        TypeError, ValueError: naming the leaves.
     """
-
-    noise: dict[int, Tensor]
-    at: dict[int, int]
-    hot: Tensor | None
-    velocity_scale: dict[int, Tensor] | None
-    echo: dict[int, float]
-
-    def add(self, j: int, g: Tensor, inplace: bool, gain: Tensor | None = None) -> Tensor:
-        e = self.noise[j] if gain is None else self.noise[j] * gain
-        if inplace and self.hot is None:
-            return g.add_(e)
-        out = g + e if self.hot is None else torch.where(self.hot, g + e, g)
-        if inplace:
-            return g.copy_(out)
-        return out if gain is None else out.to(g.dtype)  # a 0-d gain may be of another precision
+    checks.parameters(leaves, paths)
+    if is_transformed():
+        return
+    seen: dict[tuple[int, int], str] = {}
+    for leaf, path in zip(leaves, paths):
+        if leaf.numel() and leaf.layout is torch.strided and leaf.device.type != "meta":
+            place = (leaf.data_ptr(), leaf.numel())
+            if place[0] and seen.setdefault(place, path) != path:
+                raise ValueError(
+                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they would "
+                    "sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
+                )
 
 
-class AdaptiveNoise:
-    """The noise as a rule with an adaptive response adds it itself, indexed by that rule's own leaves."""
+def require_own_key(key: Tensor, g: Sequence[Tensor]) -> None:
+    """Refuse gradients with a ``vmap`` axis that the key lacks: every lane would get the same noise.
 
-    def __init__(self, injections: list[Injection], at: int, idx: list[int] | None) -> None:
-        self.injections, self.at, self.idx = injections, at, idx
-
-    def add(self, i: int, g: Tensor, gain: Tensor, inplace: bool) -> Tensor:
-        """``g`` plus ``gain`` times the noise of leaf ``i``."""
-        j = i if self.idx is None else self.idx[i]
-        for injection in self.injections:
-            if j in injection.noise and injection.at[j] == self.at:
-                g = injection.add(j, g, inplace, gain)
-        return g
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if is_transformed() and any(batch_levels(x) - batch_levels(key) for x in g):
+        raise ValueError(
+            "state: its key is one for all lanes of vmap, while the gradients differ, so that every lane would get the same "
+            "noise: give each lane a state of its own, as bc.parallel does, or bc.stack(bc.fork(state, n))"
+        )

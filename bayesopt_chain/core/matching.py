@@ -1,342 +1,283 @@
 r"""Where the noise goes in a chain, and what it is matched to.
 
-For each leaf the links that act on it are split into what comes before the linear part and the linear part itself:
+For each leaf the links that act on it are split into what comes before the linear part and the linear part itself. Noise enters
 
-* after the last non-linear link, inside the adaptive one if there is one (its ``P`` must not see the noise);
+* inside the last metric that learns (what it learns from must not see the noise), or behind the last non-linear link;
 * before the first link with memory, so that a learning rate in front of momentum scales the gradient, not the noise;
 * where there is neither, where it was written.
 
 By linearity any such place is as good as the head of the linear part. With ``F = G f`` (``G`` the gains that change
-with time, ``f`` the constant filter) and ``P`` the product of frozen diagonals, noise of spectrum ``Psi P^-1`` at the head
-becomes, behind the gains ``G_b`` and diagonals ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``.
+with time, ``f`` the constant filter) and ``P`` the product of metrics, noise of spectrum ``Psi P^-1`` at the head becomes,
+behind the gains ``G_b`` and metrics ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``. Weight decay behind
+memory adds a spectrum of its own, which only the metrics met before it colour: a second site.
 
 Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no memory of its own: half of it may wait in the
 velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1} + b (g_t + e_t)``, ``b = 1 - dampening``,
 
-    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + echo c xi_t,    echo = b / mu:
+    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + carried c xi_t,    carried = b / mu:
 
-white noise of level ``c``, of which the velocity keeps an echo. ``mu q`` is the Ornstein-Uhlenbeck velocity of BAOAB.
-With little momentum the echo is many times the velocity and would overflow; there the noise remembers its draw itself.
+white noise of level ``c``, of which the velocity carries a part. ``mu q`` is the Ornstein-Uhlenbeck velocity of BAOAB.
+With little momentum that part is many times the velocity and would overflow; there the noise remembers its draw itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from bayesopt_chain.core import law
 from bayesopt_chain.core.filters import Conditions, Filtered, Process, Scheduled
-from bayesopt_chain.core.response import Adaptive, Decay, Elementwise, Linear, Noise, Nonlinear, Rate, Refused
+from bayesopt_chain.core.link import Link, show
+from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
 
-ONE = (1.0,)
-LEAST_MOMENTUM = 1 / 16  # in front of less the noise leaves no echo
+LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 
 
-@dataclass(frozen=True)
-class Source:
-    """One independent noise: its process, and the diagonals that enter as ``sqrt(before / after)``."""
+class Site(NamedTuple):
+    """One independent noise of the leaves on which the same links act."""
 
+    enters: int  # the link before which (a learning metric: inside which) it enters
+    leaves: tuple[int, ...]
     process: Process
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    colours: tuple[tuple[int, float], ...]  # (metric, power): P^(1/2) if met before the noise enters, P^(-1/2) behind
+    rates: tuple[tuple[int, ...], tuple[int, ...]]  # the changing gains before it, and behind it
+    owner: int | None  # the link that owns the pole
+    carried: float  # what the velocity holds back of this noise for the next step
+    constants: list[float] | None  # its coefficients, if nothing changes with time
+    matched_to: str
+    gain: float  # what a unit of this noise moves the parameter by in one step, changing gains apart
+    rows: tuple[int, ...] = ()  # its places in the noise link's state
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The noise of one leaf: the rule before (or inside) which it acts, its sources, the gains ``G_b`` and ``G_a``."""
-
-    at: int
-    sources: tuple[Source, ...]
-    rates_before: tuple[int, ...] = ()
-    rates_after: tuple[int, ...] = ()
-    matched_to: str = ""
-    gain_after: float = 1.0  # what a unit of this noise moves the parameter by in one step, G_a apart
-    echo: float = 0.0  # what the velocity of the rule ``at`` keeps of each noise for the next step
-    temperature: float | None = None  # where neither it nor a gain changes with time
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """One source at a constant temperature, the same for all elements."""
-        return self.temperature is not None and len(self.sources) == 1 and not self.gains
-
-    @property
-    def gains(self) -> tuple[int, ...]:
-        """The rules whose diagonals the noise must know."""
-        return tuple(i for s in self.sources for i in s.before + s.after)
-
-    @cached_property
-    def constants(self) -> list:
-        """The coefficients of every source at that temperature."""
-        return [s.process.coefficients(Conditions(self.temperature), None)[0] for s in self.sources]
-
-    @cached_property
-    def draws(self) -> int:
-        return sum(s.process.draws for s in self.sources)
-
-    @cached_property
-    def memory(self) -> int:
-        return sum(s.process.memory for s in self.sources)
-
-
-class Placements(dict[int, Placement]):
-    """The placement of each leaf that one noise rule acts on."""
-
-    @cached_property
-    def draws(self) -> list[int]:
-        return [p.draws for p in self.values()]
-
-    @cached_property
-    def level(self) -> float | None:
-        """The standard deviation where all leaves have the same constant white noise."""
-        first = next(iter(self.values()), None)
-        if first is None or not first.is_plain or not isinstance(first.sources[0].process, Filtered):
-            return None
-        ((level, *more),) = first.constants
-        alike = not more and first.sources[0].process.d == ONE and all(p is first for p in self.values())
-        return level if alike else None
-
-    @cached_property
-    def at(self) -> dict[int, int]:
-        return {j: p.at for j, p in self.items()}
-
-    @cached_property
-    def echo(self) -> dict[int, float]:
-        return {j: p.echo for j, p in self.items() if p.echo}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """For each noise rule its placements; which rules have gains that the noise must know."""
-
-    placements: dict[int, Placements]
-    rates: tuple[int, ...]
-    gains: tuple[int, ...]
-
-    @cached_property
-    def noise(self) -> tuple[int, ...]:
-        return tuple(self.placements)
-
-    def leaves(self) -> list[int]:
-        """The leaves that noise acts on."""
-        return sorted({j for by_leaf in self.placements.values() for j in by_leaf})
-
-
-def plan(rules, where, n: int) -> Plan:
-    """The plan for ``n`` leaves, ``where`` giving the leaves each rule acts on (``None`` for all)."""
-    acting: list[list[int]] = [[] for _ in range(n)]
-    for i, idx in enumerate(where):
-        for j in range(n) if idx is None else idx:
-            acting[j].append(i)
-    placements = {i: Placements() for i, rule in enumerate(rules) if isinstance(rule.response, Noise)}
-    seen: dict[tuple[int, ...], tuple[int, Placement] | None] = {}
-    for j, indices in enumerate(map(tuple, acting)):
-        if indices not in seen:
-            seen[indices] = place(rules, indices)
-        if seen[indices] is not None:
-            i, placement = seen[indices]
-            placements[i][j] = placement
-    used = [p for by_leaf in placements.values() for p in by_leaf.values()]
-    return Plan(
-        placements,
-        tuple(sorted({i for p in used for i in p.rates_before + p.rates_after})),
-        tuple(sorted({i for p in used for i in p.gains})),
-    )
-
-
-def place(rules, indices: tuple[int, ...]) -> tuple[int, Placement] | None:
-    """The noise rule and its placement for a leaf on which the rules ``indices`` act; ``None`` without noise.
+def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...]) -> tuple[int | None, list[Site]]:
+    """The noise link of the leaves on which the links numbered ``acting`` act, and its sites.
 
     Raises:
-        ValueError: the noise cannot be matched to these rules.
+        ValueError: no noise makes this chain sample; the message says why and what would.
     """
-    noise = [i for i in indices if isinstance(rules[i].response, Noise)]
+    noise = [i for i in acting if isinstance(links[i].response, Noise)]
+    own = [i for i in acting if isinstance(links[i].response, OwnNoise)]
+    if own:
+        _check_own_noise(links, acting, own)
     if not noise:
-        return None
+        return None, []
     if len(noise) > 1:
-        raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(rules, noise)}); keep one of them")
-    written = noise[0]
-    links = [i for i in indices if i != written]
-    if rules[written].lr is not None:
-        if links:
+        raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(links, noise)}); keep one of them")
+    written, link = noise[0], links[noise[0]]
+    r = {i: links[i].response for i in acting if i != written}
+    if link.lr is not None:  # pyright: ignore
+        if r:
             raise ValueError(
                 "inject_langevin_noise: lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; "
                 "here the noise is matched to its neighbours: leave them out"
             )
-        return written, _stated(rules[written], written)
-    for i in links:
-        _check_known(rules[i])
-    at = _insertion(rules, links, written)
-    return written, _match(rules, links, at, rules[written])
-
-
-def _check_known(rule) -> None:
-    if rule.response is None:
-        raise ValueError(
-            f"chain: nobody declared what {rule} does to the gradient, so no noise can be matched to it. "
-            "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
-            "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
-        )
-    if isinstance(rule.response, Refused):
-        raise ValueError(f"chain: temperature > 0 is refused with {rule}: {rule.response.reason}")
-
-
-def _has_memory(response) -> bool:
-    return isinstance(response, (Linear, Adaptive)) and any((*response.a[1:], *response.b[1:]))
-
-
-def _insertion(rules, links: list[int], written: int) -> int:
-    """The index of the rule before which (adaptive: in which) the noise acts."""
-    curved = [i for i in links if isinstance(rules[i].response, (Nonlinear, Adaptive))]
-    memory = [i for i in links if _has_memory(rules[i].response)]
-    adaptive = [i for i in curved if isinstance(rules[i].response, Adaptive)]
-    if curved:
-        last = curved[-1]
-        rest = [i for i in links if i not in curved and not _has_memory(rules[i].response)]
-        order = ", ".join(
-            str(rules[i]).split("(")[0] for i in [*curved, *(m for m in memory if m not in curved), written, *rest]
-        )
-        if adaptive and (len(adaptive) > 1 or last != adaptive[0]):
-            raise ValueError(
-                f"chain: noise has to enter {rules[adaptive[0]]} with its own preconditioner, which "
-                f"{rules[last]} behind it would distort; write the non-linear links first and keep one adaptive link"
-            )
-        if early := [i for i in memory if i < last]:
-            raise ValueError(
-                f"chain: {rules[early[0]]} stands before the non-linear {rules[last]}, so that no noise behind it can be "
-                f"matched; this order works: {order}"
-            )
-        if written < last:
-            raise ValueError(
-                f"chain: the noise is written before the non-linear {rules[last]}, which would distort it; "
-                f"this order works: {order}"
-            )
-    if adaptive:
-        at = adaptive[-1]
-        if any(at < i < m and isinstance(rules[i].response, Rate) for m in memory for i in links):
-            raise ValueError(f"chain: write the changing learning rate behind the momentum that follows {rules[at]}")
-        return at
-    return memory[0] if memory else written
-
-
-def _match(rules, links: list[int], at: int, noise) -> Placement:
-    """Sources of the noise that is matched to ``links`` and acts at ``at``."""
-    b = a = (1.0,)
-    sign = 1
-    elementwise: list[int] = []
-    rates: list[int] = []
-    decays: list[tuple[float, law.Poly, law.Poly, tuple[int, ...], bool]] = []
-    head = 1.0  # constant gain between the head and the place of the noise
-    for i in links:
-        response = rules[i].response
-        if isinstance(response, (Linear, Adaptive)):
-            if not law.is_stable(response.a):
-                raise ValueError(
-                    f"chain: {rules[i]} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)"
-                )
-            if i < at:
-                head *= response.b[0] / response.a[0]
-            b, a = law.multiply(b, response.b), law.multiply(a, response.a)
-        elif isinstance(response, Elementwise):
-            elementwise.append(i)
-        elif isinstance(response, Rate):
-            rates.append(i)
-            sign *= response.sign
-        elif isinstance(response, Decay) and response.weight_decay:
-            if not _finite(response.weight_decay):
-                raise ValueError(f"chain: {rules[i]} has a weight decay that is not finite")
-            decays.append((response.weight_decay, b, a, tuple(elementwise), bool(rates)))
-    scheduled = bool(rates) or not noise.is_static
-    temperature = None if scheduled else float(noise.temperature)
-    total = sum(b)
-    if total == 0.0:
-        return Placement(at, (), matched_to="F = 0", temperature=temperature)  # lr = 0: nothing moves
-    if not links:
+        return written, [_told(link, written, leaves)]
+    for i in r:
+        _require_known(links[i])
+    if not r:
         raise ValueError(
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
             "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
         )
-    if total * sign > 0:
+    return written, _sites(links, r, written, _entrance(links, r, written), leaves)
+
+
+def _check_own_noise(links: Sequence[Link], acting: Sequence[int], own: Sequence[int]) -> None:
+    """In front of a link with noise of its own only what belongs to the loss: non-linear links and decay. Behind it nothing."""
+    if len(own) > 1:
+        raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
+    place, response = list(acting).index(own[0]), links[own[0]].response
+    assert isinstance(response, OwnNoise)
+    for n, i in enumerate(acting):
+        x = links[i].response
+        if place - response.before <= n <= place + response.behind or x == Linear():
+            continue
+        _require_known(links[i])
+        who = f"chain: {show(links[own[0]])} brings noise of its own, matched to nothing else"
+        if isinstance(x, Noise):
+            raise ValueError(f"{who}; leave inject_langevin_noise out of this chain")
+        if n > place or not isinstance(x, (Nonlinear, Decay)):
+            raise ValueError(
+                f"{who}: {show(links[i])} {'behind' if n > place else 'before'} it would change what it samples. Only clipping "
+                "and weight decay may stand before it, and nothing behind; use its own arguments, or bc.sghmc, whose noise is "
+                "matched to its neighbours"
+            )
+
+
+def _require_known(link: Link) -> None:
+    response = link.response
+    if response is None:
+        raise ValueError(
+            f"chain: nobody declared what {show(link)} does to the gradient, so no noise can be matched to it. "
+            "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
+            "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
+        )
+    if isinstance(response, Refused):
+        raise ValueError(f"chain: temperature > 0 is refused with {show(link)}: {response.reason}")
+    if isinstance(response, (Linear, Metric)) and not law.is_stable(response.a):
+        raise ValueError(f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)")
+    if isinstance(response, Decay) and not _finite(response.weight_decay):
+        raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
+
+
+def _has_memory(response: Any) -> bool:
+    return isinstance(response, (Linear, Metric)) and any((*response.a[1:], *response.b[1:]))
+
+
+def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int) -> int:
+    """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
+    learning = [i for i, x in r.items() if isinstance(x, Metric) and x.learns]
+    curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
+    memory = [i for i, x in r.items() if _has_memory(x)]
+    if curved:
+        last = curved[-1]
+        rest = [i for i in r if i not in curved and i not in memory]
+        order = [*curved, *(i for i in memory if i not in curved), written, *rest]
+        works = "; this order works: " + ", ".join(show(links[i]).split("(")[0] for i in order)
+        if learning and (len(learning) > 1 or last != learning[0]):
+            raise ValueError(
+                f"chain: noise has to enter the adaptive {show(links[learning[0]])} with its own preconditioner, which "
+                f"{show(links[last])} behind it would distort; write the non-linear links first and keep one adaptive link"
+            )
+        if early := [i for i in memory if i < last]:
+            raise ValueError(
+                f"chain: {show(links[early[0]])} stands before the non-linear {show(links[last])}, so that no noise behind it "
+                f"can be matched{works}"
+            )
+        if written < last:
+            raise ValueError(
+                f"chain: the noise is written before the non-linear {show(links[last])}, which would distort it{works}"
+            )
+        if learning and any(last < i < m and isinstance(x, Rate) for m in memory for i, x in r.items()):
+            raise ValueError(
+                f"chain: write the changing learning rate behind the momentum that follows {show(links[last])}"
+            )
+    return learning[0] if learning else memory[0] if memory else written
+
+
+class Whole(NamedTuple):
+    """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
+
+    b: law.Poly
+    a: law.Poly
+    head: float  # the constant gain in front of the place where the noise enters
+    metrics: tuple[int, ...]
+    rates: tuple[int, ...]
+    decays: list[tuple[int, float, law.Poly, law.Poly]]  # behind memory: the link, its strength, the response before it
+    poles: list[int]
+
+
+def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None:
+    """The product of all responses; ``None`` if it is zero, so that nothing moves."""
+    b, a, head, sign = (1.0,), (1.0,), 1.0, 1
+    metrics, rates = ([i for i, x in r.items() if isinstance(x, kind)] for kind in (Metric, Rate))
+    decays: list[tuple[int, float, law.Poly, law.Poly]] = []
+    for i, x in r.items():
+        if isinstance(x, (Linear, Metric)):
+            b, a = law.multiply(b, x.b), law.multiply(a, x.a)
+            head *= abs(x.b[0] / x.a[0]) if i < at else 1.0
+        elif isinstance(x, Rate):
+            sign *= x.sign
+        elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):  # else it is a part of the loss
+            decays.append((i, x.weight_decay, b, a))
+    if sum(b) == 0.0:
+        return None
+    if sum(b) * sign > 0:
         raise ValueError(
             "chain: its updates would climb the loss, so nothing can be sampled: the product of its gains is positive "
             "(gains that change with time are taken to be positive). End it with scale_by_neg_lr(lr)"
         )
     if not all(map(_finite, (*b, *a))):
         raise ValueError(f"chain: the response F = {b} / {a} is not finite; check lr and momentum")
-    b = tuple(-sign * v for v in b)
-    head = abs(head)
-    whole = tuple(elementwise)
-    before = tuple(i for i in elementwise if i < at)
+    if decays and rates and rates[0] < decays[-1][0]:
+        raise ValueError(
+            "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
+        )
+    if len(metrics) > 1 and not all(r[i].diagonal for i in metrics):
+        raise ValueError(
+            f"chain: two preconditioners ({_names(links, metrics)}), one of them not diagonal, need not commute; keep one"
+        )
+    if early := [i for i in metrics if i >= at and not r[i].diagonal]:
+        raise ValueError(f"chain: write {show(links[early[0]])} before the momentum and the noise")
+    poles = [i for i, x in r.items() if _has_memory(x) and len(x.a) > 1]
+    return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, poles)
 
-    def source(process, prefix) -> Source:
-        return Source(process, before, tuple(i for i in prefix if i not in before))
 
-    remainders: dict[tuple[int, ...], law.Poly] = {}
-    for weight_decay, prefix_b, prefix_a, prefix, rated in decays:
-        if len(prefix_a) == len(prefix_b) == 1:
-            continue  # in the gradient: a part of the loss
-        r = law.excess(b, law.decay_numerator(prefix_a, _divide(b, prefix_b), weight_decay))
-        if rated:
-            raise ValueError(
-                "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
-            )
-        remainders[prefix] = _add(remainders.get(prefix, ()), r)
-    note = f"F = {_format(b)} / {_format(a)}" if len(a) > 1 else f"F = {_format(b)}"
+def _sites(links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, leaves: tuple[int, ...]) -> list[Site]:
+    """The spectrum of the whole chain, split by the metrics that colour its parts."""
+    whole, noise = _whole(links, r, at), links[written]
+    if whole is None:
+        return []
+    changing = bool(whole.rates) or not noise.is_static  # pyright: ignore
+    note = f"F = {_format(whole.b)}" + (f" / {_format(whole.a)}" if len(whole.a) > 1 else "")
     try:
-        sources = []
-        if scheduled and (branches := _branches(b, a)) is not None:
-            extra = 0.0
-            if branches.single and len(remainders.get(whole, ())) == 1:
-                (r,) = remainders.pop(whole)
-                main = law.excess(b, law.main_numerator(b, a))[0]
-                if not rates and main + r < 0.0:
-                    raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
-                extra = r / main / branches.total
-            sources.append(
-                source(
-                    Scheduled(branches.direct, branches.momentum_gain, branches.momentum, extra, head, noise.order),
-                    whole,
-                )
-            )
-        elif rates:
-            raise law.NoMatchedNoise(
-                f"{note} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
-                "use a constant lr"
-            )
-        else:
-            r = _add(law.excess(b, law.main_numerator(b, a)), remainders.pop(whole, ()))
-            sources.append(source(_filtered(r, b, head, noise.order), whole))
-        for prefix, r in remainders.items():
-            sources.append(source(_filtered(r, b, head, noise.order), prefix))
+        parts = _spectra(whole, noise.order, changing, noise.is_static, note)  # pyright: ignore
     except law.NoMatchedNoise as err:
-        raise ValueError(f"chain: no noise can be matched to {note}: {err}{_two_momenta(rules, links)}") from None
-    echo = _echo(rules[at], sources) if at in links else 0.0
-    if echo:
-        sources = [replace(s, process=Filtered(s.process.c[:1], s.process.d)) for s in sources]
-    return Placement(
-        at,
-        tuple(sources),
-        tuple(i for i in rates if i < at),
-        tuple(i for i in rates if i >= at),
-        note + (" x lr(t)" if rates else ""),
-        b[0] / a[0] / head,
-        echo,
-        temperature,
-    )
+        raise ValueError(f"chain: no noise can be matched to {note}: {err}{_two_momenta(r)}") from None
+    owner = whole.poles[0] if len(whole.poles) == 1 else None
+    if changing and owner is not None and links[owner].velocity is None:
+        raise ValueError(
+            f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it does "
+            "not say which of its state that is; use constants, or bc.add_momentum"
+        )
+    split = tuple(i for i in whole.rates if i < at), tuple(i for i in whole.rates if i >= at)
+    out: list[Site] = []
+    for met, process in parts:
+        carried = 0.0
+        if owner == at and links[at].carries and len(parts) == len(r[at].b) == 1:
+            carried, process = _carried(r[at], process)
+        colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
+        constants = None if changing else process.coefficients(Conditions(float(noise.temperature)), None)[0]  # pyright: ignore
+        gain = whole.b[0] / whole.a[0] / whole.head
+        matched_to = note + (" x lr(t)" if whole.rates else "")
+        out.append(Site(at, leaves, process, colours, split, owner, carried, constants, matched_to, gain))
+    return out
 
 
-def _echo(rule, sources: list[Source]) -> float:
-    """``b / mu`` if the noise is the mean of two draws right in front of heavy-ball momentum, else 0."""
-    if not rule.keeps_echo or len(sources) != 1:
-        return 0.0
-    process = sources[0].process
-    if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != ONE:
-        return 0.0
-    momentum = -rule.response.a[1]
-    return rule.response.b[0] / momentum if momentum >= LEAST_MOMENTUM else 0.0
+def _spectra(
+    whole: Whole, order: int, changing: bool, static: bool, note: str
+) -> list[tuple[tuple[int, ...], Process]]:
+    """The independent noises, each with the metrics whose product its spectrum is divided by."""
+    b, a = whole.b, whole.a
+
+    def filtered(spectrum: law.Poly) -> Filtered:
+        c, d = law.noise_filter(spectrum, b, order)
+        return Filtered(tuple(whole.head * v for v in c), d)
+
+    rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
+    for i, weight_decay, b0, a0 in whole.decays:
+        met = tuple(m for m in whole.metrics if m < i)
+        rest[met] = _add(rest.get(met, ()), law.excess(b, law.decay_numerator(a0, _divide(b, b0), weight_decay)))
+    main = law.excess(b, law.main_numerator(b, a))
+    if changing and (two := _branches(b, a)) is not None:
+        level = 0.0
+        if two.single and len(rest.get(whole.metrics, ())) == 1:
+            (extra,) = rest.pop(whole.metrics)
+            if not whole.rates and main[0] + extra < 0.0:
+                raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
+            level = extra / main[0] / two.total
+        process: Process = Scheduled(two.direct, two.momentum_gain, two.momentum, level, whole.head, order)
+    elif whole.rates:
+        raise law.NoMatchedNoise(
+            f"{note} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
+            "use a constant lr"
+        )
+    else:
+        process = filtered(_add(main, rest.pop(whole.metrics, ())))
+    return [(whole.metrics, process), *((met, filtered(spectrum)) for met, spectrum in rest.items())]
 
 
-@dataclass(frozen=True)
-class Branches:
+def _carried(response: Any, process: Process) -> tuple[float, Process]:
+    """What the velocity carries of the mean of two draws, and the white noise that is left to draw."""
+    mu = -response.a[1]
+    if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != (1.0,):
+        return 0.0, process
+    if mu < LEAST_MOMENTUM:
+        return 0.0, process
+    return response.b[0] / mu, Filtered(process.c[:1], process.d)
+
+
+class Branches(NamedTuple):
     """``b / a = direct + momentum_gain / (1 - momentum / z)`` with both gains non-negative."""
 
     direct: float
@@ -352,7 +293,8 @@ class Branches:
         return self.direct + self.momentum_gain
 
 
-def _branches(b, a) -> Branches | None:
+def _branches(b: law.Poly, a: law.Poly) -> Branches | None:
+    """SGD and heavy ball in parallel, which is all that Nesterov is; ``None`` for anything else."""
     b, a = _trim(b), _trim(a)
     if len(a) == 1 and len(b) == 1:
         return Branches(b[0] / a[0], 0.0, 0.0)
@@ -365,39 +307,35 @@ def _branches(b, a) -> Branches | None:
     return branches if mu > 0 and branches.direct >= 0 and branches.momentum_gain >= 0 else None
 
 
-def _filtered(r, b, head: float, order: int) -> Filtered:
-    c, d = law.noise_filter(r, b, order)
-    return Filtered(tuple(head * v for v in c), d)
-
-
-def _stated(noise, at: int) -> Placement:
+def _told(noise: Any, at: int, leaves: tuple[int, ...]) -> Site:
     """A noise link that was told its lr and momentum acts where it is written."""
-    c, d = law.matched_noise(ONE, (1.0, -noise.momentum) if noise.momentum else ONE, noise.lr, order=noise.order)
+    a = (1.0, -noise.momentum) if noise.momentum else (1.0,)
+    process = Filtered(*law.matched_noise((1.0,), a, noise.lr, order=noise.order))
+    constants = process.coefficients(Conditions(float(noise.temperature)), None)[0] if noise.is_static else None
     told = f"lr={noise.lr}, momentum={noise.momentum} as given"
-    temperature = float(noise.temperature) if noise.is_static else None
-    return Placement(at, (Source(Filtered(c, d)),), matched_to=told, temperature=temperature)
+    return Site(at, leaves, process, (), ((), ()), None, 0.0, constants, told, noise.lr)
 
 
-def describe(rules, i: int) -> str:
-    """The note that ``repr`` puts behind rule ``i``: for noise, where it acts and what it is matched to."""
-    rule = rules[i]
-    if not isinstance(rule.response, Noise):
+def describe(links: Sequence[Link], i: int) -> str:
+    """The note that ``repr`` puts behind a noise link: where it acts and what it is matched to."""
+    if not isinstance(links[i].response, Noise):
         return ""
-    alike = tuple(k for k, other in enumerate(rules) if not other.masks or other.masks == rule.masks)
+    alike = tuple(k for k, other in enumerate(links) if not other.masks or other.masks == links[i].masks)
     try:
-        _, placement = place(rules, alike)
+        _, sites = match(links, alike, (0,))
     except ValueError as err:
         return f"  # unmatched: {str(err).removeprefix('chain: ')}"
-    if placement.at == i or placement.at >= len(rules):
-        where = "acts here"
-    else:
-        inside = isinstance(rules[placement.at].response, Adaptive)
-        where = f"acts {'inside' if inside else 'before'} {str(rules[placement.at]).split('(')[0]}"
-    return f"  # {where}, matched to {placement.matched_to}"
+    if not sites:
+        return "  # F = 0, so that nothing moves"
+    at, where = sites[0].enters, "acts here"
+    if at != i:
+        inside = isinstance(x := links[at].response, Metric) and x.learns
+        where = f"acts {'inside' if inside else 'before'} {show(links[at]).split('(')[0]}"
+    return f"  # {where}, matched to {sites[0].matched_to}"
 
 
-def _two_momenta(rules, links) -> str:
-    poles = [-r.a[1] for i in links if isinstance(r := rules[i].response, (Linear, Adaptive)) and len(r.a) == 2]
+def _two_momenta(r: Mapping[int, Any]) -> str:
+    poles = [-x.a[1] for x in r.values() if isinstance(x, (Linear, Metric)) and len(x.a) == 2]
     if len(poles) != 2:
         return ""
     m1, m2 = poles
@@ -407,29 +345,29 @@ def _two_momenta(rules, links) -> str:
     )
 
 
-def _names(rules, indices) -> str:
-    return ", ".join(str(rules[i]) for i in indices)
+def _names(links: Sequence[Link], numbers: Sequence[int]) -> str:
+    return ", ".join(show(links[i]) for i in numbers)
 
 
 def _finite(x: float) -> bool:
     return x - x == 0.0
 
 
-def _trim(p) -> law.Poly:
+def _trim(p: Sequence[float]) -> law.Poly:
     p = list(p)
     while len(p) > 1 and p[-1] == 0.0:
         p.pop()
     return tuple(p)
 
 
-def _add(p, q) -> law.Poly:
+def _add(p: Sequence[float], q: Sequence[float]) -> law.Poly:
     n = max(len(p), len(q))
     return tuple((p[k] if k < len(p) else 0.0) + (q[k] if k < len(q) else 0.0) for k in range(n))
 
 
-def _divide(p, q) -> law.Poly:
+def _divide(p: Sequence[float], q: Sequence[float]) -> law.Poly:
     """Exact quotient of polynomials, ``p`` being a multiple of ``q``."""
-    p, out = list(p), []
+    p, out = list(p), list[float]()
     for k in range(len(p) - len(q) + 1):
         out.append(p[k] / q[0])
         for j, v in enumerate(q):
@@ -437,7 +375,7 @@ def _divide(p, q) -> law.Poly:
     return tuple(out)
 
 
-def _format(p) -> str:
+def _format(p: Sequence[float]) -> str:
     text = f"{p[0]:.6g}"
     for k, v in enumerate(p[1:], 1):
         if v:

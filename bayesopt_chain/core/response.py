@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Adaptive", "Decay", "Elementwise", "Linear", "Noise", "Nonlinear", "Rate", "Refused"]
+__all__ = ["Decay", "Linear", "Metric", "Noise", "Nonlinear", "Rate", "Refused"]
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,24 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A scalar gain that may change at every step: the rule's ``rate(state)`` gives its magnitude for each leaf."""
+class Metric:
+    """A positive definite gain ``P``, followed by the filter ``b / a``.
 
-    sign: int = 1
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """A frozen positive gain for each element: the rule's ``preconditioner(state)`` gives it for each leaf."""
-
-
-@dataclass(frozen=True)
-class Adaptive:
-    """A positive gain for each element that saw this step's gradient, followed by the filter ``b / a``.
-
-    The rule takes ``noise`` (unit preconditioner) through its context and applies ``P^(-1/2)`` itself, so that the
-    noise never reaches the statistics that make ``P``.
+    Where it ``learns`` from the gradient, noise enters inside it, behind what it learns from. One that is not
+    ``diagonal`` couples leaves or elements; it composes with no other.
     """
 
     b: tuple[float, ...] = (1.0,)
     a: tuple[float, ...] = (1.0,)
+    learns: bool = False
+    diagonal: bool = True
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A scalar gain of this sign that may change at every step: the link's ``rate`` gives its magnitude."""
+
+    sign: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,20 @@ class Decay:
 
 @dataclass(frozen=True)
 class Nonlinear:
-    """Any function of this step's gradient without memory (clipping): noise goes after it."""
+    """Any function of this step's gradient without memory (clipping): noise goes behind it."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The link that injects the noise."""
+    """The link that injects the noise that is matched to the others."""
+
+
+@dataclass(frozen=True)
+class OwnNoise:
+    """A sampler in one link, or noise whose constants hold for the ``before`` and ``behind`` links next to it only."""
+
+    before: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,4 +71,4 @@ class Refused:
     reason: str
 
 
-Response = Linear | Rate | Elementwise | Adaptive | Decay | Nonlinear | Noise | Refused
+Response = Linear | Metric | Rate | Decay | Nonlinear | Noise | OwnNoise | Refused

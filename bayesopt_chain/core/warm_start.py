@@ -7,8 +7,10 @@ from typing import Any
 import optree
 import torch
 
+from bayesopt_chain.core.state import State
 
-def warm_start(fresh: tuple, like: Any) -> tuple:
+
+def warm_start(fresh: State, like: Any) -> State:
     """``fresh`` with every entry that an optimizer's state has too taken over from there."""
     donors = [s for s in (like if isinstance(like, (tuple, list)) and not hasattr(like, "_fields") else [like])]
     donors = [s for s in donors if optree.tree_leaves(s)]
@@ -26,7 +28,7 @@ def warm_start(fresh: tuple, like: Any) -> tuple:
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
                 "build the chain from the same links as the optimizer"
             )
-    return tuple(out)
+    return State(out, fresh.layout)
 
 
 def _alike(mine: Any, donor: Any) -> bool:

@@ -4,7 +4,7 @@ SGD with everything torch's fused kernel knows, and matched noise in front of it
 
     g <- +-g + wd theta + e,    v <- mu v + g,    theta <- theta - lr (v, or g + mu v with Nesterov).
 
-:func:`recognise` reads a chain's rules and says whether it is of this form. It is not, and takes the links one by one
+:func:`recognise` reads a chain's links and says whether it is of this form. It is not, and takes the links one by one
 as ``update`` does, if it holds any other link (adaptive, clipping, masked, declared), a dampening, a second momentum or
 scale, a learning rate or temperature that is a tensor or a schedule, or noise together with ``maximize``.
 :meth:`FusedSGD.fits` declines tensors the kernels cannot take. The arithmetic is that of the links, with a
@@ -13,9 +13,9 @@ multiplication and the addition behind it rounded once: equal to one unit in the
 Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
 momentum, the remembered draw (:mod:`bayesopt_chain.core.matching`):
 
-    v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + echo c xi,
+    v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
-``(keep, momentum, echo) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``echo = 0``.
+``(keep, momentum, carried) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``carried = 0``.
 Three ways to run it, all the same stream:
 
 * on a CPU a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
@@ -28,14 +28,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import tracing
-from bayesopt_chain.core.chain import Chain, _inject
+from bayesopt_chain.core import injection
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.filters import Filtered
+from bayesopt_chain.core.matching import Site
+from bayesopt_chain.core.op import IN_PLACE
+from bayesopt_chain.core.state import State
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
@@ -50,7 +54,7 @@ _VECTOR = 16  # a CPU generator's normals come in groups of 16: pieces of such s
 
 @dataclass(frozen=True)
 class FusedSGD:
-    """A chain of that form. ``velocity`` and ``noise`` are the positions of those rules, ``None`` without them."""
+    """A chain of that form. ``velocity`` and ``noise`` are the numbers of those links, ``None`` without them."""
 
     chain: Chain
     lr: float
@@ -76,7 +80,7 @@ class FusedSGD:
             self.last.clear()  # somebody replaced the ``.data`` of a tensor
         return self._buffers(params, g, state).usable
 
-    def advance(self, params: list, g: list, state: tuple) -> tuple:
+    def advance(self, params: list, g: list, state: State) -> State:
         """Move ``params`` and ``state`` in place, given gradients that may be overwritten. Returns the state."""
         buffers = self._buffers(params, g, state)
         g = [x if x is None or x.is_contiguous() else x.contiguous() for x in g]
@@ -86,25 +90,25 @@ class FusedSGD:
             return state
         noise = state[self.noise]
         if buffers.own is None:
-            injection, after = buffers.rule.draw(buffers.placements, noise, g, {}, {}, True)
-            at = buffers.placements[buffers.live[0]].at
-            live = [x for x in _inject([injection], at, g, True) if x is not None]
-            self._sweep(buffers.theta, live, buffers.velocity)
-            if injection.echo:
-                torch._foreach_add_(buffers.velocity, [injection.noise[j] for j in buffers.live], alpha=buffers.echo)
-            return (*state[: self.noise], after, *state[self.noise + 1 :])
+            site, link = buffers.site, self.chain.links[self.noise]
+            weather = injection.foresee(link, [site], noise, lambda *_: None)
+            (x,), after = injection.draw(link, [site], noise, weather, g, buffers.plan.numbers, IN_PLACE)
+            self._sweep(buffers.theta, IN_PLACE.add(live, x.noise), buffers.velocity)
+            if site.carried:
+                IN_PLACE.add(buffers.velocity, x.noise, site.carried)
+            return state.replace(self.noise, after)
         if buffers.by_kernel:
             self._kernels(buffers, live, noise)
         else:
-            fill, echo = buffers.filler(noise), buffers.own.echo
+            fill, carried = buffers.filler(noise), buffers.own.carried
             if buffers.splits:
                 for x, number, sizes, blocks in zip(live, buffers.draws, buffers.sizes, buffers.blocks):
-                    for grad, (theta, carried, fresh) in zip(x.view(-1).split(sizes), blocks):
-                        fill(fresh, sizes, number)
-                        self._with_noise([theta], [grad], [carried], [fresh], echo)
+                    for grad, (theta, kept, fresh) in zip(x.view(-1).split(sizes), blocks):
+                        fill(fresh, sizes, [number])
+                        self._with_noise([theta], [grad], [kept], [fresh], carried)
             else:
-                fill(buffers.flat, buffers.sizes, 0)
-                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, echo)
+                fill(buffers.flat, buffers.sizes, buffers.numbers)
+                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, carried)
         noise.count.add_(1)
         return state
 
@@ -120,17 +124,19 @@ class FusedSGD:
             or not all(map(is_, key, last.key))
             or last.absent != [x is None for x in g]
         ):
-            last = _Buffers(self, params, g, trace, memory)
+            last = _Buffers(self, params, g, self.chain.plan(state), trace, memory)
             self.last[:] = [last]
         return last
 
-    def _with_noise(self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], echo: float) -> None:
-        """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + echo fresh`` (see the module's note)."""
+    def _with_noise(
+        self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], carried: float
+    ) -> None:
+        """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + carried fresh`` (see the module's note)."""
         if self.momentum:
             torch._foreach_add_(g, fresh)
             self._sweep(p, g, s)
-            if echo:
-                torch._foreach_add_(s, fresh, alpha=echo)
+            if carried:
+                torch._foreach_add_(s, fresh, alpha=carried)
         else:
             torch._foreach_add_(g, s)
             torch._foreach_add_(g, fresh)
@@ -151,7 +157,7 @@ class FusedSGD:
         }
         with torch.cuda.device_of(noise.key):
             for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
-                langevin_step_(p, x, s, noise.key, noise.count, draw=draw, **numbers)
+                langevin_step_(p, x, s, noise.key, noise.count, draw=draw - (draw >> 31 << 32), **numbers)
 
     def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
         torch._fused_sgd_(
@@ -169,16 +175,19 @@ class FusedSGD:
 
 
 class _Own(NamedTuple):
-    """Matched noise that the sweeps draw themselves: its level ``c`` and its echo."""
+    """Matched noise that the sweeps draw themselves: its level ``c`` and the factor of what is carried over."""
 
     level: float
-    echo: float
+    carried: float
 
 
 class _Buffers:
     """Parameters, velocities and remembered draws of the leaves that have a gradient, as lists of dense tensors."""
 
-    def __init__(self, form: FusedSGD, params: list, g: list, trace: tuple, memory: tuple) -> None:
+    def __init__(self, form: FusedSGD, params: list, g: list, plan: Any, trace: tuple, memory: tuple) -> None:
+        self.plan = plan
+        here = [j for j, p in enumerate(params) if p is not None]
+        place = {j: k for k, j in enumerate(here)}
         self.key = (*params, *trace, *memory)
         self.viewed: list[Tensor] = []
         self.views: list[Tensor] = []
@@ -192,75 +201,70 @@ class _Buffers:
             and all(
                 _like(t, first) and t.is_contiguous() and not t.requires_grad for t in (*trace, *memory) if t.numel()
             )
-            and (form.velocity is None or self._fits(params, [t.shape for t in trace]))
-            and (form.noise is None or self._fits(params, [t.shape[1:] for t in memory]))
+            and (form.velocity is None or [t.shape for t in trace] == [params[j].shape for j in here])
+            and (form.noise is None or [t.shape[1:] for t in memory] == [params[j].shape for j in here])
         )
         self.own = None
         if not self.usable:
             return
         self.theta = [params[j].detach() for j in self.live]
         self.viewed, self.views = [params[j] for j in self.live], list(self.theta)
-        self.velocity = [trace[j] for j in self.live] if trace else []
+        self.velocity = [trace[place[j]] for j in self.live] if trace else []
         if form.noise is None:
             return
-        self.rule = form.chain.rules[form.noise]
-        self.placements = form.chain._program.layout(None, len(g)).plan.placements[form.noise]
-        self.echo = self.placements[self.live[0]].echo
-        self.own = _own([self.placements[j] for j in self.live], self.rule, first, bool(form.momentum))
+        link, sites = form.chain.links[form.noise], plan.sites[form.noise]
+        if not sites:  # a learning rate of zero
+            self.usable = False
+            return
+        (self.site,) = sites
+        self.own = _own(self.site, link, first, bool(form.momentum))
         if self.own is None:
             return
-        self.carried = self.velocity or [memory[j][0] for j in self.live]
+        self.carried = self.velocity or [memory[place[j]][0] for j in self.live]
         if not self.velocity:
-            self._view([memory[j] for j in self.live])
+            self._view([memory[place[j]] for j in self.live])
         self.by_kernel = has_kernel(first)
-        numbers = keyed_stream.draw_numbers(memory, [p.draws for p in self.placements.values()])
-        self.draws = [numbers[j] for j in self.live]
+        self.draws = [plan.numbers[j] for j in self.live]
         if self.by_kernel:
             return
-        sizes = [0 if p is None else p.numel() for p in params]
-        self.philox = self.rule.stream == "philox"
+        sizes = [params[j].numel() for j in here]
+        self.philox = link.stream == "philox"
         if self.philox:  # each leaf has its own draw
             self.splits = max(sizes) >= BLOCK
         else:  # leaves draw one after the other what one draw would give
-            whole = len(self.live) == len(g) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
+            whole = len(self.live) == len(here) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
             self.splits = whole and max(sizes) >= BLOCK
         if self.splits:
             self._view(self.velocity)
-            self.sizes = [[sizes[j]] if self.philox else _block_sizes(sizes[j]) for j in self.live]
+            self.sizes = [[params[j].numel()] if self.philox else _block_sizes(params[j].numel()) for j in self.live]
             scratch = torch.empty(max(map(max, self.sizes)), dtype=first.dtype)
             self.blocks = [
                 list(zip(p.view(-1).split(n), s.view(-1).split(n), [scratch[:k] for k in n]))
                 for p, s, n in zip(self.theta, self.carried, self.sizes)
             ]
-        elif self.philox and numbers != list(range(len(sizes))):
-            self.own = None
         else:
-            self.sizes = sizes
+            self.sizes, self.numbers = sizes, [plan.numbers[j] for j in here]
             self.flat = torch.empty(sum(sizes), dtype=first.dtype)
             views = self.flat.split(sizes)
-            self.fresh = [views[j].view(g[j].shape) for j in self.live]
+            self.fresh = [views[place[j]].view(g[j].shape) for j in self.live]
 
     def filler(self, noise) -> Callable:
-        """``fill(out, sizes, number)``: this step's noise for draws of these sizes, ``number`` being that of the first."""
+        """``fill(out, sizes, numbers)``: this step's noise for draws of these sizes and numbers."""
         level = self.own.level
         if self.philox:
 
-            def fill(out: Tensor, sizes: list[int], number: int) -> None:
-                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, sizes, number)
+            def fill(out: Tensor, sizes: list[int], numbers: list[int]) -> None:
+                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, sizes, numbers)
                 out.mul_(level)
 
             return fill
         generator = keyed_stream.seeded_generator(int(noise.key), int(noise.count))
-        return lambda out, sizes, number: out.normal_(0.0, level, generator=generator)
+        return lambda out, sizes, numbers: out.normal_(0.0, level, generator=generator)
 
     def _view(self, tensors: list[Tensor]) -> None:
         """Take note of tensors that views of are kept."""
         self.viewed += tensors
         self.views += [t.detach() for t in tensors]
-
-    def _fits(self, params: list, shapes: list) -> bool:
-        """Whether a state has these shapes for these parameters."""
-        return len(shapes) == len(params) and all(shapes[j] == params[j].shape for j in self.live)
 
 
 def _block_sizes(n: int) -> list[int]:
@@ -275,32 +279,28 @@ def _like(x: Tensor | None, first: Tensor) -> bool:
 
 def recognise(tx) -> FusedSGD | None:
     """The fused form of a chain, or ``None``."""
-    if not isinstance(tx, Chain) or not tx.rules:
+    if not isinstance(tx, Chain) or not tx.links or any(link.masks for link in tx.links):
         return None
-    *rules, last = tx.rules
+    *links, last = tx.links
     if type(last) is not Scale or last.sign > 0 or not isinstance(last.step_size, (int, float)):
         return None
     found: dict = {"lr": float(last.step_size)}
-    for i, rule in enumerate(rules):
-        if (
-            type(rule) is LangevinNoise
-            and rule.is_static
-            and not rule.is_off
-            and rule.lr is None
-            and "noise" not in found
-        ):
-            found["noise"] = i
-        elif type(rule) is FlipSign and not found.keys() & {"maximize", "weight_decay", "momentum"}:
-            found["maximize"] = True
-        elif type(rule) is AddDecayedWeights and not found.keys() & {"weight_decay", "momentum"}:
-            if rule.flip and "maximize" in found:
+    for i, link in enumerate(links):
+        if isinstance(link, LangevinNoise):
+            if not link.is_static or link.temperature == 0 or link.lr is not None or "noise" in found:
                 return None
-            found["weight_decay"] = rule.weight_decay
-            found["maximize"] = rule.flip or found.get("maximize", False)
-        elif (
-            type(rule) is Momentum and not rule.dampening and not rule.moment_requires_grad and "momentum" not in found
-        ):
-            found.update(momentum=rule.momentum, nesterov=rule.nesterov, velocity=i)
+            found["noise"] = i
+        elif type(link) is FlipSign and not found.keys() & {"maximize", "weight_decay", "momentum"}:
+            found["maximize"] = True
+        elif type(link) is AddDecayedWeights and not found.keys() & {"weight_decay", "momentum"}:
+            if link.flip and "maximize" in found:
+                return None
+            found["weight_decay"] = link.weight_decay
+            found["maximize"] = link.flip or found.get("maximize", False)
+        elif type(link) is Momentum and "momentum" not in found:
+            if link.dampening or link.moment_requires_grad:
+                return None
+            found.update(momentum=link.momentum, nesterov=link.nesterov, velocity=i)
         else:
             return None
     if "noise" in found and found.get("maximize"):
@@ -308,16 +308,16 @@ def recognise(tx) -> FusedSGD | None:
     return FusedSGD(tx, **found)
 
 
-def _own(placements: list, rule: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
+def _own(site: Site, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
     """The noise as the sweeps and the kernel draw it; ``None`` for any other."""
-    if len(set(placements)) != 1 or len(placements[0].sources) != 1 or rule.noise != "gaussian":
+    process = site.process
+    if link.noise != "gaussian" or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    process, echo = placements[0].sources[0].process, placements[0].echo
-    if not (g.device.type == "cpu" or has_kernel(g)) or not isinstance(process, Filtered) or process.d != (1.0,):
+    if not (g.device.type == "cpu" or has_kernel(g)):
         return None
-    ((level, *more),) = placements[0].constants
+    level, *more = site.constants or [0.0]
     if has_velocity:
-        return None if more else _Own(level, echo)
+        return None if more else _Own(level, site.carried)
     return _Own(level, 1.0) if more == [level] else None
 
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.core.response import Linear
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Linear, Response
+from bayesopt_chain.core.state import zeros
 
 
 class DelayState(NamedTuple):
@@ -19,28 +21,19 @@ class DelayState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Delay(Rule):
-    """The rule behind :func:`delay`."""
+class Delay(Link):
+    """The link behind :func:`delay`."""
 
-    response = Linear((0.0, 1.0))
+    @property
+    def response(self) -> Response:
+        return Linear((0.0, 1.0))
 
-    def init(self, params):
-        return DelayState(zeros_like(params))
+    def init(self, leaves: Leaves, at: At) -> DelayState:
+        return DelayState(zeros(leaves))
 
-    def update(self, g, state, params, ctx):
-        out, held = [], []
-        for x, h in zip(g, state.held):
-            if x is None:
-                out.append(None)
-                held.append(h)
-            elif ctx.inplace:
-                kept = x.clone()
-                out.append(x.copy_(h))
-                held.append(h.copy_(kept))
-            else:
-                out.append(h.clone())
-                held.append(x.clone())
-        return out, DelayState(tuple(held))
+    def update(self, g: Leaves, state: DelayState, op: Op, at: At) -> tuple[Leaves, DelayState]:
+        kept = [x.clone() for x in g]
+        return op.copy(g, state.held), DelayState(tuple(op.put(state.held, kept)))
 
     def __str__(self) -> str:
         return "delay()"

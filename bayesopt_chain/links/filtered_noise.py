@@ -1,6 +1,6 @@
 r"""Noise whose constants a sampler states itself, instead of having them matched to its chain:
 
-    e_t = sqrt(T) (sum_k current_k xi_k(t)  +  sum_k later_k xi_k(t-1)),      xi_k standard normal,
+    e_t = sqrt(T) gain(t) (sum_k current_k xi_k(t)  +  sum_k later_k xi_k(t-1)),      xi_k standard normal,
 
 ``current`` having one entry for each draw of a step. What is added later is remembered as one tensor for each parameter.
 """
@@ -8,16 +8,19 @@ r"""Noise whose constants a sampler states itself, instead of having them matche
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, require_valid, root
+from bayesopt_chain.core.state import zeros
 
 
 class FilteredNoiseState(NamedTuple):
@@ -29,56 +32,50 @@ class FilteredNoiseState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FilteredNoise(Rule):
-    """The rule behind :func:`inject_filtered_noise`."""
+class FilteredNoise(Keyed):
+    """The link behind :func:`inject_filtered_noise`."""
 
-    temperature: Any
+    temperature: ScalarOrSchedule
     current: tuple[float, ...]
     later: tuple[float, ...] = ()
     gain: Callable[[Tensor], Any] | None = None
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
+    beside: tuple[int, int] = (0, 0)
 
-    def init(self, params):
-        key, count = own_noise.start(params, self.generator)
-        return FilteredNoiseState(key, count, zeros_like(params) if self.later else ())
+    @property
+    def response(self) -> Response:
+        return OwnNoise(*self.beside)
 
-    def update(self, g, state, params, ctx):
-        temperature = own_noise.now(self.temperature, state.count)
-        scale = own_noise.root(temperature)
-        if self.gain is not None:
-            scale = scale * own_noise.now(self.gain, state.count)
-        xi = own_noise.draw(state, list(state.memory or params or g), len(self.current))
-        hot = temperature > 0 if torch.is_tensor(temperature) else None
-        out, memory = [], list(state.memory)
-        for i, x in enumerate(g):
-            if x is None:
-                out.append(None)
-                continue
-            e = sum(z * (scale * c) for z, c in zip(xi[i], self.current))
-            if self.later:
-                e = e + state.memory[i]
-                memory[i] = sum(z * (scale * c) for z, c in zip(xi[i], self.later))
-            e = e.to(x.dtype)
-            out.append(x + e if hot is None else torch.where(hot, x + e, x))
-        return (
-            own_noise.emit(g, out, ctx.inplace),
-            FilteredNoiseState(
-                state.key,
-                own_noise.tick(state.count, ctx.inplace),
-                own_noise.write(state.memory, memory, ctx.inplace),
-            ),
-        )
+    def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
+        return FilteredNoiseState(*self.start(leaves, at), zeros(leaves) if self.later else ())
+
+    def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
+        scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
+        xi = self.normals(state, g, at, len(self.current))
+        e = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
+        memory = state.memory
+        if self.later:
+            e = [y + kept for y, kept in zip(e, memory)]
+            later = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
+            memory = tuple(op.put(memory, later))  # pyright: ignore[reportArgumentType]
+        e = [y.to(x.dtype) for x, y in zip(g, e)]  # pyright: ignore
+        if isinstance(temperature, Tensor):
+            g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
+        else:
+            g = op.add(g, e)
+        return g, FilteredNoiseState(state.key, *op.count([state.count]), memory)
 
     def __str__(self) -> str:
         return f"noise({checks.show(self.temperature)})"
 
 
 def inject_filtered_noise(
-    temperature: Any,
+    temperature: ScalarOrSchedule,
     current: tuple[float, ...],
     later: tuple[float, ...] = (),
     *,
+    beside: tuple[int, int],
     gain: Callable[[Tensor], Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -87,12 +84,16 @@ def inject_filtered_noise(
     Args:
         temperature: number, 0-d tensor or schedule; scales the variance.
         current: factor of each of this step's draws. later: their factors in the next step's noise (default: none).
+        beside: how many of the links before and behind it the constants were worked out for. No others may stand beside it.
         gain: a further factor as a function of the count.
         generator: source of the random key.
+
+    Returns:
+        A link.
     """
     checks.temperature(temperature)
-    if own_noise.is_zero(temperature):
+    if is_zero(temperature):
         return Chain(())
     if isinstance(temperature, int):
         temperature = float(temperature)
-    return Chain((FilteredNoise(temperature, tuple(current), tuple(later), gain, generator),))
+    return Chain((FilteredNoise(temperature, tuple(current), tuple(later), gain, beside, generator=generator),))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,15 +12,13 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
-from bayesopt_chain.core import counters
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.foreign import recognises
-from bayesopt_chain.core.leaves import each
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Rate, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_schedule, new_counts, scalar
 from bayesopt_chain.tracing import is_hidden
-
-ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -32,58 +28,45 @@ class ScaleByScheduleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scale(Rule):
+class Scale(Link):
     """Multiply by ``sign * step_size``."""
 
     step_size: ScalarOrSchedule
     sign: int = 1
 
-    @cached_property
-    def is_schedule(self) -> bool:
-        return callable(self.step_size) and not torch.is_tensor(self.step_size)
-
     @property
     def response(self) -> Response:
-        if self.is_schedule or torch.is_tensor(self.step_size):
+        if callable(self.step_size) or isinstance(self.step_size, Tensor):
             return Rate(self.sign)
         return Linear((float(self.sign * self.step_size),))
 
-    def init(self, params):
-        return ScaleByScheduleState(counters.zeros(params)) if self.is_schedule else EmptyState()
+    def init(self, leaves: Leaves, at: At) -> Any:
+        return ScaleByScheduleState(new_counts(leaves)) if is_schedule(self.step_size) else EmptyState()
 
-    def rate(self, state, n: int) -> list[Tensor]:
-        """Magnitude of the gain now, for each of ``n`` leaves."""
-        if self.is_schedule:
-            return counters.each(lambda c: counters.scalar(self.step_size(c), c.device), state.count)
+    def rate(self, state: Any, n: int) -> list[Any]:
+        if is_schedule(self.step_size):
+            return by_count(lambda c: scalar(self.step_size(c), c.device), state.count)  # pyright: ignore
         return [self.step_size] * n
 
-    def factors(self, state, n: int, g=None) -> list:
-        if self.is_schedule:
-            return counters.each(self._signed, state.count, g)
-        return [-self.step_size if self.sign < 0 else self.step_size] * n
+    def factors(self, state: Any, n: int) -> Any:
+        """What each of ``n`` leaves is multiplied by."""
+        if is_schedule(self.step_size):
+            return by_count(lambda c: self._signed(self.step_size(c)), state.count)  # pyright: ignore
+        return self._signed(self.step_size)
 
-    def update(self, g, state, params, ctx):
-        factors = None if ctx.done else self.factors(state, len(g), g)
-        if self.is_schedule:
-            state = ScaleByScheduleState(counters.increment(state.count, g, ctx.inplace))
-        if ctx.done:
-            return g, state
-        return each(Tensor.mul_ if ctx.inplace else _times, g, factors), state
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        g = op.mul(g, self.factors(state, len(g)))
+        return g, ScaleByScheduleState(op.count(state.count)) if is_schedule(self.step_size) else state
 
-    def _signed(self, count: Tensor):
-        return -self.step_size(count) if self.sign < 0 else self.step_size(count)
+    def _signed(self, value: Any) -> Any:
+        return -value if self.sign < 0 else value
 
     def __str__(self) -> str:
         shown = checks.show(self.step_size)
         return f"scale_by_neg_lr({shown})" if self.sign < 0 else f"scale({shown})"
 
 
-def _times(x: Tensor, factor: Any) -> Tensor:
-    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
-    out = x.mul(factor)
-    return out.to(x.dtype) if x.ndim == 0 and torch.is_tensor(factor) and factor.dtype == torch.float64 else out
-
-
+@checked_types
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     """Multiply by ``-lr``: the link that turns gradients into a descent.
 
@@ -108,6 +91,7 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
     return Chain((Scale(lr, -1),))
 
 
+@checked_types
 def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
@@ -120,6 +104,7 @@ def scale(step_size: float) -> Chain:
     return Chain((Scale(step_size),))
 
 
+@checked_types
 def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
     """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
 
@@ -130,16 +115,3 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
         [tensor([1.])]
     """
     return Chain((Scale(step_size_fn),))
-
-
-@recognises("_scale.<locals>.update_fn")
-def _torchopts_scale(link, cells):
-    return (Scale(cells["step_size"]),)
-
-
-@recognises("_scale_by_schedule.<locals>.update_fn")
-def _torchopts_schedule(link, cells):
-    fn = cells["step_size_fn"]
-    if fn.__qualname__ == "_scale_by_neg_lr.<locals>.schedule_wrapper":
-        return (Scale(inspect.getclosurevars(fn).nonlocals["lr"], -1),)
-    return (Scale(fn),)

@@ -1,32 +1,52 @@
-r"""Preconditioning by a positive diagonal ``P``: a number, a frozen tree, or a running RMS of the gradients.
+r"""Preconditioning by a positive definite ``P``: a number, a frozen diagonal, a running RMS of the gradients, or the inverse of a
+precision of any structure (Fisher, K-FAC, low rank).
 
 Noise in a chain with ``P`` has covariance ``Psi P^-1`` at the head. For a frozen ``P`` that is exact, also where ``P`` and
 the curvature do not commute. A running ``P`` samples, while it follows the gradients, roughly ``P^-1 exp(-loss / T)``;
 ``freeze_after`` makes it exact from there on.
+
+With ``P = Lambda^-1 = R R^T`` noise ``e`` of the rest of the chain enters behind it as ``R e``: a precision answers
+``solve(tree) = Lambda^-1 x`` and ``sqrt_solve(tree) = R x``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.leaves import each
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Elementwise, Response
-from bayesopt_chain.links.adaptive import RunningScale, _rms
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Metric, Response
 from bayesopt_chain.links.learning_rate import Scale
+from bayesopt_chain.links.rms import RunningScale
 
 
 class PreconditionerState(NamedTuple):
     """The diagonal of ``P``, like each parameter."""
 
     preconditioner: tuple[Tensor, ...]
+
+
+@runtime_checkable
+class SupportsSolve(Protocol):
+    """What a preconditioner needs of a precision; arguments and results are trees like the parameters."""
+
+    def solve(self, tree: Any, /) -> Any:
+        """``Lambda^-1 x``."""
+        ...
+
+    def sqrt_solve(self, tree: Any, /) -> Any:
+        """``R x`` with ``R R^T = Lambda^-1``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class RunningRMS:
     freeze_after: int | None = None
 
 
+@checked_types
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningRMS:
@@ -61,62 +82,91 @@ def running_rms(
 
 
 @dataclass(frozen=True)
-class Precondition(Rule):
+class Precondition(Link):
     """Multiply by a frozen diagonal, kept in the state."""
 
     tree: Any = field(hash=False)
-    on_trees = True
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Precondition):
-            return NotImplemented
-        (a, spec_a), (b, spec_b) = (optree.tree_flatten(rule.tree) for rule in (self, other))
+        if not isinstance(other, Precondition) or self.masks != other.masks:
+            return NotImplemented if not isinstance(other, Precondition) else False
+        (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.tree) for x in (self, other))
         return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+
+    __hash__ = Link.__hash__
 
     @property
     def response(self) -> Response:
-        return Elementwise()
+        return Metric()
 
-    def init_tree(self, params) -> PreconditionerState:
-        def like(p: Tensor, value) -> Tensor:
-            out = torch.as_tensor(value, dtype=p.dtype, device=p.device).expand(p.shape).clone()
-            if not bool((torch.isfinite(out) & (out > 0)).all()):
-                raise ValueError("scale_by_preconditioner: every entry of preconditioner must be positive and finite")
-            return out
-
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    def init(self, leaves: Leaves, at: At) -> PreconditionerState:
+        params = at.spec.unflatten(at.all_params)
         try:
-            values = (
-                optree.tree_leaves(
-                    optree.tree_broadcast_prefix(self.tree, params, none_is_leaf=True), none_is_leaf=True
-                )
-                if not torch.is_tensor(self.tree)
-                else [self.tree] * len(leaves)
+            tree = self.tree if not isinstance(self.tree, Tensor) else optree.tree_map(lambda _: self.tree, params)
+            values = optree.tree_leaves(
+                optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
         except ValueError:
-            values = spec.flatten_up_to(self.tree)
-        return PreconditionerState(tuple(torch.empty(0) if p is None else like(p, v) for p, v in zip(leaves, values)))
+            try:
+                values = at.spec.flatten_up_to(self.tree)
+            except ValueError as err:
+                raise ValueError(
+                    f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
+                ) from None
+        return PreconditionerState(tuple([_positive(values[j], p) for j, p in zip(at.index, leaves)]))
 
-    def preconditioner(self, state: PreconditionerState) -> tuple[Tensor, ...]:
-        """The diagonal for each leaf."""
-        return state.preconditioner
+    def colour(self, state: PreconditionerState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        return [x.mul_(state.preconditioner[n] ** power) for n, x in zip(k, e)]
 
-    def update(self, g, state, params, ctx):
-        return each(Tensor.mul_ if ctx.inplace else Tensor.mul, g, state.preconditioner), state
+    def update(self, g: Leaves, state: PreconditionerState, op: Op, at: At) -> tuple[Leaves, PreconditionerState]:
+        return op.mul(g, list(state.preconditioner)), state
 
     def __str__(self) -> str:
         return "scale_by_preconditioner(...)"
 
 
+def _positive(value: Any, p: Tensor) -> Tensor:
+    out = torch.as_tensor(value, dtype=p.dtype, device=p.device).expand(p.shape).clone()
+    if not bool((torch.isfinite(out) & (out > 0)).all()):
+        raise ValueError("scale_by_preconditioner: every entry of preconditioner must be positive and finite")
+    return out
+
+
+@dataclass(frozen=True)
+class SolvePrecision(Link):
+    """Multiply by the inverse of a frozen precision, which may couple all parameters."""
+
+    exacting = True
+
+    precision: SupportsSolve = field(hash=False, compare=False)
+    coupled = True
+
+    @property
+    def response(self) -> Response:
+        return Metric(diagonal=False)
+
+    def colour(self, state: Any, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        return [y.to(x.dtype) for x, y in zip(e, at.leaves(self.precision.sqrt_solve(at.tree(e))))]
+
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        return op.put(g, at.leaves(self.precision.solve(at.tree(g)))), state
+
+    def __str__(self) -> str:
+        return f"scale_by_preconditioner({type(self.precision).__name__})"
+
+
 def scale_by_preconditioner(preconditioner: Any) -> Chain:
-    """Multiply gradients by a positive diagonal ``P``; noise is shaped to fit.
+    """Multiply gradients by a positive definite ``P``; noise is shaped to fit.
 
     Args:
         preconditioner: a positive number; a tree of positive numbers or tensors that broadcast to the parameters (or a
-            prefix of the parameter tree); or an estimator such as :func:`running_rms`.
+            prefix of the parameter tree); an estimator such as :func:`running_rms`; or a precision ``Lambda``, which answers
+            ``solve(tree)`` and ``sqrt_solve(tree)``, for ``P = Lambda^-1``: it is frozen, and may couple all parameters.
+            Decompose it first (``precision.factorised()``) so that steps only solve. At T > 0 it stands before the momentum.
 
     Raises:
-        ValueError: an entry that is not positive and finite; a tree that does not fit the parameters (at ``init``).
+        ValueError: an entry that is not positive and finite; a tree that does not fit the parameters (at ``init``); at
+            ``update``, a missing gradient beside a precision.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -126,8 +176,17 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
     """
     if isinstance(preconditioner, RunningRMS):
         est = preconditioner
-        return Chain((RunningScale(_rms, est.decay, est.eps, est.initial_scale, est.freeze_after),))
+        return Chain((RunningScale(False, est.decay, est.eps, est.initial_scale, est.freeze_after),))
     if isinstance(preconditioner, (int, float)):
         checks.positive("scale_by_preconditioner: preconditioner", preconditioner)
         return Chain((Scale(float(preconditioner)),))
+    if isinstance(preconditioner, SupportsSolve):
+        return Chain((SolvePrecision(preconditioner),))
+    for leaf in optree.tree_leaves(preconditioner, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and not leaf.is_complex()
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(
+                f"scale_by_preconditioner: preconditioner must be a positive number, a tree of such numbers and tensors, or "
+                f"an estimator, got {checks.short(leaf)}"
+            )
     return Chain((Precondition(preconditioner),))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
-from bayesopt_chain.core.foreign import keywords_of
+from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.trees import all_finite
 
 

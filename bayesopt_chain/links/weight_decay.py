@@ -6,19 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.foreign import recognises
-from bayesopt_chain.core.leaves import each
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.masks import masked
-from bayesopt_chain.core.response import Decay, Linear, Response
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Decay, Response
 
 
 @dataclass(frozen=True)
-class AddDecayedWeights(Rule):
-    """The rule behind :func:`add_decayed_weights`; ``flip`` negates the gradient first."""
+class AddDecayedWeights(Link):
+    """The link behind :func:`add_decayed_weights`; ``flip`` negates the gradient first."""
 
     weight_decay: float
     flip: bool = False
@@ -28,33 +25,29 @@ class AddDecayedWeights(Rule):
     def response(self) -> Response:
         return Decay(self.weight_decay)
 
-    def update(self, g, state, params, ctx):
-        def add(x: Tensor, p: Tensor) -> Tensor:
-            if ctx.inplace and not x.requires_grad:
-                p = p.data
-            if self.flip:
-                return (x.neg_() if ctx.inplace else x.neg()).add_(p, alpha=self.weight_decay)
-            return (x.add_ if ctx.inplace else x.add)(p, alpha=self.weight_decay)
-
-        return each(add, g, params), state
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        g = op.mul(g, -1) if self.flip else g
+        theta = [
+            p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p for p, x in zip(at.params, g)
+        ]
+        return op.add(g, theta, alpha=self.weight_decay), state
 
     def __str__(self) -> str:
         return f"add_decayed_weights({self.weight_decay})" + (" of the negated gradient" if self.flip else "")
 
 
 @dataclass(frozen=True)
-class FlipSign(Rule):
+class FlipSign(Link):
     """Negate the gradient: what follows maximises. The target becomes ``exp(+loss / temperature)``."""
 
-    response = Linear()
-
-    def update(self, g, state, params, ctx):
-        return each(Tensor.neg_ if ctx.inplace else Tensor.neg, g), state
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        return op.mul(g, -1), state
 
     def __str__(self) -> str:
         return "flip_sign"
 
 
+@checked_types
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
@@ -80,10 +73,10 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}; it must not be negative")
     if weight_decay == 0.0:
         return Chain(())
-    link = Chain((AddDecayedWeights(weight_decay),))
-    return link if mask is None else masked(link, mask)
+    return Chain((AddDecayedWeights(weight_decay, masks=() if mask is None else (mask,)),))
 
 
+@checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
 
@@ -97,15 +90,3 @@ def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = F
     if weight_decay == 0.0:
         return Chain((FlipSign(),) if maximize else ())
     return Chain((AddDecayedWeights(weight_decay, flip=maximize),))
-
-
-@recognises("_add_decayed_weights.<locals>.update_fn")
-def _torchopts_decay(link, cells):
-    return (AddDecayedWeights(cells["weight_decay"]),)
-
-
-@recognises("_flip_sign_and_add_weight_decay.<locals>.update_fn")
-def _torchopts_flip(link, cells):
-    constants = link.update.__code__.co_consts
-    flips = any("neg" in getattr(code, "co_names", ()) for code in constants)
-    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).rules

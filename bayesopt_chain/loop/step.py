@@ -7,8 +7,9 @@ What a transformation asks for besides the gradient it says itself, by the keywo
     gradient_variance       what ``gradient_variance(params, batch)`` gives: the variance of single-datum gradients
     hessian_diagonal        what ``hessian_diagonal(params, batch)`` gives
     per_sample_gradients    the gradient of every datum
+    loss                    its value where the gradient was taken
 
-so that going from one method to another changes the transformation and nothing else.
+and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each: going from one method to another changes the transformation and nothing else.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks, tracing
-from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.foreign import ANY, keywords_of
+from bayesopt_chain.core.chain import ANY, Chain
 from bayesopt_chain.core.leaves import owned
 from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.posterior import draw as drawing
 
 Loss = Callable[[Any, Any], Any]
+
+
+NO_GRADIENT = (
+    "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
+    "(a module by torch.func.functional_call(module, params, ...))"
+)
 
 
 class Info(NamedTuple):
@@ -124,7 +131,7 @@ def make_step(
 
     Raises:
         ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
-            a loss that is not a scalar, or a sparse gradient.
+            a loss that is not a scalar or depends on none of ``params``, or a sparse gradient.
         TypeError: ``tx`` is no gradient transformation; at the first step, params with a leaf that is no tensor.
         FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
 
@@ -141,7 +148,15 @@ def make_step(
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
     if isinstance(tx, SkipNonfinite):
-        inner = make_step(loss, tx.transformation, curvature=curvature, inplace=inplace, check_finite=check_finite)
+        inner = make_step(
+            loss,
+            tx.transformation,
+            curvature=curvature,
+            gradient_variance=gradient_variance,
+            hessian_diagonal=hessian_diagonal,
+            inplace=inplace,
+            check_finite=check_finite,
+        )
         return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
     accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
@@ -150,47 +165,55 @@ def make_step(
         )
     given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
     estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
-    differentiate = per_sample_gradients if "per_sample_gradients" in accepts else gradient
-    rules = tx.rules if isinstance(tx, Chain) else ()
-    draws = [i for i, rule in enumerate(rules) if "draw" in rule.accepts and hasattr(rule, "sample")]
+    by_datum = "per_sample_gradients" in accepts
+    links = tx.links if isinstance(tx, Chain) else ()
+    draws = [i for i, link in enumerate(links) if link.samples]
+    stacked = any(link.stacked for link in links)
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
+    if stacked and (draws or by_datum or estimators):
+        raise ValueError(
+            "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
+        )
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
-        grads, info = differentiate(loss, params, batch)
+        grads, info = (per_sample_gradients if by_datum else gradient)(loss, params, batch)
         extra = {k: fn(params, batch) for k, fn in estimators.items()}
-        if differentiate is per_sample_gradients:
+        if by_datum:
             extra["per_sample_gradients"] = grads
             grads = optree.tree_map(lambda g: g.mean(0), grads)
+        if "loss" in accepts:
+            extra["loss"] = info.loss
         return grads, info, extra
+
+    def evaluate_particles(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+        """Gradients and losses of all particles, on axis 0."""
+        return torch.vmap(lambda p: evaluate(p, batch))(params)
 
     def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """The same at every sample of the draw that a link asks for."""
         (i,) = draws
-        assert isinstance(tx, Chain)
-        rule: Any = tx.rules[i]
         with torch.no_grad():
             draw, points = drawing.drawn(tx, i, state, params)
         grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
         with torch.no_grad():
-            extra = {"draw": draw}
-            if "curvature" in extras[0]:
-                extra["curvature"] = _mean_precision([each["curvature"] for each in extras])
-            if "per_sample_gradients" in extras[0]:
-                trees = [each["per_sample_gradients"] for each in extras]
-                extra["per_sample_gradients"] = drawing.gathered(tx, i, trees, params)
-            loss = torch.stack([info.loss for info in infos]).mean()
+            where, extra = state.layout.where[i], {"draw": draw}
+            for k in extras[0]:
+                values = [each[k] for each in extras]
+                extra[k] = _mean_precision(values) if k == "curvature" else drawing.gathered(values, where)
+            mean = torch.stack([info.loss for info in infos]).mean()
             aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
-            info = rule.report(state[i], draw, loss, aux) if hasattr(rule, "report") else Info(loss, aux)
-            return drawing.gathered(tx, i, list(grads), params), info, extra
+            report = links[i].report(state[i], draw, mean, aux)
+            return drawing.gathered(list(grads), where), Info(mean, aux) if report is None else report, extra
 
     def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         return evaluate(params, batch)
 
     form = fused.recognise(tx) if inplace else None
     finite = FiniteCheck() if check_finite else None
-    return Step(evaluate_draw if draws else evaluate_here, tx, inplace, form, finite)
+    chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
+    return Step(chosen, tx, inplace, form, finite)
 
 
 def _mean_precision(precisions: list) -> Any:
@@ -245,14 +268,22 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         return out, aux
 
     if tracing.is_transformed():
-        grads, (out, aux) = torch.func.grad_and_value(value, has_aux=True)([leaves[i] for i in wanted])
+
+        def checked(chosen: list[Tensor]) -> tuple[Tensor, Any]:
+            out, aux = value(chosen)
+            if not tracing.depends_on(out, chosen):
+                raise ValueError(NO_GRADIENT)
+            return out, aux
+
+        grads, (out, aux) = torch.func.grad_and_value(checked, has_aux=True)([leaves[i] for i in wanted])
     else:
         with torch.enable_grad():
             chosen = [leaves[i].detach().requires_grad_() for i in wanted]
             out, aux = value(chosen)
-            if not out.requires_grad:
-                raise ValueError("loss: does not depend on params; compute it from the params it is given")
-            grads = torch.autograd.grad(out, chosen, materialize_grads=True)
+            grads = torch.autograd.grad(out, chosen, allow_unused=True) if out.requires_grad else ()
+            if all(g is None for g in grads):
+                raise ValueError(NO_GRADIENT)
+            grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen)]
     checks.dense(grads, wanted, params)
     full: list = [None] * len(leaves)
     for i, g in zip(wanted, grads):

@@ -15,23 +15,20 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.response import Noise
-from bayesopt_chain.links.adaptive import (
-    scale_by_adadelta,
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_radam,
-    scale_by_rms,
-    scale_by_rss,
-    scale_by_stddev,
-)
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr, scale_by_schedule
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
+from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 
 
+@checked
 def sgd(
     lr: ScalarOrSchedule,
     momentum: float = 0.0,
@@ -41,7 +38,7 @@ def sgd(
     *,
     moment_requires_grad: bool = False,
     maximize: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
 ) -> Chain:
     r"""Stochastic gradient descent; at T > 0 SGLD or SGHMC with exact noise.
 
@@ -70,6 +67,7 @@ def sgd(
     )
 
 
+@checked
 def adam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -80,7 +78,7 @@ def adam(
     moment_requires_grad: bool = False,
     maximize: bool = False,
     use_accelerated_op: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """Adam (Kingma and Ba, 2014); at T > 0 SGHMC whose preconditioner ``P`` is Adam's.
@@ -117,6 +115,7 @@ def adam(
     )
 
 
+@checked
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -128,7 +127,7 @@ def adamw(
     moment_requires_grad: bool = False,
     maximize: bool = False,
     use_accelerated_op: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """AdamW (Loshchilov and Hutter, 2019); at T > 0 it samples with the prior that its decay amounts to.
@@ -158,6 +157,7 @@ def adamw(
     )
 
 
+@checked
 def adamax(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -165,7 +165,7 @@ def adamax(
     weight_decay: float = 0.0,
     *,
     moment_requires_grad: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """AdaMax (Kingma and Ba, 2014): Adam with a running maximum. Arguments and target as :func:`adam`.
@@ -187,6 +187,7 @@ def adamax(
     )
 
 
+@checked
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -194,7 +195,7 @@ def radam(
     weight_decay: float = 0.0,
     *,
     moment_requires_grad: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """RAdam (Liu et al., 2019). Arguments and target as :func:`adam`.
@@ -216,6 +217,7 @@ def radam(
     )
 
 
+@checked
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,
     lr_decay: float = 0.0,
@@ -224,7 +226,7 @@ def adagrad(
     eps: float = 1e-10,
     *,
     maximize: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """AdaGrad (Duchi et al., 2011); at T > 0 SGLD with AdaGrad's preconditioner. Target as :func:`adam`.
@@ -239,7 +241,7 @@ def adagrad(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.adagrad(0.1).rules[-1]
+        >>> bc.adagrad(0.1).links[-1]
         Scale(step_size=0.1, sign=-1)
     """
     _nonnegative("lr_decay", lr_decay)
@@ -253,6 +255,7 @@ def adagrad(
     )
 
 
+@checked
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
@@ -264,7 +267,7 @@ def rmsprop(
     initial_scale: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
     """RMSprop (Tieleman and Hinton, 2012); at T > 0 pSGLD without its drift correction. Target as :func:`adam`.
@@ -299,6 +302,7 @@ def rmsprop(
     )
 
 
+@checked
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,
     rho: float = 0.9,
@@ -306,7 +310,7 @@ def adadelta(
     weight_decay: float = 0.0,
     *,
     moment_requires_grad: bool = False,
-    temperature: Temperature = 0.0,
+    temperature: ScalarOrSchedule = 0.0,
 ) -> Chain:
     """AdaDelta (Zeiler, 2012). Its scale is fed by its own updates, so that T > 0 is refused when ``init`` is called.
 
@@ -346,7 +350,7 @@ class _InverseTimeDecay:
         return hash(self.decay_rate)
 
 
-def _noise(temperature: Temperature) -> tuple[Chain, ...]:
+def _noise(temperature: ScalarOrSchedule) -> tuple[Chain, ...]:
     """The noise link, or nothing at the number 0: a chain that is the optimizer."""
     link = inject_langevin_noise(temperature)
     return (link,) if isinstance(link.response, Noise) else ()

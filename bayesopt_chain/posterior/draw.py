@@ -7,6 +7,7 @@ The noise travels with the draw, since ``theta_s - mean`` cancels in low precisi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -31,12 +32,12 @@ class Draw(NamedTuple):
 
 
 def standard_normals(
-    key: Tensor, count: Tensor, templates: list[Tensor], samples: int, antithetic: bool
+    key: Tensor, count: Tensor, templates: list[Tensor], samples: int, antithetic: bool, stream: Any = None
 ) -> tuple[Tensor, ...]:
     """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``."""
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes))]
+    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes), stream=stream)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
 
@@ -74,34 +75,31 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
     return out
 
 
-def drawn(tx: Any, i: int, state: tuple, params: Any) -> tuple[Draw, list]:
-    """The draw that rule ``i`` of a chain asks for, and the trees of parameters to take gradients at.
+def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
+    """The draw that link ``i`` of a chain asks for, and the trees of parameters to take gradients at.
 
-    Leaves that a mask keeps from the rule stay at the parameters in each of these trees.
+    Leaves that a mask keeps from the link stay at the parameters in each of these trees.
     """
-    rule = tx.rules[i]
+    link = tx.links[i]
+    at, mine = tx.at(state, i, params)
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    idx = tx.positions(params)[i]
-    idx = range(len(leaves)) if idx is None else idx
-    draw = rule.sample(state[i], [leaves[j] for j in idx])
+    draw = link.sample(state[i], mine, at)
     points = []
-    for s in range(rule.n_samples):
+    for s in range(link.samples):
         point = list(leaves)
-        for j, leaf in zip(idx, draw.params):
-            point[j] = leaf if leaf is None or rule.n_samples == 1 else leaf[s]
+        for j, leaf in zip(at.index, draw.params):
+            point[j] = leaf if link.samples == 1 else leaf[s]
         points.append(optree.tree_unflatten(spec, point))
     return draw, points
 
 
-def gathered(tx: Any, i: int, trees: list, params: Any) -> Any:
-    """Gradients at the trees of :func:`drawn` as rule ``i`` wants them: stacked where it drew, averaged elsewhere."""
+def gathered(trees: list, where: Sequence[int]) -> Any:
+    """Gradients at the trees of :func:`drawn`: stacked at the leaves ``where`` they were drawn, averaged elsewhere."""
     if len(trees) == 1:
         return trees[0]
     leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in trees]
-    idx = tx.positions(params)[i]
-    mine = set(range(len(leaves[0])) if idx is None else idx)
     out = [
-        None if xs[0] is None else torch.stack(xs) if j in mine else torch.stack(xs).mean(0)
+        None if xs[0] is None else torch.stack(xs) if j in where else torch.stack(xs).mean(0)
         for j, xs in enumerate(zip(*leaves))
     ]
-    return optree.tree_unflatten(optree.tree_structure(params, none_is_leaf=True), out)
+    return optree.tree_unflatten(optree.tree_structure(trees[0], none_is_leaf=True), out)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Linear
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import Diagonal, Precision, Zero
 from bayesopt_chain.trees import Tree, require_like, spread
@@ -37,48 +37,35 @@ class LaplaceState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Accumulate(Rule):
-    """The rule behind :func:`laplace`."""
+class Accumulate(Link):
+    """The link behind :func:`laplace`."""
 
-    response = Linear()
+    whole = True
     accepts = frozenset({"curvature"})
 
-    def init(self, params: list) -> LaplaceState:
-        device = next((leaf.device for leaf in params if leaf is not None), None)
+    def init(self, leaves: Leaves, at: At) -> LaplaceState:
+        device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 
-    def update(self, g: list, state: LaplaceState, params: list | None, ctx: Any) -> tuple[list, LaplaceState]:
-        increment = ctx.extra.get("curvature")
+    def update(self, g: Leaves, state: LaplaceState, op: Op, at: At) -> tuple[Leaves, LaplaceState]:
+        increment = at.extra.get("curvature")
         if increment is None:
             return g, state
         if not isinstance(increment, Precision):
             raise TypeError(
                 f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
             )
-        total = state.precision.add(increment)
-        return g, LaplaceState(_into(state.precision, total) if ctx.inplace else total)
+        return g, LaplaceState(op.keep(state.precision, state.precision.add(increment)))
 
     def __str__(self) -> str:
         return "laplace()"
 
 
-def _into(old: Any, new: Any) -> Any:
-    """Write a sum into the old one's tensors, or where it has outgrown them into tensors of its own."""
-    olds, structure = optree.tree_flatten(old)
-    news, grown = optree.tree_flatten(new)
-    if structure != grown or any(a.shape != b.shape for a, b in zip(olds, news)):
-        return optree.tree_map(torch.clone, new)
-    return optree.tree_unflatten(structure, [a if a is b else a.copy_(b) for a, b in zip(olds, news)])
-
-
 class Laplace(Chain):
     """What :func:`laplace` returns: a link with questions for its state."""
 
-    def __new__(cls) -> Laplace:
-        return super().__new__(cls, (Accumulate(),))
-
     def __reduce__(self) -> Any:
-        return Laplace, ()
+        return Laplace, (self.links,)
 
     def posterior(
         self,
@@ -196,7 +183,7 @@ def laplace() -> Laplace:
     >>> tx.posterior(state, params, prior_precision=1.0).marginal_variance
     {'w': tensor([0.2500, 0.2500])}
     """
-    return Laplace()
+    return Laplace((Accumulate(),))
 
 
 def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tensor:

@@ -21,11 +21,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.response import Linear
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import device_of, find, present, require_these, written
+from bayesopt_chain.posterior.state import device_of, find, require_these
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, size
@@ -45,17 +46,18 @@ class SwagState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collect(Rule):
-    """The rule behind :func:`swag`."""
+class Collect(Link):
+    """The link behind :func:`swag`."""
+
+    exacting = True
 
     rank: int
     start: int
     every: int
-    response = Linear()
     needs_params = True
+    whole = True
 
-    def init(self, params: list) -> SwagState:
-        leaves = present(params)
+    def init(self, leaves: Leaves, at: At) -> SwagState:
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
         zeros = tuple(torch.zeros_like(p).detach() for p in leaves)
@@ -63,11 +65,11 @@ class Collect(Rule):
         none = torch.zeros((), dtype=torch.int64, device=device_of(leaves))
         return SwagState(zeros, tuple(z.clone() for z in zeros), ring, none, none.clone())
 
-    def update(self, g: list, state: SwagState, params: list, ctx: Any) -> tuple[list, SwagState]:
-        moved = [p.detach() if u is None else (p + u).detach() for p, u in zip(params, g) if p is not None]
+    def update(self, g: list, state: SwagState, op: Op, at: At) -> tuple[list, SwagState]:
+        moved = [p.detach() if u is None else (p + u).detach() for p, u in zip(at.params, g)]
         due = (state.count >= self.start) & ((state.count - self.start) % self.every == 0)
         new = self._collected(state, moved, due)._replace(count=state.count + 1)
-        return g, written(state, new) if ctx.inplace else new
+        return g, op.keep(state, new)
 
     def _collected(self, state: SwagState, moved: list[Tensor], due: Tensor) -> SwagState:
         """The state with one more iterate where it is due; values, not a branch, so that a step can be captured."""
@@ -96,12 +98,12 @@ class Swag(Chain):
     """What :func:`swag` returns: a link with questions for its state, or for that of a chain with it as a link."""
 
     def __reduce__(self) -> Any:
-        return Swag, (self.rules,)
+        return Swag, (self.links,)
 
     def mean(self, state: Any, params: Any) -> Any:
         """The stochastic weight average, a tree like ``params``; ``params`` itself before the first iterate."""
-        mine = find(state, SwagState, str(self.rules[0]))
-        require_these([m.shape for m in mine.mean], params, str(self.rules[0]))
+        mine = find(state, SwagState, str(self.links[0]))
+        require_these([m.shape for m in mine.mean], params, str(self.links[0]))
         leaves, structure = optree.tree_flatten(params)
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
         return optree.tree_unflatten(structure, means)
@@ -116,11 +118,11 @@ class Swag(Chain):
         Raises:
             ValueError: fewer than two iterates collected, or a parameter that never moved (named).
         """
-        rule, mine = self.rules[0], find(state, SwagState, str(self.rules[0]))
+        link, mine = self.links[0], find(state, SwagState, str(self.links[0]))
         if not is_hidden(mine.collected) and int(mine.collected) < 2:
             raise ValueError(
                 f"swag: {int(mine.collected)} iterates collected, at least 2 make a covariance: run on past "
-                f"start={rule.start} with every={rule.every}, or use mean(state, params)"
+                f"start={link.start} with every={link.every}, or use mean(state, params)"
             )
         structure = optree.tree_structure(params)
         variances = [s / mine.collected.to(s.dtype) for s in mine.squares]
@@ -129,15 +131,16 @@ class Swag(Chain):
                 raise ValueError(f"swag: {name} has entries that never moved: leave them out of it by bc.masked")
         data = torch.zeros((), dtype=torch.float64, device=mine.count.device)
         mean = self.mean(state, params)
-        if rule.rank == 0:
+        if link.rank == 0:
             inverse = optree.tree_unflatten(structure, [1 / v for v in variances])
             return Gaussian(mean, Diagonal(inverse, data).factorised())
-        spread = 2 * (mine.collected.clamp(max=rule.rank) - 1).to(torch.float64)
+        spread = 2 * (mine.collected.clamp(max=link.rank) - 1).to(torch.float64)
         rows = [d / spread.sqrt().to(d.dtype) for d in mine.deviations]
         diagonal, rows = (optree.tree_unflatten(structure, x) for x in ([v / 2 for v in variances], rows))
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data))
 
 
+@checked
 def swag(rank: int = 20, *, start: int = 0, every: int = 1) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 

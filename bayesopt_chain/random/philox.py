@@ -53,19 +53,21 @@ def _words(key: Tensor, step: Tensor, block: Tensor, draw: int) -> list[Tensor]:
 
 def philox_normal(key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
     """``size`` standard normals of the stream (key, step, draw), computed in float32 or float64."""
-    return philox_normals(key, step, [size], draw, dtype)[0]
+    return philox_normals(key, step, [size], [draw], dtype)[0]
 
 
-def philox_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype) -> Sequence[Tensor]:
-    """Normals of the draws ``first``, ``first + 1``, ... of these sizes.
+def philox_normals(
+    key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Normals of the draws of these numbers (32 bits) and sizes.
 
     On a CPU one call of the C++ kernel, on a CUDA device one launch a draw; a traced draw of a few elements on a CPU goes into
     the kernels that use it.
     """
     real = torch.float64 if dtype == torch.float64 else torch.float32
     if not _has_kernel(key, real) or (key.device.type == "cpu" and is_traced() and sum(sizes) <= RUN):
-        return [in_tensors(key, step, n, first + i, real).to(dtype) for i, n in enumerate(sizes)]
-    flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, real).to(dtype)
+        return [in_tensors(key, step, n, draw, real).to(dtype) for n, draw in zip(sizes, draws)]
+    flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, real).to(dtype)
     pieces = flat.split(list(sizes)) if len(sizes) > 1 else (flat,)
     return [x.clone() for x in pieces] if is_traced() else pieces  # in a graph a write to one would rewrite them all
 
@@ -125,23 +127,23 @@ def three_point(faces: Tensor) -> Tensor:
 
 
 _OPS = torch.library.Library("bayesopt_chain", "FRAGMENT")
-_OPS.define("philox_normals(Tensor key, Tensor step, int[] sizes, int first, ScalarType dtype) -> Tensor")
-_OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] sizes, int first) -> ()")
+_OPS.define("philox_normals(Tensor key, Tensor step, int[] sizes, int[] draws, ScalarType dtype) -> Tensor")
+_OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] sizes, int[] draws) -> ()")
 
 
-def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype) -> Tensor:
+def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The draws one behind the other; keys or steps with further axes, one for each chain, give the result these axes."""
     chains = torch.broadcast_shapes(key.shape, step.shape)
     return torch.empty(*chains, sum(sizes), dtype=dtype, device=key.device)
 
 
-def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], first: int, dtype: torch.dtype) -> Tensor:
-    out = _fresh_normals(key, step, sizes, first, dtype)
-    _fill_with_normals(out, key, step, sizes, first)
+def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
+    out = _fresh_normals(key, step, sizes, draws, dtype)
+    _fill_with_normals(out, key, step, sizes, draws)
     return out
 
 
-def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], first: int) -> None:
+def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
     if out.is_cuda:
@@ -149,9 +151,9 @@ def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[i
     else:
         fill = normals_kernel()
     if fill is not None:
-        fill(out, key, step, tuple(sizes), first)
+        fill(out, key, step, tuple(sizes), tuple(draws))
     else:
-        pieces = [in_tensors(key, step, n, first + i, out.dtype) for i, n in enumerate(sizes)]
+        pieces = [in_tensors(key, step, n, draw, out.dtype) for n, draw in zip(sizes, draws)]
         out.copy_(torch.cat(pieces, dim=-1).view(out.shape))
 
 
@@ -162,10 +164,10 @@ torch.library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, li
 torch.library.register_fake("bayesopt_chain::philox_normals_", lambda *args: None, lib=_OPS)
 
 
-def _stacked_normals(info, in_dims, key, step, sizes, first, dtype):
+def _stacked_normals(info, in_dims, key, step, sizes, draws, dtype):
     """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
     key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
-    out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, first, dtype)
+    out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, dtype)
     return out, out.ndim - 2
 
 

@@ -113,7 +113,7 @@ void row(int64_t q, int64_t left, const Stream& s, Real* out) {
 
 template <class Real>
 void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
-             int64_t chains, const int64_t* sizes, int64_t leaves, int64_t first, int threads) {
+             int64_t chains, const int64_t* sizes, int64_t leaves, const int64_t* draws, int threads) {
   int64_t total = 0, offset = 0;
   for (int64_t i = 0; i < leaves; ++i) total += sizes[i];
 #pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
@@ -124,7 +124,7 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
       for (int64_t q = 0; q < rows; ++q) {
         const uint64_t key = keys[c * key_stride], step = steps[c * step_stride];
         const Stream s = {
-            uint32_t(first + i), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
+            uint32_t(draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
         row(q, sizes[i] - 4 * RUN * q, s, out + c * total + offset + 4 * RUN * q);
       }
   }
@@ -134,8 +134,8 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
 
 #define EXPORT(name, Real)                                                                                            \
   extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
-                       int64_t chains, const int64_t* sizes, int64_t leaves, int64_t first, int threads) {            \
-    normals(out, keys, key_stride, steps, step_stride, chains, sizes, leaves, first, threads);                        \
+                       int64_t chains, const int64_t* sizes, int64_t leaves, const int64_t* draws, int threads) {            \
+    normals(out, keys, key_stride, steps, step_stride, chains, sizes, leaves, draws, threads);                        \
   }
 EXPORT(normals_float, float)
 EXPORT(normals_double, double)
@@ -146,7 +146,7 @@ _PARALLEL = 2**15  # normals below which threads cost more than they save
 
 @cache
 def normals_kernel() -> Callable | None:
-    """``fill(out, keys, steps, sizes, first)``, or ``None``, with one warning that says why, where nothing compiles.
+    """``fill(out, keys, steps, sizes, draws)``, or ``None``, with one warning that says why, where nothing compiles.
 
     ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
     row of it.
@@ -173,7 +173,7 @@ def normals_kernel() -> Callable | None:
             integer,
             pointer,
             integer,
-            integer,
+            pointer,
             ctypes.c_int,
         ]
 
@@ -181,7 +181,7 @@ def normals_kernel() -> Callable | None:
     def array(sizes: tuple[int, ...]):
         return (integer * len(sizes))(*sizes)
 
-    def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: tuple[int, ...], first: int) -> None:
+    def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: tuple[int, ...], draws: tuple[int, ...]) -> None:
         kernels[out.dtype](
             out.data_ptr(),
             keys.data_ptr(),
@@ -191,7 +191,7 @@ def normals_kernel() -> Callable | None:
             out.shape[:-1].numel(),
             array(sizes),
             len(sizes),
-            first,
+            array(draws),
             torch.get_num_threads() if out.numel() > _PARALLEL else 1,
         )
 

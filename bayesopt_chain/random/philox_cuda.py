@@ -88,15 +88,15 @@ def _normals(
     tl.store(row + at + 3 * RUN, z3, mask=at + 3 * RUN < size)
 
 
-def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], first: int) -> None:
-    """Fill ``out``, contiguous float32 ``[..., sum(sizes)]``, with the draws ``first``, ``first + 1``, ... of these sizes.
+def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
+    """Fill ``out``, contiguous float32 ``[..., sum(sizes)]``, with the draws of these numbers and sizes.
 
     ``keys`` and ``steps`` are int64, 0-d or one for each row of it.
     """
     chains, offset = out.shape[:-1].numel(), 0
     key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
     with torch.cuda.device_of(out):
-        for i, size in enumerate(sizes):
+        for size, draw in zip(sizes, draws, strict=True):
             blocks = RUN if size <= 4 * RUN else 512
             needed = size if size <= RUN else RUN * -(-size // (4 * RUN))
             programs = triton.cdiv(needed, blocks)
@@ -110,7 +110,7 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], first: 
                     out.shape[-1],
                     offset,
                     size,
-                    first + i,
+                    draw - (draw >> 31 << 32),  # the same 32 bits, signed
                     programs,
                     BLOCKS=blocks,
                     RUN=RUN,

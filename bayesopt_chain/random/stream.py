@@ -6,10 +6,12 @@ state gives the same noise, a copied state continues exactly, and stacked chains
 Two streams:
 
 * ``"generator"``, the default on an eager CPU: a fresh generator seeded with ``splitmix64(key + step)`` feeds ``normal_``
-  once for all leaves, in optree order. The engine behind it keeps 32 bits of a seed. Under ``vmap`` every chain is
+  once for all leaves, in optree order. The engine behind it keeps 32 bits of a seed, so that among ``n`` steps about
+  ``n^2 / 2^33`` pairs draw the same normals. Under ``vmap`` every chain is
   seeded from its own key, so stacked chains draw what each would draw alone, bit for bit.
 * ``"philox"``, the default elsewhere and available everywhere: the counter-based stream of
-  :mod:`bayesopt_chain.random.philox`, the same in every back end.
+  :mod:`bayesopt_chain.random.philox`, the same in every back end. It knows a leaf by a hash of its path, so that the noise of a
+  leaf does not depend on which other leaves there are.
 
 Besides normals there are uniforms, and two simpler variables with the moments of a normal: ``rademacher`` (signs, moments
 through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); moments through the fifth).
@@ -17,8 +19,9 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -46,24 +49,26 @@ def normals(
     kind: str = "gaussian",
     stream: Stream | None = None,
     scale: float = 1.0,
+    numbers: Sequence[int] | None = None,
 ) -> list[list[Tensor]]:
     """Normals of standard deviation ``scale``: ``draws[i]`` tensors for every leaf ``i``, each like one slice
     ``templates[i][0]`` along axis 0.
 
     ``kind`` gives another variable of ``KINDS`` instead, times ``scale``: independent, of mean 0 and variance 1, or uniform
     on [0, 1).
-    ``stream=None`` is the generator on a CPU and Philox elsewhere.
+    ``stream=None`` is the generator on a CPU and Philox elsewhere. ``numbers`` name the leaves to Philox (default: 0, 1, ...).
     """
     out: list[list[Tensor]] = [[] for _ in templates]
     for salt, ((device, dtype), members) in enumerate(_groups(templates, draws).items()):
         shapes = [templates[i].shape[1:] for i in members]
         sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
-            on, at, first = key.to(device), step.to(device), salt << 24
+            on, at = key.to(device), step.to(device)
+            names = [draw_number(i if numbers is None else numbers[i], k) for i in members for k in range(draws[i])]
             if kind == "gaussian":
-                pieces = iter(philox_normals(on, at, sizes, first, dtype))
+                pieces = iter(philox_normals(on, at, sizes, names, dtype))
             else:
-                pieces = iter([philox_other(kind, on, at, n, first | i, dtype) for i, n in enumerate(sizes)])
+                pieces = iter([philox_other(kind, on, at, n, name, dtype) for n, name in zip(sizes, names)])
             if scale != 1.0:
                 pieces = (x * scale for x in pieces)
         else:
@@ -75,13 +80,32 @@ def normals(
     return out
 
 
-def draw_numbers(templates: Sequence[Tensor], draws: Sequence[int]) -> list[int]:
-    """For each leaf the number of its first draw in the counter-based stream."""
-    out = [0] * len(templates)
-    for salt, members in enumerate(_groups(templates, draws).values()):
-        for i, first in zip(members, accumulate((draws[i] for i in members), initial=0)):
-            out[i] = salt << 24 | first
-    return out
+def _hash(path: str) -> int:
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "little")
+
+
+@cache
+def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
+    """For each leaf 32 bits of a hash of its path, which name it to the counter-based stream.
+
+    Raises:
+        ValueError: two paths whose draws would be the same.
+    """
+    numbers = tuple([hashed(path) for path in paths])
+    seen: dict[int, str] = {}
+    for k in range(2):
+        for number, path in zip(numbers, paths):
+            other = seen.setdefault(draw_number(number, k), path)
+            if other != path:
+                raise ValueError(
+                    f"params: the paths {other} and {path} have one hash, and would get the same noise; rename one"
+                )
+    return numbers
+
+
+def draw_number(leaf: int, k: int) -> int:
+    """The number of the ``k``-th draw of a leaf."""
+    return (leaf + 0x9E3779B9 * k) & 0xFFFFFFFF
 
 
 def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:

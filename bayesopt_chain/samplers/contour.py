@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.core.chain import Chain, Rule, chain
-from bayesopt_chain.core.leaves import each
-from bayesopt_chain.core.response import Nonlinear
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Nonlinear, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 
 
 class ContourState(NamedTuple):
@@ -37,24 +40,36 @@ class ContourState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contour(Rule):
-    """The rule behind :func:`scale_by_contour`."""
+class Contour(Link):
+    """The link behind :func:`scale_by_contour`."""
 
-    temperature: Any
+    exacting = True
+
+    temperature: ScalarOrSchedule
     low: float
     high: float
     bins: int
     zeta: float
     omega: schedules.Schedule
-    response = Nonlinear()
-    accepts = frozenset({"loss"})
+
+    @property
+    def response(self) -> Response:
+        return Nonlinear()
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"loss"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
 
     @property
     def width(self) -> float:
         return (self.high - self.low) / self.bins
 
-    def init(self, params):
-        device = next((p.device for p in params if p is not None), torch.device("cpu"))
+    def init(self, leaves: Leaves, at: At) -> ContourState:
+        device = leaves[0].device if leaves else torch.device("cpu")
         mass = torch.full((self.bins,), 1.0 / self.bins, dtype=torch.float64, device=device)
         return ContourState(torch.zeros((), dtype=torch.int64, device=device), mass)
 
@@ -63,15 +78,16 @@ class Contour(Rule):
         place = (loss.detach().to(torch.float64) - self.low) / self.width
         return place.floor().clamp(0, self.bins - 1).to(torch.int64)
 
-    def update(self, g, state, params, ctx):
-        loss = ctx.extra.get("loss")
+    def update(self, g: Leaves, state: ContourState, op: Op, at: At) -> tuple[Leaves, ContourState]:
+        loss = at.extra.get("loss")
         if loss is None or loss.ndim != 0:
             came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
             raise ValueError(
                 f"contour: update needs loss=, the loss at the current parameters as a 0-d tensor, got {came}; "
-                "bc.make_loss_step passes it"
+                "bc.make_step passes it"
             )
-        temperature = own_noise.now(self.temperature, state.count)
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
         here = self.bin(loss)
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
         below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)
@@ -80,17 +96,16 @@ class Contour(Rule):
         factor = 1.0 + self.zeta * temperature * slope
         gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
-        out = each(lambda x: x * factor.to(x.dtype), g)
-        return own_noise.emit(g, out, ctx.inplace), ContourState(
-            own_noise.tick(state.count, ctx.inplace), state.mass.copy_(mass) if ctx.inplace else mass
-        )
+        moves = [x * factor.to(x.dtype) for x in g]
+        return op.put(g, moves), ContourState(*op.count([state.count]), *op.put([state.mass], [mass]))
 
     def __str__(self) -> str:
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
+@checked
 def scale_by_contour(
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     low: float,
     high: float,
     *,
@@ -133,12 +148,13 @@ def scale_by_contour(
     return Chain((Contour(temperature, low, high, bins, zeta, omega),))
 
 
+@checked
 def contour_sgld(
     lr: ScalarOrSchedule,
     low: float,
     high: float,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     bins: int = 50,
     zeta: float = 0.75,
     omega: schedules.Schedule | None = None,
@@ -157,7 +173,7 @@ def contour_sgld(
         generator: source of the random key (default: torch's global generator).
 
     Returns:
-        A chain whose ``update`` takes ``loss=`` (:func:`bayesopt_chain.make_loss_step` passes it). Weigh samples by
+        A chain whose ``update`` takes ``loss=`` (:func:`bayesopt_chain.make_step` passes it). Weigh samples by
         :func:`contour_weight`.
 
     Raises:
@@ -166,7 +182,7 @@ def contour_sgld(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.samplers.contour_sgld(0.01, 0.0, 10.0, temperature=1.0)
-        >>> step, params = bc.make_loss_step(lambda p, batch: (p**2).sum(), tx), torch.ones(2)
+        >>> step, params = bc.make_step(lambda p, batch: (p**2).sum(), tx), torch.ones(2)
         >>> params, state, info = step(params, tx.init(params), ())
         >>> weight = bc.samplers.contour_weight(tx, state, info.loss)
     """
@@ -197,7 +213,7 @@ def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
         >>> bc.samplers.contour_weight(tx, tx.init(torch.ones(2)), torch.tensor(3.0))
         tensor(0.2500, dtype=torch.float64)
     """
-    for rule, entry in zip(tx.rules, state):
-        if isinstance(rule, Contour):
-            return entry.mass[rule.bin(loss)] ** rule.zeta
+    for link, entry in zip(tx.links, state):
+        if isinstance(link, Contour):
+            return entry.mass[link.bin(loss)] ** link.zeta
     raise ValueError(f"contour_weight: no link of {tx} is scale_by_contour; every sample of this chain weighs the same")

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.core.chain import Chain, chain
-from bayesopt_chain.links import own_noise
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
-from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.samplers.langevin import sghmc
@@ -68,13 +69,14 @@ class sampling_phase:
         return hot.to(torch.float64) * self.temperature
 
 
+@checked
 def cyclical(
     lr: float,
     cycle: int,
     burn_in: int,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     order: int | None = None,
     lr_inside: bool = False,
     generator: torch.Generator | None = None,
@@ -117,7 +119,9 @@ def cyclical(
     level = (2.0 * (1.0 - momentum)) ** 0.5
     return chain(
         scale_by_neg_lr(schedule),
-        inject_filtered_noise(phase, (level,), gain=_Root(schedule), generator=generator),
+        inject_filtered_noise(
+            phase, (level,), beside=(1, 1 if momentum else 0), gain=_Root(schedule), generator=generator
+        ),
         add_momentum(momentum),
     )
 
@@ -134,7 +138,7 @@ class _Root:
 
 def _phase(temperature: float, cycle: int, burn_in: int):
     checks.temperature(temperature)
-    if own_noise.is_zero(temperature):
+    if is_zero(temperature):
         return 0.0
     if not isinstance(temperature, (int, float)):
         return _Gated(sampling_phase(1.0, cycle, burn_in), temperature)
@@ -149,7 +153,7 @@ class _Gated:
     temperature: object
 
     def __call__(self, count) -> Tensor:
-        return self.phase(count) * own_noise.now(self.temperature, count)
+        return self.phase(count) * now(self.temperature, count)
 
 
 def _check(cycle: int, burn_in: int) -> None:

@@ -19,18 +19,20 @@ temperature 0 is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.state import zeros
 
 
 class FisherState(NamedTuple):
@@ -38,61 +40,61 @@ class FisherState(NamedTuple):
 
     key: Tensor
     count: Tensor
-    variance: tuple[Tensor, ...]
+    variance: Any
 
 
 @dataclass(frozen=True)
-class FisherScoring(Rule):
-    """The rule behind :func:`sgfs`."""
+class FisherScoring(Keyed):
+    """The link behind :func:`sgfs`."""
 
     lr: float
-    temperature: Temperature
+    temperature: ScalarOrSchedule
     batch_size: int
     decay: float
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
-    accepts = frozenset({"gradient_variance"})
-    name = "sgfs"
-    words = ""
 
-    def init(self, params):
-        return FisherState(*own_noise.start(params, self.generator), zeros_like(params))
+    words: ClassVar[str] = ""
 
-    def update(self, g, state, params, ctx):
-        came = self.variance_of(ctx)
-        xi = own_noise.draw(state, list(state.variance), 1)
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"gradient_variance"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
+
+    def init(self, leaves: Leaves, at: At) -> FisherState:
+        return FisherState(*self.start(leaves, at), zeros(leaves))
+
+    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
+        came = at.leaves(self.given(at))
         temperature, inject, corrected = self.now(state)
-        variance: list = [None] * len(g)
-        out: list = [None] * len(g)
-        for i, x in enumerate(g):
-            if x is None:
-                continue
-            variance[i] = self.decay * state.variance[i] + (1.0 - self.decay) * came[i]
-            step = 1.0 / (1.0 / self.lr + variance[i] * (corrected / (2.0 * temperature * self.batch_size)))
-            out[i] = -step * (x + inject * xi[i][0])
-        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, variance, ctx.inplace)
+        xi = self.normals(state, g, at)
+        variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
+        steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
+        moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
+        new = FisherState(state.key, *op.count([state.count]), tuple(op.put(state.variance, variance)))
+        return op.put(g, moves), new
 
-    def now(self, state):
+    def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = own_noise.now(self.temperature, state.count)
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
         corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
-        return temperature, own_noise.root(2.0 * temperature / self.lr), corrected
+        return temperature, root(2.0 * temperature / self.lr), corrected
 
-    def variance_of(self, ctx) -> list:
-        came = ctx.extra.get("gradient_variance")
+    def given(self, at: At) -> Any:
+        """What ``update`` was told of the gradients of single data."""
+        came = at.extra.get("gradient_variance")
         if came is None:
             raise ValueError(
-                f"{self.name}: update needs gradient_variance=, the variance of single-datum gradients; "
+                "sgfs: update needs gradient_variance=, the variance of single-datum gradients; "
                 "pass make_step(..., gradient_variance=fn)"
             )
-        return optree.tree_leaves(came, none_is_leaf=True)
-
-    def next_state(self, state, variance: list, inplace: bool) -> FisherState:
-        return FisherState(
-            state.key,
-            own_noise.tick(state.count, inplace),
-            own_noise.write(state.variance, variance, inplace),
-        )
+        return came
 
     def __str__(self) -> str:
         return f"sgfs({self.lr}, batch_size={self.batch_size}, temperature={checks.show(self.temperature)}{self.words})"
@@ -100,40 +102,34 @@ class FisherScoring(Rule):
 
 @dataclass(frozen=True)
 class DenseFisherScoring(FisherScoring):
-    """The rule behind :func:`sgfs` with ``dense``."""
+    """The link behind :func:`sgfs` with ``dense``."""
 
     words = ", dense=True"
+    coupled = True
 
-    def init(self, params):
-        leaves = [p for p in params if p is not None]
+    def init(self, leaves: Leaves, at: At) -> FisherState:
         d = sum(p.numel() for p in leaves)
-        key, count = own_noise.start(params, self.generator)
-        return FisherState(key, count, (torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device),))
+        matrix = torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device)
+        return FisherState(*self.start(leaves, at), matrix)
 
-    def update(self, g, state, params, ctx):
-        (came,) = self.variance_of(ctx)
-        (old,) = state.variance
-        live = [x for x in g if x is not None]
-        if sum(x.numel() for x in live) != old.shape[-1]:
-            raise ValueError(
-                "sgfs: with dense=True every parameter needs a gradient, since the matrix couples them all; use dense=False"
-            )
-        flat = torch.cat([x.reshape(-1) for x in live])
-        ((xi,),) = own_noise.draw(state, [flat], 1)
+    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
+        came, old = self.given(at), state.variance
         temperature, inject, corrected = self.now(state)
+        xi = torch.cat([x.reshape(-1) for (x,) in self.normals(state, g, at)])
+        flat = torch.cat([x.reshape(-1) for x in g])
         new = self.decay * old + (1.0 - self.decay) * came
         inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr
         inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
         move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
-        parts = iter(move.split([x.numel() for x in live]))
-        out = [None if x is None else next(parts).reshape(x.shape) for x in g]
-        return own_noise.emit(g, out, ctx.inplace), self.next_state(state, [new], ctx.inplace)
+        moves = [part.reshape(x.shape) for part, x in zip(move.split([x.numel() for x in g]), g)]
+        return op.put(g, moves), FisherState(state.key, *op.count([state.count]), *op.put([old], [new]))
 
 
+@checked
 def sgfs(
     lr: float,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     batch_size: int,
     dense: bool = False,
     decay: float = 0.95,
@@ -169,8 +165,8 @@ def sgfs(
     checks.positive("sgfs: batch_size", batch_size)
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"sgfs: decay must lie in [0, 1), got {decay!r}")
-    own_noise.positive_temperature(
+    checks.positive_temperature(
         "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )
     rule = DenseFisherScoring if dense else FisherScoring
-    return Chain((rule(lr, temperature, batch_size, decay, generator),))
+    return Chain((rule(lr, temperature, batch_size, decay, generator=generator),))

@@ -22,14 +22,18 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, chain
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sgld(
-    lr: ScalarOrSchedule, *, temperature: Temperature, order: int = 2, generator: torch.Generator | None = None
+    lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, order: int = 2, generator: torch.Generator | None = None
 ) -> Chain:
     """Stochastic gradient Langevin dynamics (Welling and Teh, 2011). At ``temperature=0`` it is SGD.
 
@@ -56,11 +60,12 @@ def sgld(
     return chain(inject_langevin_noise(temperature, order=order, generator=generator), scale_by_neg_lr(lr))
 
 
+@checked
 def sghmc(
     lr: ScalarOrSchedule,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:

@@ -14,16 +14,19 @@ Duffield et al., "Lattice random walk discretisations of stochastic differential
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
 
 
 class LatticeState(NamedTuple):
@@ -34,36 +37,38 @@ class LatticeState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lattice(Rule):
-    """The rule behind :func:`lattice_walk`."""
+class Lattice(Keyed):
+    """The link behind :func:`lattice_walk`."""
 
     lr: float
-    temperature: Temperature
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
+    temperature: ScalarOrSchedule
 
-    def init(self, params):
-        return LatticeState(*own_noise.start(params, self.generator))
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
 
-    def update(self, g, state, params, ctx):
-        temperature = own_noise.now(self.temperature, state.count)
-        uniform = own_noise.draw(state, params or g, 1, "uniform")
-        delta = own_noise.root(2.0 * temperature * self.lr)
-        drift = self.lr / delta
-        out = []
-        for x, u in zip(g, uniform):
-            if x is None:
-                out.append(None)
-                continue
-            up = u[0] < 0.5 * (1.0 - drift * x)
-            out.append(delta * torch.where(up, torch.ones_like(x), -torch.ones_like(x)))
-        return own_noise.emit(g, out, ctx.inplace), LatticeState(state.key, own_noise.tick(state.count, ctx.inplace))
+    def init(self, leaves: Leaves, at: At) -> LatticeState:
+        return LatticeState(*self.start(leaves, at))
+
+    def update(self, g: Leaves, state: LatticeState, op: Op, at: At) -> tuple[Leaves, LatticeState]:
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
+        uniform = self.normals(state, g, at, 1, "uniform")
+        delta = root(2.0 * temperature * self.lr)
+        tilt = self.lr / delta
+        moves = [
+            delta * torch.where(u < 0.5 * (1.0 - tilt * x), torch.ones_like(x), -torch.ones_like(x))
+            for x, (u,) in zip(g, uniform)
+        ]
+        moves = [torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)]  # a comparison hides a NaN
+        return op.put(g, moves), LatticeState(state.key, *op.count([state.count]))
 
     def __str__(self) -> str:
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
-def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Generator | None = None) -> Chain:
+@checked
+def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 
     Args:
@@ -85,5 +90,5 @@ def lattice_walk(lr: float, *, temperature: Temperature, generator: torch.Genera
         tensor([0.2000, 0.2000, 0.2000])
     """
     checks.positive("lattice_walk: lr", lr)
-    own_noise.positive_temperature("lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise")
-    return Chain((Lattice(lr, temperature, generator),))
+    checks.positive_temperature("lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise")
+    return Chain((Lattice(lr, temperature, generator=generator),))

@@ -7,92 +7,31 @@ With ``R R^T = Lambda^-1`` and ``e`` the noise that SGD of the same lr and momen
 which samples ``exp(-loss / T)`` with the preconditioner frozen, exactly for quadratic losses at order 2, whether or not
 ``Lambda`` and the curvature commute. With ``Lambda`` the Hessian every direction is sampled at one speed.
 
-A precision is whatever answers ``solve(tree)`` with ``Lambda^-1 x`` and ``sqrt_solve(tree)`` with ``R x``.
+It is :func:`bayesopt_chain.scale_by_preconditioner` of the precision in front of SGHMC.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import optree
 import torch
-from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule, chain
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.preconditioner import SolvePrecision, SupportsSolve
 
 
-class SupportsSolve(Protocol):
-    """What a preconditioner needs of a precision; arguments and results are trees like the parameters."""
-
-    def solve(self, tree: Any, /) -> Any: ...
-
-    def sqrt_solve(self, tree: Any, /) -> Any: ...
-
-
-class PrecisionNoiseState(NamedTuple):
-    """Stream; last step's draw for each leaf (empty for white noise)."""
-
-    key: Tensor
-    count: Tensor
-    memory: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class SolveAndNoise(Rule):
-    """``Lambda^-1 g + R e``."""
-
-    precision: SupportsSolve = field(hash=False, compare=False)
-    temperature: Temperature
-    level: float  # variance of e at zero frequency, at T = 1
-    order: int
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
-    on_trees = True
-
-    def init_tree(self, params):
-        if own_noise.is_zero(self.temperature):
-            return PrecisionNoiseState((), (), ())
-        leaves = optree.tree_leaves(params)
-        key, count = own_noise.start(leaves, self.generator)
-        return PrecisionNoiseState(key, count, zeros_like(leaves) if self.order == 2 else ())
-
-    def update(self, g, state, params, ctx):
-        if any(x is None for x in g):
-            raise ValueError(
-                "langevin_with_precision: every parameter needs a gradient, since the precision couples them"
-            )
-        out = ctx.from_tree(self.precision.solve(ctx.to_tree(list(g))))
-        if own_noise.is_zero(self.temperature):
-            return own_noise.emit(g, out, ctx.inplace), state
-        temperature = own_noise.now(self.temperature, state.count)
-        root = own_noise.root(self.level * temperature)
-        xi = [z for (z,) in own_noise.draw(state, g, 1)]
-        mean = [(z + m) / 2.0 for z, m in zip(xi, state.memory)] if self.order == 2 else xi
-        e = ctx.from_tree(self.precision.sqrt_solve(ctx.to_tree([(root * m).to(x.dtype) for m, x in zip(mean, g)])))
-        noisy = [u + w for u, w in zip(out, e)]
-        if torch.is_tensor(temperature):
-            noisy = [torch.where(temperature > 0, w, u) for w, u in zip(noisy, out)]
-        memory = own_noise.write(state.memory, xi, ctx.inplace) if self.order == 2 else ()
-        state = PrecisionNoiseState(state.key, own_noise.tick(state.count, ctx.inplace), memory)
-        return own_noise.emit(g, noisy, ctx.inplace), state
-
-    def __str__(self) -> str:
-        return f"precondition_by({type(self.precision).__name__}, temperature={checks.show(self.temperature)})"
-
-
+@checked
 def langevin_with_precision(
     precision: SupportsSolve,
-    lr: float,
+    lr: ScalarOrSchedule,
     momentum: float = 0.0,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
 ) -> Chain:
@@ -129,16 +68,12 @@ def langevin_with_precision(
                 f"langevin_with_precision: precision has no {method}(tree), got {type(precision).__name__}; "
                 "pass a precision of bc.precision, or an object with solve and sqrt_solve"
             )
-    checks.positive("langevin_with_precision: lr", lr)
+    if isinstance(lr, (int, float)):
+        checks.positive("langevin_with_precision: lr", lr)
     checks.momentum("langevin_with_precision: momentum", momentum)
-    checks.temperature(temperature)
-    if order not in (1, 2):
-        raise ValueError(f"langevin_with_precision: order must be 1 or 2, got {order!r}")
-    if isinstance(temperature, int):
-        temperature = float(temperature)
-    level = 2.0 * (1.0 - momentum) / lr
     return chain(
-        Chain((SolveAndNoise(precision, temperature, level, order, generator),)),
+        Chain((SolvePrecision(precision),)),
         add_momentum(momentum),
+        inject_langevin_noise(temperature, order=order, generator=generator),
         scale_by_neg_lr(lr),
     )

@@ -27,31 +27,35 @@ Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core import counters
-from bayesopt_chain.core.chain import Chain, Rule, chain
-from bayesopt_chain.core.leaves import each, zeros_like
-from bayesopt_chain.core.response import Adaptive
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.adaptive import RunningScale, _noisy, _rms, scale_by_adam, scale_by_rms
-from bayesopt_chain.links.langevin_noise import Temperature, inject_langevin_noise
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_zero, new_counts, now, scalar
+from bayesopt_chain.links.adam import scale_by_adam
+from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.rms import RunningScale, RunningScaleState, inverse_coloured, scale_by_rms
 
 
+@checked
 def psgld(
     lr: ScalarOrSchedule = 1e-2,
     alpha: float = 0.99,
     eps: float = 1e-8,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
     order: int | None = None,
     corrected: bool = False,
@@ -90,10 +94,10 @@ def psgld(
     checks.temperature(temperature)
     if corrected and order not in (None, 1):
         raise ValueError(f"psgld: order must be 1 with corrected=True, whose noise is white, got {order!r}")
-    corrected = corrected and not own_noise.is_zero(temperature)  # T div P is 0 there
+    corrected = corrected and not is_zero(temperature)  # T div P is 0 there
     scaling = scale_by_rms(alpha, eps, freeze_after=freeze_after)
     if corrected:
-        scaling = Chain((RunningScaleWithDivergence(_rms, alpha, eps, 0.0, freeze_after, temperature=temperature),))
+        scaling = Chain((RunningScaleWithDivergence(False, alpha, eps, 0.0, freeze_after, temperature=temperature),))
     return chain(
         scaling,
         inject_langevin_noise(temperature, order=order or (1 if corrected else 2), generator=generator),
@@ -105,34 +109,45 @@ def psgld(
 class RunningScaleWithDivergence(RunningScale):
     """RMSprop's scaling, less ``T dP/dtheta``; takes the Hessian's diagonal as ``hessian_diagonal=``."""
 
-    temperature: Any = 0.0
-    accepts = frozenset({"hessian_diagonal"})
+    temperature: ScalarOrSchedule = 0.0
 
-    def init(self, params):
-        return super().init(params)._replace(count=counters.zeros(params))
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"hessian_diagonal"})
 
-    def update(self, g, state, params, ctx):
-        if ctx.extra.get("hessian_diagonal") is None:
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.accepts
+
+    def init(self, leaves: Leaves, at: At) -> RunningScaleState:
+        return super().init(leaves, at)._replace(count=new_counts(leaves))
+
+    def learn(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[RunningScaleState, Any]:
+        if at.extra.get("hessian_diagonal") is None:
             raise ValueError(
                 "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
                 "like the parameters; pass make_step(..., hessian_diagonal=fn), or use corrected=False"
             )
-        hessian = optree.tree_leaves(ctx.extra["hessian_diagonal"], none_is_leaf=True)
-        clean = [None if x is None else x.clone() for x in g] if ctx.inplace else g
-        strength = counters.each(self._strength, state.count)
-        out, state = super().update(g, state, params, ctx)
-
-        def drift(u: Tensor, x: Tensor, nu: Tensor, h: Tensor, strength: Tensor) -> Tensor:
+        hessian = at.leaves(at.extra["hessian_diagonal"])
+        strength = by_count(self._strength, state.count)
+        state, denominators = super().learn(g, state, op, at)
+        drifts = list[Tensor]()
+        for x, nu, h, t in zip(g, state.nu, hessian, strength):
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
-            slope = strength * slope / (root + self.eps) ** 2
-            return (u.add_ if ctx.inplace else u.add)(slope.to(u.dtype))
+            drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
+        return state, list(zip(denominators, drifts))
 
-        return each(drift, out, clean, state.nu, hessian, strength), state
+    def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        return inverse_coloured(e, [at.learned[n][0] for n in k], power)
+
+    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
+        g = op.div(g, [d for d, _ in at.learned])
+        return op.add(g, [drift for _, drift in at.learned]), state
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""
-        temperature = counters.scalar(own_noise.now(self.temperature, count), count.device)
+        temperature = scalar(now(self.temperature, count), count.device)
         if self.freeze_after is None:
             return temperature
         return torch.where(count < self.freeze_after, temperature, torch.zeros_like(temperature))
@@ -141,12 +156,13 @@ class RunningScaleWithDivergence(RunningScale):
         return super().__str__().replace("scale_by_rms", "scale_by_rms_corrected")
 
 
+@checked
 def adam_sghmc(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     freeze_after: int | None = None,
     order: int = 2,
     generator: torch.Generator | None = None,
@@ -180,88 +196,12 @@ def adam_sghmc(
     )
 
 
-class AdaptiveWindowState(NamedTuple):
-    """Window ``tau``, mean ``m`` and mean square ``V`` of the gradients, like each parameter; updates seen."""
-
-    tau: tuple[Tensor, ...]
-    mean: tuple[Tensor, ...]
-    square: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class AdaptiveWindow(Rule):
-    """Divide by the root of a mean square whose window follows the gradients' signal-to-noise ratio."""
-
-    freeze_after: int
-    eps: float = 1e-8
-    response = Adaptive()
-
-    def init(self, params):
-        return AdaptiveWindowState(*(zeros_like(params) for _ in range(3)), counters.zeros(params))
-
-    def update(self, g, state, params, ctx):
-        tau, mean, square = list(state.tau), list(state.mean), list(state.square)
-        for i, x in enumerate(g):
-            if x is None:
-                continue
-            learn = state.count[i] < self.freeze_after
-            x = x.detach()
-            new_mean = mean[i] + (x - mean[i]) / (tau[i] + 1.0)
-            new_square = square[i] + (x * x - square[i]) / (tau[i] + 1.0)
-            positive = new_square > 0  # not where every gradient has been 0, or its square underflows
-            signal = torch.where(positive, new_mean * new_mean / torch.where(positive, new_square, 1.0), 0.0)
-            window = 1.0 + tau[i] * (1.0 - signal.clamp(max=1.0))
-            tau[i] = torch.where(learn, window, tau[i])
-            mean[i] = torch.where(learn, new_mean, mean[i])
-            square[i] = torch.where(learn, new_square, square[i])
-        state = AdaptiveWindowState(
-            own_noise.write(state.tau, tau, ctx.inplace),
-            own_noise.write(state.mean, mean, ctx.inplace),
-            own_noise.write(state.square, square, ctx.inplace),
-            counters.increment(state.count, g, ctx.inplace),
-        )
-        denominators = each(lambda x, v: v.sqrt().add(self.eps), g, state.square)
-        return each(Tensor.div_ if ctx.inplace else Tensor.div, _noisy(g, denominators, ctx), denominators), state
-
-    def __str__(self) -> str:
-        return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
-
-
-def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
-    """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
-
-    Args:
-        freeze_after: updates of burn-in, at least 1, after which the scale stays as it is.
-        eps: added to the root, positive. A parameter whose gradient is always 0 is multiplied by ``1 / eps``, and so is
-            its noise's variance.
-
-    Returns:
-        A link; its state holds three tensors for each parameter.
-
-    Raises:
-        ValueError: no burn-in, or ``eps`` not positive.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.samplers.scale_by_adaptive_window(10)
-        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
-        [tensor([1.])]
-    """
-    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:
-        raise ValueError(
-            f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
-            "nothing is learned without one, and sampling is exact only behind it"
-        )
-    checks.positive("scale_by_adaptive_window: eps", eps)
-    return Chain((AdaptiveWindow(freeze_after, float(eps)),))
-
-
+@checked
 def adaptive_sghmc(
     lr: ScalarOrSchedule = 1e-2,
     momentum: float = 0.95,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     burn_in: int,
     eps: float = 1e-8,
     order: int = 2,

@@ -17,16 +17,19 @@ would not be matched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.state import zeros
 from bayesopt_chain.random import stream as keyed_stream
 
 _SWAP_STREAM = 0x2545F4914F6CDD1D
@@ -44,8 +47,8 @@ class ReplicaExchangeState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReplicaExchange(Rule):
-    """The rule behind :func:`replica_exchange`."""
+class ReplicaExchange(Keyed):
+    """The link behind :func:`replica_exchange`."""
 
     lr: float
     momentum: float
@@ -53,61 +56,66 @@ class ReplicaExchange(Rule):
     loss_variance: float
     correction_factor: float
     swap_every: int
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
-    accepts = frozenset({"loss"})
+    needs_params = True
+    stacked = True
 
-    def init(self, params):
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"loss"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"loss"})
+
+    def init(self, leaves: Leaves, at: At) -> ReplicaExchangeState:
         n = len(self.temperatures)
-        for i, p in enumerate(params):
-            if p is not None and (p.ndim == 0 or p.shape[0] != n):
+        for i, p in zip(at.index, leaves):
+            if p.ndim == 0 or p.shape[0] != n:
                 raise ValueError(
                     f"replica_exchange: params must be stacked for {n} chains on axis 0, but leaf {i} has shape "
                     f"{tuple(p.shape)}; use bc.stack([...])"
                 )
-        key, count = own_noise.start(params, self.generator)
+        key, count = self.start(leaves, at)
         pairs = torch.zeros(n - 1, dtype=torch.int64, device=key.device)
         temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=key.device)
-        return ReplicaExchangeState(key, count, zeros_like(params), temperature, pairs, pairs.clone())
+        return ReplicaExchangeState(key, count, zeros(leaves), temperature, pairs, pairs.clone())
 
-    def update(self, g, state, params, ctx):
-        loss = ctx.extra.get("loss")
+    def update(self, g: Leaves, state: ReplicaExchangeState, op: Op, at: At) -> tuple[Leaves, ReplicaExchangeState]:
+        loss = at.extra.get("loss")
         n = len(self.temperatures)
         if loss is None or tuple(loss.shape) != (n,):
             came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
             raise ValueError(
                 f"replica_exchange: update needs loss=, the losses of the {n} chains as a tensor [{n}], got {came}; "
-                "bc.make_particle_step passes them"
+                "bc.make_step passes them"
             )
-        if params is None:
-            raise ValueError("replica_exchange: update needs the parameters, since swaps move them; pass params=params")
         order, accepted, proposed = self.exchange(loss, state)
         temperature = state.temperature
-        velocity_scale = torch.sqrt(temperature / temperature[order])
+        heat = torch.sqrt(temperature / temperature[order])
         strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
-        xi = own_noise.draw(state, list(state.velocity), 1)
-        out: list = [None] * len(g)
-        velocity: list = [None] * len(g)
-        for i, x in enumerate(g):
-            if x is None:
-                continue
+        moves, velocity = [], []
+        for x, p, v, (xi,) in zip(g, at.params, state.velocity, self.normals(state, g, at)):
             here = order.to(x.device)
-            v = state.velocity[i][here] * _along(velocity_scale, x) * self.momentum + x[here]
-            velocity[i] = v + xi[i][0] * _along(strength, x)
-            out[i] = params[i][here] - params[i] - self.lr * velocity[i]
-        return own_noise.emit(g, out, ctx.inplace), ReplicaExchangeState(
+            v = v[here] * _along(heat, x) * self.momentum + x[here] + xi * _along(strength, x)
+            velocity.append(v)
+            moves.append(p[here] - p - self.lr * v)
+        return op.put(g, moves), ReplicaExchangeState(
             state.key,
-            own_noise.tick(state.count, ctx.inplace),
-            own_noise.write(state.velocity, velocity, ctx.inplace),
+            *op.count([state.count]),
+            tuple(op.put(state.velocity, velocity)),
             temperature,
-            *own_noise.write((state.accepted, state.proposed), [accepted, proposed], ctx.inplace),
+            *op.put((state.accepted, state.proposed), [accepted, proposed]),
         )
 
     def exchange(self, loss: Tensor, state: ReplicaExchangeState) -> tuple[Tensor, Tensor, Tensor]:
         """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""
         n = len(self.temperatures)
         uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
-        ((u,),) = keyed_stream.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform")
+        ((u,),) = keyed_stream.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform", self.stream)
         pair = torch.arange(n - 1, device=loss.device)
         turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
         proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)
@@ -132,6 +140,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
 
 
+@checked
 def replica_exchange(
     lr: float,
     momentum: float = 0.0,
@@ -163,7 +172,7 @@ def replica_exchange(
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.samplers.replica_exchange(0.01, temperatures=(0.1, 1.0))
-        >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum(), tx)
+        >>> step = bc.make_step(lambda p, batch: (p**2).sum(), tx)
         >>> params = torch.zeros(2, 3)
         >>> params, state, info = step(params, tx.init(params), ())
         >>> params.shape, info.loss.shape
@@ -187,5 +196,7 @@ def replica_exchange(
         raise ValueError(f"replica_exchange: correction_factor must be at least 1, got {correction_factor!r}")
     if isinstance(swap_every, bool) or not isinstance(swap_every, int) or swap_every < 1:
         raise ValueError(f"replica_exchange: swap_every must be a number of updates, at least 1, got {swap_every!r}")
-    rule = ReplicaExchange(lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator)
-    return Chain((rule,))
+    link = ReplicaExchange(
+        lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator=generator
+    )
+    return Chain((link,))

@@ -17,16 +17,19 @@ from __future__ import annotations
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
 from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
-from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 
 
+@checked
 def sghmc_euler(
-    lr: float, momentum: float = 0.9, *, temperature: Temperature, generator: torch.Generator | None = None
+    lr: float, momentum: float = 0.9, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
     """SGHMC by explicit Euler, with a gradient one step stale. For comparison; prefer :func:`bayesopt_chain.sghmc`.
 
@@ -54,7 +57,7 @@ def sghmc_euler(
     checks.momentum("sghmc_euler: momentum", momentum)
     level = (2.0 * (1.0 - momentum) / lr) ** 0.5
     return chain(
-        inject_filtered_noise(temperature, (level,), generator=generator),
+        inject_filtered_noise(temperature, (level,), beside=(0, 3 if momentum else 2), generator=generator),
         add_momentum(momentum),
         delay(),
         scale_by_neg_lr(lr),

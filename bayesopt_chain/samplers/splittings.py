@@ -33,9 +33,11 @@ from typing import NamedTuple
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, chain
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
-from bayesopt_chain.links.langevin_noise import Temperature
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.samplers.langevin import sghmc
@@ -48,8 +50,9 @@ class ChainParameters(NamedTuple):
     momentum: float
 
 
+@checked
 def baoab(
-    step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
+    step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
     """Langevin dynamics by the BAOAB splitting (Leimkuhler and Matthews, 2013), one gradient a step. At
     ``temperature=0`` it is SGD with momentum.
@@ -76,8 +79,9 @@ def baoab(
     return sghmc(lr, momentum, temperature=temperature, generator=generator)
 
 
+@checked
 def obabo(
-    step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
+    step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
     """Langevin dynamics by the OBABO splitting (Bussi and Parrinello, 2007).
 
@@ -107,8 +111,9 @@ def obabo(
     return sghmc(lr, momentum, temperature=temperature, order=1, generator=generator)
 
 
+@checked
 def ubu(
-    step_size: float, friction: float, *, temperature: Temperature, generator: torch.Generator | None = None
+    step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
     """Langevin dynamics by the UBU splitting (Sanz-Serna and Zygalakis, 2021), its two noises having their exact joint law.
 
@@ -141,7 +146,11 @@ def ubu(
     n1, n2, n2_alone = ubu_noise(h, gamma)
     return chain(
         inject_filtered_noise(
-            temperature, (-n1 / lr, 0.0), (mu * n1 / lr - n2 / h, -n2_alone / h), generator=generator
+            temperature,
+            (-n1 / lr, 0.0),
+            (mu * n1 / lr - n2 / h, -n2_alone / h),
+            beside=(0, 2),
+            generator=generator,
         ),
         add_momentum(mu),
         scale_by_neg_lr(lr),
@@ -170,6 +179,10 @@ def splitting_parameters(step_size: float, friction: float) -> ChainParameters:
     checks.positive("step_size", step_size)
     checks.positive("friction", friction)
     mu = math.exp(-friction * step_size)
+    if mu == 1.0:
+        raise ValueError(
+            f"step_size * friction = {step_size * friction:.3g} is lost to rounding; raise step_size or friction"
+        )
     return ChainParameters(step_size**2 * (1.0 + mu) / 2.0, mu)
 
 

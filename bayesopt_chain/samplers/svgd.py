@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule, chain
-from bayesopt_chain.core.response import Refused
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
-from bayesopt_chain.links.learning_rate import ScalarOrSchedule, scale_by_neg_lr
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, require_valid
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 
 
 class SteinState(NamedTuple):
@@ -33,47 +36,45 @@ class SteinState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stein(Rule):
-    """The rule behind :func:`scale_by_stein_kernel`."""
+class Stein(Link):
+    """The link behind :func:`scale_by_stein_kernel`."""
 
-    temperature: Any
+    exacting = True
+
+    temperature: ScalarOrSchedule
     bandwidth: float | str
-    response = Refused("its particles share gradients, so no noise for each alone is matched; leave the noise link out")
+    needs_params = True
+    stacked = True
 
-    def init(self, params):
-        sizes = {p.shape[0] if p.ndim else 0 for p in params if p is not None}
+    @property
+    def response(self) -> Response:
+        return Refused("its particles share gradients, so no noise for each alone is matched; leave the noise link out")
+
+    def init(self, leaves: Leaves, at: At) -> SteinState:
+        sizes = {p.shape[0] if p.ndim else 0 for p in leaves}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
                 "scale_by_stein_kernel: params must be particles stacked on axis 0, the same number in every leaf, got shapes "
-                f"{[tuple(p.shape) for p in params if p is not None]}; use bc.stack([...])"
+                f"{[tuple(p.shape) for p in leaves]}; use bc.stack([...])"
             )
-        device = next(p.device for p in params if p is not None)
-        return SteinState(torch.zeros((), dtype=torch.int64, device=device))
+        return SteinState(torch.zeros((), dtype=torch.int64, device=leaves[0].device))
 
-    def update(self, g, state, params, ctx):
-        if params is None:
-            raise ValueError("scale_by_stein_kernel: update needs the particles; pass params=params")
-        live = [i for i, x in enumerate(g) if x is not None]
-        if not live:
-            return g, SteinState(own_noise.tick(state.count, ctx.inplace))
-        n = g[live[0]].shape[0]
-        x = torch.cat([params[i].reshape(n, -1) for i in live], dim=1)
+    def update(self, g: Leaves, state: SteinState, op: Op, at: At) -> tuple[Leaves, SteinState]:
+        n = g[0].shape[0]
+        x = torch.cat([p.reshape(n, -1) for p in at.params], dim=1)
         square = (x.unsqueeze(0) - x.unsqueeze(1)).square().sum(-1)
         h2 = self.squared_bandwidth(square)
         kernel = torch.exp(-square / (2.0 * h2))
-        force = torch.cat([g[i].reshape(n, -1) for i in live], dim=1)
-        smooth = kernel @ force
-        if not own_noise.is_zero(self.temperature):
-            temperature = own_noise.now(self.temperature, state.count)
-            if torch.is_tensor(temperature):
+        smooth = kernel @ torch.cat([y.reshape(n, -1) for y in g], dim=1)
+        if not is_zero(self.temperature):
+            temperature = now(self.temperature, state.count)
+            require_valid("temperature", temperature)
+            if isinstance(temperature, Tensor):
                 temperature = temperature.to(x.dtype)
-            apart = kernel @ x - kernel.sum(1, keepdim=True) * x
-            smooth = smooth + temperature * apart / h2
-        parts = (smooth / n).split([g[i][0].numel() for i in live], dim=1)
-        out: list = [None] * len(g)
-        for i, part in zip(live, parts):
-            out[i] = part.reshape(g[i].shape)
-        return own_noise.emit(g, out, ctx.inplace), SteinState(own_noise.tick(state.count, ctx.inplace))
+            smooth = smooth + temperature * (kernel @ x - kernel.sum(1, keepdim=True) * x) / h2
+        parts = (smooth / n).split([y[0].numel() for y in g], dim=1)
+        moves = [part.reshape(y.shape) for part, y in zip(parts, g)]
+        return op.put(g, moves), SteinState(*op.count([state.count]))
 
     def squared_bandwidth(self, square: Tensor) -> Tensor | float:
         if self.bandwidth != "median":
@@ -89,7 +90,8 @@ class Stein(Rule):
         return f"scale_by_stein_kernel({checks.show(self.temperature)}, bandwidth={self.bandwidth!r})"
 
 
-def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = "median") -> Chain:
+@checked
+def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | str = "median") -> Chain:
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
     Args:
@@ -116,7 +118,8 @@ def scale_by_stein_kernel(temperature: Temperature, *, bandwidth: float | str = 
     return Chain((Stein(temperature, bandwidth),))
 
 
-def svgd(lr: ScalarOrSchedule, *, temperature: Temperature, bandwidth: float | str = "median") -> Chain:
+@checked
+def svgd(lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, bandwidth: float | str = "median") -> Chain:
     """Stein variational gradient descent (Liu and Wang, 2016). At ``temperature=0`` it is gradient descent smoothed by
     the kernel.
 
@@ -134,7 +137,7 @@ def svgd(lr: ScalarOrSchedule, *, temperature: Temperature, bandwidth: float | s
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, particles = bc.samplers.svgd(0.1, temperature=1.0), torch.randn(5, 2)
-        >>> step = bc.make_particle_step(lambda p, batch: (p**2).sum() / 2, tx)
+        >>> step = bc.make_step(lambda p, batch: (p**2).sum() / 2, tx)
         >>> particles, state, info = step(particles, tx.init(particles), ())
     """
     return chain(scale_by_stein_kernel(temperature, bandwidth=bandwidth), scale_by_neg_lr(lr))

@@ -53,17 +53,20 @@ friction for ever. Temperature 0 is refused; :func:`bayesopt_chain.sghmc` is the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, Rule
-from bayesopt_chain.core.leaves import zeros_like
-from bayesopt_chain.links import own_noise
-from bayesopt_chain.links.langevin_noise import Temperature
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import OwnNoise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.state import zeros
 
 _WHY = (
     "a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
@@ -82,46 +85,35 @@ class ThermostatState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Thermostat(Rule):
+class Thermostat(Keyed):
     """What both thermostats share: their state, and the kinetic energy that drives them."""
 
     step: float
     friction: float
-    temperature: Temperature
+    temperature: ScalarOrSchedule
     mass: float
     per_parameter: bool
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
-    response = own_noise.ITS_OWN_NOISE
 
-    def init(self, params):
-        key, count = own_noise.start(params, self.generator)
-        first = next(p for p in params if p is not None)
-        shared = (torch.full((), self.friction, dtype=first.dtype, device=first.device),)
-        friction = zeros_like(params, self.friction) if self.per_parameter else shared
-        return ThermostatState(key, count, zeros_like(params), friction)
+    @property
+    def response(self) -> Response:
+        return OwnNoise()
 
-    def update(self, g, state, params, ctx):
-        live = [i for i, x in enumerate(g) if x is not None]
-        n = own_noise.draw(state, list(state.velocity), 1)
-        temperature = own_noise.now(self.temperature, state.count)
-        friction = [state.friction[i] for i in live] if self.per_parameter else [state.friction[0]]
-        moves, velocity, after = self.advance(
-            [g[i] for i in live], [state.velocity[i] for i in live], friction, [n[i][0] for i in live], temperature
-        )
-        out: list = [None] * len(g)
-        v: list = [None] * len(g)
-        xi: list = [None] * len(state.friction)
-        for k, i in enumerate(live):
-            out[i], v[i] = moves[k], velocity[k]
-            if self.per_parameter:
-                xi[i] = after[k]
-        if live and not self.per_parameter:
-            xi = after
-        return own_noise.emit(g, out, ctx.inplace), ThermostatState(
+    def init(self, leaves: Leaves, at: At) -> ThermostatState:
+        key, count = self.start(leaves, at)
+        shared = (torch.full((), self.friction, dtype=leaves[0].dtype, device=leaves[0].device),)
+        friction = zeros(leaves, self.friction) if self.per_parameter else shared
+        return ThermostatState(key, count, zeros(leaves), friction)
+
+    def update(self, g: Leaves, state: ThermostatState, op: Op, at: At) -> tuple[Leaves, ThermostatState]:
+        temperature = now(self.temperature, state.count)
+        require_valid("temperature", temperature)
+        xi = [x for (x,) in self.normals(state, g, at)]
+        moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature)
+        return op.put(g, moves), ThermostatState(
             state.key,
-            own_noise.tick(state.count, ctx.inplace),
-            own_noise.write(state.velocity, v, ctx.inplace),
-            own_noise.write(state.friction, xi, ctx.inplace),
+            *op.count([state.count]),
+            tuple(op.put(state.velocity, velocity)),
+            tuple(op.put(state.friction, friction)),
         )
 
     def advance(self, g: list, v: list, friction: list, n: list, temperature):
@@ -149,7 +141,7 @@ class NoseHoover(Thermostat):
 
     def advance(self, g, v, friction, n, temperature):
         lr, loss = self.step, -math.expm1(-self.friction)  # 1 - mu
-        strength = own_noise.root(2.0 * loss * temperature / lr)
+        strength = root(2.0 * loss * temperature / lr)
         kept = [torch.exp(-xi) for xi in friction]
         v = [a * u + x + strength * e for u, x, a, e in zip(v, g, self.of_each_leaf(kept, v), n)]
         moves = [-lr * u for u in v]
@@ -173,7 +165,7 @@ class Badodab(Thermostat):
         first = p
         friction = self.half_thermostat_step(friction, p, temperature)
         p = [
-            torch.exp(-xi * h) * u + own_noise.root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
+            torch.exp(-xi * h) * u + root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
             for u, xi, e in zip(p, self.of_each_leaf(friction, p), n)
         ]
         friction = self.half_thermostat_step(friction, p, temperature)
@@ -199,11 +191,12 @@ def _ou_scale(x: Tensor) -> Tensor:
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
 
+@checked
 def sgnht(
     lr: float,
     momentum: float = 0.9,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     per_parameter: bool = False,
     thermostat_mass: float | None = None,
     generator: torch.Generator | None = None,
@@ -242,15 +235,16 @@ def sgnht(
             "friction can absorb more: use bc.sgld, or a momentum such as 0.5"
         )
     mass = _mass("sgnht", thermostat_mass, (1.0 - momentum) / lr**0.5)
-    own_noise.positive_temperature("sgnht", temperature, _WHY)
-    return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator),))
+    checks.positive_temperature("sgnht", temperature, _WHY)
+    return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator=generator),))
 
 
+@checked
 def badodab(
     step_size: float,
     friction: float = 1.0,
     *,
-    temperature: Temperature,
+    temperature: ScalarOrSchedule,
     per_parameter: bool = False,
     thermostat_mass: float | None = None,
     generator: torch.Generator | None = None,
@@ -283,8 +277,8 @@ def badodab(
     checks.positive("badodab: step_size", step_size)
     checks.positive("badodab: friction", friction)
     mass = _mass("badodab", thermostat_mass, friction)
-    own_noise.positive_temperature("badodab", temperature, _WHY)
-    return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator),))
+    checks.positive_temperature("badodab", temperature, _WHY)
+    return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator=generator),))
 
 
 def _mass(who: str, mass: float | None, gamma: float) -> float:

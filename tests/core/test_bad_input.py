@@ -107,12 +107,12 @@ def test_a_state_of_other_parameters_is_refused():
     state = tx.init({"w": torch.ones(3)})
     with pytest.raises(ValueError, match="the state has"):
         tx.update({"w": torch.ones(2)}, state, params=P)
-    with pytest.raises(ValueError, match="state: expected one entry"):
+    with pytest.raises(ValueError, match="state: must be what init"):
         tx.update({"w": torch.ones(2)}, state[:1], params=P)
     two = {"w": torch.ones(3), "v": torch.ones(3)}
-    with pytest.raises(ValueError, match="its noise is for 1 leaves"):
+    with pytest.raises(ValueError, match=r"the leaves \(\['v'\], \['w'\]\), the state is for \(\['w'\]\)"):
         tx.update(two, state, params=two)
-    with pytest.raises(ValueError, match="its noise is for 2 leaves"):
+    with pytest.raises(ValueError, match=r"the leaves \(\['w'\]\), the state is for \(\['v'\], \['w'\]\)"):
         tx.update({"w": torch.ones(3)}, tx.init(two), params={"w": torch.ones(3)})
 
 
@@ -143,16 +143,37 @@ def test_stated_noise_is_refused_where_the_noise_can_see_its_neighbours():
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
-def test_schedules_out_of_range_are_refused_at_init_and_turn_to_nan_later(value):
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_rate_or_temperature_out_of_range_is_refused_at_init_and_later_and_nothing_is_changed(value, inplace):
     for tx in (bc.sgd(0.1, temperature=lambda count: value), bc.sgd(lambda count: value, temperature=1.0)):
         with pytest.raises(ValueError, match=r"temperature|lr"):
             tx.init(P)
+    dial = torch.tensor(0.1)
     late = lambda count: torch.where(count < 1, 0.1, value)  # noqa: E731
-    for tx in (bc.sgd(0.1, 0.9, temperature=late), bc.sgd(late, 0.9, temperature=1.0)):
+    own = bc.samplers.sgnht(0.1, temperature=late)
+    for tx in (
+        bc.sgd(0.1, 0.9, temperature=late),
+        bc.sgd(late, 0.9, temperature=1.0),
+        bc.sgd(dial, temperature=1.0),
+        own,
+    ):
+        dial.fill_(0.1)
         state = tx.init(P)
-        for _ in range(3):
-            updates, state = tx.update({"w": torch.ones(2)}, state, params=P, inplace=False)
-        assert not torch.isfinite(updates["w"]).any()
+        _, state = tx.update({"w": torch.ones(2)}, state, params=P, inplace=False)
+        dial.fill_(value)
+        g, before = {"w": torch.ones(2)}, copy.deepcopy(state)
+        with pytest.raises(ValueError, match=r"(temperature|lr): its value at this step"):
+            tx.update(g, state, params=P, inplace=inplace)
+        assert_bitwise_equal((g, state), ({"w": torch.ones(2)}, before))
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+def test_a_rate_that_turns_wrong_where_nobody_may_look_turns_to_nan(value):
+    tx = bc.sgd(lambda count: torch.where(count < 1, 0.1, value), 0.9, temperature=1.0)
+    state = bc.stack([tx.init(P), tx.init(P)])
+    for _ in range(3):
+        updates, state = torch.vmap(lambda s: tx.update({"w": torch.ones(2)}, s, params=P, inplace=False))(state)
+    assert not torch.isfinite(updates["w"]).any()
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(math.inf), torch.ones(1), lambda count: torch.ones(2)])
@@ -182,7 +203,7 @@ def test_a_schedule_that_descends_by_its_sign_is_told_what_to_do():
 
 
 @pytest.mark.parametrize(
-    "response", [bc.response.Adaptive(), bc.response.Rate(), bc.response.Noise(), bc.response.Elementwise(), "linear"]
+    "response", [bc.response.Metric(), bc.response.Rate(), bc.response.Noise(), bc.response.OwnNoise(), "linear"]
 )
 def test_responses_that_need_more_than_a_declaration_cannot_be_declared(response):
     with pytest.raises(TypeError, match="Linear, Nonlinear, Decay"):

@@ -323,7 +323,7 @@ def test_under_cosine_restarts_whole_chains_stay_within_the_stated_bounds(mu, ne
 def variance_path(tx, steps, curvature):
     """Variance of one parameter before each step: its covariance with the state, propagated through probed maps."""
     leaves, spec = optree.tree_flatten(tx.init(torch.zeros(1, dtype=torch.float64)))
-    conditions = [i for i, t in enumerate(leaves) if t.is_floating_point() and t.shape == (3,)]
+    conditions = [i for i, t in enumerate(leaves) if t.is_floating_point() and t.shape == (1, 3)]
     moving = [i for i, t in enumerate(leaves) if t.is_floating_point() and i not in conditions]
     sizes = [leaves[i].numel() for i in moving]
     n = 1 + sum(sizes)

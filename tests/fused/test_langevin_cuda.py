@@ -28,7 +28,7 @@ def loss(params, batch):
 
 def compare(sizes, links, lr=0.1):
     torch.manual_seed(sum(sizes))
-    tx = bc.counter_based(bc.chain(*links, bc.scale_by_neg_lr(lr)))
+    tx = bc.with_stream(bc.chain(*links, bc.scale_by_neg_lr(lr)), "philox")
     params = [torch.randn(n, device=device) if n else None for n in sizes]
     state = tx.init(params)
     mine, other = copy.deepcopy((params, state)), (params, state)

@@ -74,7 +74,7 @@ def test_leaves_larger_than_a_block_draw_the_same_stream(momentum, stream):
     for sizes in ([2 * fused.BLOCK + 48, 64, 3 * fused.BLOCK + 7], [fused.BLOCK + 5, 40]):
         params = [torch.randn(n, generator=g) for n in sizes]
         tx = bc.sgd(0.05, momentum, temperature=0.1)
-        tx = bc.counter_based(tx) if stream else tx
+        tx = bc.with_stream(tx, "philox") if stream else tx
         assert_alike(*both_ways(tx, params, 3), TOLERANCE[torch.float32])
 
 

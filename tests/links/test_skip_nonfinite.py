@@ -26,7 +26,7 @@ CHAINS = {
     "sgd": lambda: bc.sgd(0.02, 0.9, weight_decay=0.1),
     "adam": lambda: bc.adam(0.05, temperature=0.1),
     "sghmc, generator": lambda: bc.sghmc(0.02, temperature=0.1),
-    "sghmc, philox": lambda: bc.counter_based(bc.sghmc(0.02, temperature=0.1)),
+    "sghmc, philox": lambda: bc.with_stream(bc.sghmc(0.02, temperature=0.1), "philox"),
     "schedules": lambda: bc.sghmc(lambda count: 0.02 / (1 + count), temperature=torch.tensor(0.1)),
     "sgnht": lambda: bc.samplers.sgnht(0.02, temperature=0.1),
     "psgld": lambda: bc.samplers.psgld(0.02, temperature=0.1),
@@ -90,7 +90,7 @@ def test_it_is_captured_without_a_branch(name):
 
 
 def test_stacked_chains_skip_each_for_itself():
-    tx = bc.skip_nonfinite(bc.counter_based(bc.sghmc(0.02, temperature=0.1)))
+    tx = bc.skip_nonfinite(bc.with_stream(bc.sghmc(0.02, temperature=0.1), "philox"))
     chains = bc.parallel(bc.make_step(loss, tx), 3, batch_dim=0)
     params = bc.stack([start()] * 3)
     state = chains.init(tx, params)

@@ -18,10 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.foreign import Foreign
-from bayesopt_chain.core.link import Rule
-from bayesopt_chain.core.masks import MaskedRule
 from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.captured import Backend, Captured
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
@@ -45,7 +43,7 @@ def capture(
     """Capture a step: same arguments, same results, none of Python's time.
 
     Results agree with the step's to rounding (one unit in the last place for each operation; sums over a batch may be
-    ordered differently); the random stream is the step's. On a CPU the noise of a chain made :func:`counter_based` costs
+    ordered differently); the random stream is the step's. On a CPU the noise of a chain :func:`with_stream` ``"philox"`` costs
     about a third of what torch's generator asks.
 
     What is recorded stays as it is: Python numbers and branches on them, which tensor a name is bound to, the modules' mode (a
@@ -76,7 +74,7 @@ def capture(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.counter_based(bc.sghmc(0.1, temperature=0.01)), {"w": torch.ones(2)}
+        >>> tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.01), "philox"), {"w": torch.ones(2)}
         >>> step, state = bc.make_step(lambda params, batch: (params["w"] ** 2).sum(), tx), tx.init(params)
         >>> fast = bc.capture(step, params, state, (), steps=4, draws=True, backend="eager")
         >>> params, state, info = fast(params, state, ())
@@ -112,15 +110,9 @@ def _in_place(step: Any) -> Callable:
     """
     if not isinstance(step, Step) or not isinstance(step.tx, Chain):
         return _pure(step)
-    if any(isinstance(_unmasked(rule), Foreign) for rule in step.tx.rules):
+    if any(isinstance(link, Foreign) for link in step.tx.links):
         return _pure(step)
     return replace(step, inplace=True, fused=fused.recognise(step.tx))
-
-
-def _unmasked(rule: Rule) -> Rule:
-    while isinstance(rule, MaskedRule):
-        rule = rule.rule
-    return rule
 
 
 def _best(body: Body) -> Backend:

@@ -34,13 +34,15 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused
 from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.posterior.ekf._information import Information, information
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import find, present, require_these, spread_over, times, written
+from bayesopt_chain.posterior.state import find, require_these, times
 from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, flatten, shape_only, unflatten
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.precision._triangular import signed
@@ -71,8 +73,10 @@ class LowRankFilterState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Filter(Rule):
+class Filter(Link):
     """What the filters share; each answers ``start``, ``predict_and_update`` and ``precision``."""
+
+    exacting = True
 
     lr: Any
     prior_precision: Any = field(hash=False, compare=False)
@@ -80,34 +84,32 @@ class Filter(Rule):
     forgetting: Any
     accepts = frozenset({"curvature"})
     needs = frozenset({"curvature"})
-    on_trees = True
+    whole = True
     needs_params = True
     response = Refused("a filter carries its own noise; give it as transition_noise=")
     name = "ekf"
     state = None
 
-    def init_tree(self, params: Any) -> Any:
-        leaves = optree.tree_leaves(params)
+    def init(self, leaves: list, at: At) -> Any:
+        params = at.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
         prior = self._tree("prior_precision", self.prior_precision, params)
         self._noise(params)
         return self.start(prior, leaves, torch.zeros((), dtype=torch.float64, device=leaves[0].device))
 
-    def update(self, g: list, state: Any, params: list, ctx: Any) -> tuple[list, Any]:
-        leaves = present(params)
-        known = information(ctx.extra.get("curvature"), leaves, self.name)
-        mine = [x for x, p in zip(g, params) if p is not None]
-        for i, (x, p) in enumerate(zip(mine, leaves)):
+    def update(self, g: list, state: Any, op: Op, at: At) -> tuple[list, Any]:
+        leaves = at.params
+        known = information(at.extra.get("curvature"), leaves, self.name)
+        for i, (x, p) in enumerate(zip(g, leaves)):
             if x is not None and x.shape != p.shape:
                 raise ValueError(
                     f"{self.name}: gradient {i} has shape {tuple(x.shape)}, the parameter {tuple(p.shape)}"
                 )
-        filled = [torch.zeros_like(p) if x is None else x for x, p in zip(mine, leaves)]
-        noise = self._noise(ctx.to_tree(params))
+        filled = [torch.zeros_like(p) if x is None else x for x, p in zip(g, leaves)]
+        noise = self._noise(at.tree(leaves))
         moves, new = self.predict_and_update(state, known, filled, noise, leaves)
-        new = self.only(state, new, [x is not None for x in mine])
-        moves = [None if x is None else m for x, m in zip(mine, moves)]
-        return spread_over(moves, params), written(state, new) if ctx.inplace else new
+        new = self.only(state, new, [x is not None for x in g])
+        return [None if x is None else m for x, m in zip(g, moves)], op.keep(state, new)
 
     def start(self, prior: list[Tensor], leaves: list[Tensor], count: Tensor) -> Any:
         raise NotImplementedError
@@ -296,7 +298,7 @@ class FilteredPosterior(Chain):
     """What the functions of :mod:`bayesopt_chain.posterior.ekf` return: a chain with a question for its state."""
 
     def __reduce__(self) -> Any:
-        return type(self), (self.rules,)
+        return type(self), (self.links,)
 
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
@@ -305,13 +307,14 @@ class FilteredPosterior(Chain):
             state: of this transformation, or of a chain that has it as a link.
             params: the mean, a tree of the parameters.
         """
-        rule = self.rules[0]
-        mine = find(state, rule.state, str(rule))
-        require_these(rule.shapes(mine), params, str(rule))
+        link = self.links[0]
+        mine = find(state, link.state, str(link))
+        require_these(link.shapes(mine), params, str(link))
         mean = optree.tree_map(torch.Tensor.detach, params)
-        return Gaussian(mean, rule.precision(mine, params).factorised())
+        return Gaussian(mean, link.precision(mine, params).factorised())
 
 
+@checked
 def dense(
     lr: float | Tensor = 1.0,
     *,
@@ -357,6 +360,7 @@ def dense(
     return FilteredPosterior((DenseFilter(*_common("ekf.dense", lr, prior_precision, transition_noise, forgetting)),))
 
 
+@checked
 def diagonal(
     lr: float | Tensor = 1.0,
     *,
@@ -384,6 +388,7 @@ def diagonal(
     )
 
 
+@checked
 def low_rank(
     lr: float | Tensor = 1.0,
     *,

@@ -8,12 +8,14 @@ import torch
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import chain
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.compose import chain
 from bayesopt_chain.posterior.state import Dial
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
 
 
+@checked
 def mean_field(
     optimizer: GradientTransformation,
     *,
@@ -77,6 +79,7 @@ def mean_field(
     )
 
 
+@checked
 def dense(
     optimizer: GradientTransformation,
     *,
@@ -115,6 +118,7 @@ def dense(
     )
 
 
+@checked
 def low_rank(
     optimizer: GradientTransformation,
     *,
@@ -182,7 +186,7 @@ def _build(
     require_samples(family.name, n_samples, antithetic)
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{family.name}: weight_decay must be finite and not negative, got {weight_decay!r}")
-    rule = Variational(
+    link = Variational(
         family,
         chain(optimizer),
         chain(scale_optimizer or optimizer),
@@ -191,9 +195,9 @@ def _build(
         antithetic,
         stick_the_landing,
         weight_decay,
-        generator,
+        generator=generator,
     )
-    return VariationalTransform((rule,))
+    return VariationalTransform((link,))
 
 
 def require_samples(who: str, n_samples: int, antithetic: bool) -> None:

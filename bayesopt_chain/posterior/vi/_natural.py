@@ -20,7 +20,7 @@ In the paper's letters ``lambda = 1 / T``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.leaves import keep
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -41,7 +42,6 @@ from bayesopt_chain.posterior.state import (
     spread_over,
     tensor_on,
     times,
-    written,
 )
 from bayesopt_chain.posterior.vi._gaussian_families import require_samples
 from bayesopt_chain.posterior.vi._transform import DrawnPosterior
@@ -62,8 +62,8 @@ class NaturalState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Natural(Rule):
-    """What the natural-gradient rules share: the stream, the momentum, the gradient over several draws."""
+class Natural(Keyed):
+    """What the natural-gradient links share: the stream, the momentum, the gradient over several draws."""
 
     lr: Dial
     temperature: Dial
@@ -72,12 +72,15 @@ class Natural(Rule):
     init_hessian: float
     n_samples: int
     antithetic: bool
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     state = NaturalState
-    on_trees = True
+    whole = True
     needs_params = True
     accepts = frozenset({"draw"})
     name = "vi"
+
+    @property
+    def samples(self) -> int:
+        return self.n_samples
 
     @property
     def is_cold(self) -> bool:
@@ -91,8 +94,8 @@ class Natural(Rule):
     def response(self) -> Response:
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init_tree(self, params: Any) -> NaturalState:
-        leaves = optree.tree_leaves(params)
+    def init(self, leaves: list, at: At) -> NaturalState:
+        params = at.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
         device = device_of(leaves)
         key = torch.zeros((), dtype=torch.int64, device=device)
@@ -104,16 +107,15 @@ class Natural(Rule):
     def first_hessian(self, params: Any) -> Any:
         raise NotImplementedError
 
-    def sample(self, state: NaturalState, params: list) -> Draw:
+    def sample(self, state: NaturalState, leaves: list, at: At) -> Draw:
         """A draw for parameters given as leaves."""
-        leaves = present(params)
         if self.is_cold:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(spread_over(same, params), (), state.key, state.count)
-        noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic)
+            return Draw(same, (), state.key, state.count)
+        noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic, self.stream)
         moves = self.displace(state, noise, leaves)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(spread_over(drawn, params), noise, state.key, state.count)
+        return Draw(drawn, noise, state.key, state.count)
 
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
         raise NotImplementedError
@@ -142,7 +144,7 @@ class Natural(Rule):
     def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
         """``v-bar + delta m``, ``None`` without a gradient, and the next momentum."""
         beta = self.betas[0]
-        momentum = keep(lambda v, g: v * beta + g * (1 - beta), means, state.momentum)
+        momentum = tuple(v if g is None else v * beta + g * (1 - beta) for g, v in zip(means, state.momentum))
         correction = 1 - beta ** (state.count + 1).to(torch.float64)
         force = [
             None if g is None else times(v, 1 / correction) + p * self.weight_decay
@@ -173,8 +175,9 @@ class IVON(Natural):
         temperature = tensor_on(now(self.temperature, state.count), state.key.device)
         return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
 
-    def update(self, g, state, params, ctx):
-        draw, leaves = ctx.extra.get("draw"), present(params)
+    def update(self, g, state, op: Op, at: At):
+        draw, params = at.extra.get("draw"), at.params
+        leaves = params
         samples = self._samples(g, draw, state, params)
         means = [None if x is None else x.mean(0) for x in samples]
         hessian = state.hessian
@@ -183,7 +186,9 @@ class IVON(Natural):
                 None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
             warm = tensor_on(now(self.temperature, state.count), state.key.device) > 0
-            hessian = keep(lambda h, x: torch.where(warm, self._averaged(h, x), h), estimates, state.hessian)
+            hessian = tuple(
+                h if x is None else torch.where(warm, self._averaged(h, x), h) for x, h in zip(estimates, state.hessian)
+            )
         force, momentum = self._force(means, state, leaves)
         lr = now(self.lr, state.count)
         if self.rescale_lr:
@@ -193,7 +198,7 @@ class IVON(Natural):
             for f, h in zip(force, hessian)
         ]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+        return spread_over(steps, params), op.keep(state, new)
 
     def _averaged(self, h: Tensor, estimate: Tensor) -> Tensor:
         rho = 1 - self.betas[1]
@@ -224,11 +229,12 @@ class VON(Natural):
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g, state, params, ctx):
-        draw, leaves = ctx.extra.get("draw"), present(params)
+    def update(self, g, state, op: Op, at: At):
+        draw, params = at.extra.get("draw"), at.params
+        leaves = params
         samples = self._samples(g, draw, state, params)
         means = [None if x is None else x.mean(0) for x in samples]
-        hessian = self._averaged(state, self._increment(ctx.extra, params, ctx))
+        hessian = self._averaged(state, self._increment(at.extra, params, at))
         force, momentum = self._force(means, state, leaves)
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
@@ -238,9 +244,9 @@ class VON(Natural):
         lr = now(self.lr, state.count)
         steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), written(state, new) if ctx.inplace else new
+        return spread_over(steps, params), op.keep(state, new)
 
-    def _increment(self, extra: Any, params: list, ctx: Any) -> Precision:
+    def _increment(self, extra: Any, params: list, at: At) -> Precision:
         increment = extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
@@ -270,14 +276,14 @@ class VOGN(VON):
     accepts = frozenset({"draw", "per_sample_gradients"})
     name = "vi.vogn"
 
-    def _increment(self, extra, params, ctx):
+    def _increment(self, extra, params, at):
         gradients = extra.get("per_sample_gradients")
         if gradients is None:
             raise ValueError(
                 f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
                 "leaves [B, *leaf.shape] (make_step does)"
             )
-        leaves = present(ctx.from_tree(gradients))
+        leaves = at.leaves(gradients)
         lead = [x.ndim - p.ndim for x, p in zip(leaves, present(params))]
         wanted = 1 if self.n_samples == 1 else 2
         if any(n != wanted for n in lead):
@@ -288,9 +294,10 @@ class VOGN(VON):
         squares = [x.square() if wanted == 1 else x.square().mean(0) for x in leaves]
         count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
         values = spread_over([x.sum(0) for x in squares], params)
-        return Diagonal(ctx.to_tree(values), count)
+        return Diagonal(at.tree(values), count)
 
 
+@checked
 def ivon(
     lr: Dial,
     *,
@@ -336,10 +343,11 @@ def ivon(
         torch.Size([2])
     """
     checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
-    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)
-    return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius),))
+    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
 
 
+@checked
 def von(
     lr: Dial,
     *,
@@ -385,10 +393,16 @@ def von(
         torch.Size([2, 2])
     """
     return DrawnPosterior(
-        (VON(*_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator)),)
+        (
+            VON(
+                *_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic),
+                generator=generator,
+            ),
+        )
     )
 
 
+@checked
 def vogn(
     lr: Dial,
     *,
@@ -418,15 +432,14 @@ def vogn(
     return DrawnPosterior(
         (
             VOGN(
-                *_common(
-                    "vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator
-                )
+                *_common("vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic),
+                generator=generator,
             ),
         )
     )
 
 
-def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, generator) -> tuple:
+def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic) -> tuple:
     if not callable(lr) and not lr >= 0:
         raise ValueError(f"{who}: lr must be a number >= 0, a 0-d tensor or a schedule, got {lr!r}")
     checks.temperature(temperature)
@@ -436,4 +449,4 @@ def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, 
         raise ValueError(f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}")
     checks.positive(f"{who}: init_hessian", init_hessian)
     require_samples(who, n_samples, antithetic)
-    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic, generator
+    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic

@@ -18,7 +18,7 @@ of phi. Gradients of the reparameterised ELBO: Kucukelbir et al. 2017 (mean fiel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Rule
+from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -41,7 +42,6 @@ from bayesopt_chain.posterior.state import (
     spread_over,
     tensor_on,
     times,
-    written,
 )
 from bayesopt_chain.posterior.vi._families import Family
 from bayesopt_chain.random import stream as keyed_stream
@@ -72,8 +72,8 @@ class VariationalInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variational(Rule):
-    """The rule behind the variational families."""
+class Variational(Keyed):
+    """The link behind the variational families."""
 
     family: Family
     mean_optimizer: Chain
@@ -83,11 +83,14 @@ class Variational(Rule):
     antithetic: bool = False
     stick_the_landing: bool = True
     weight_decay: float = 0.0
-    generator: torch.Generator | None = field(default=None, hash=False, compare=False)
     state = VariationalState
-    on_trees = True
+    whole = True
     needs_params = True
     accepts = frozenset({"draw"})
+
+    @property
+    def samples(self) -> int:
+        return self.n_samples
 
     @property
     def is_cold(self) -> bool:
@@ -101,8 +104,8 @@ class Variational(Rule):
     def response(self) -> Response:
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init_tree(self, params: Any) -> VariationalState:
-        leaves = optree.tree_leaves(params)
+    def init(self, leaves: list, at: At) -> VariationalState:
+        params = at.tree(leaves)
         device = device_of(leaves)
         if self.is_cold:
             key = torch.zeros((), dtype=torch.int64, device=device)
@@ -113,37 +116,37 @@ class Variational(Rule):
         count = torch.ones((), dtype=torch.int64, device=device)
         return VariationalState(scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, count)
 
-    def sample(self, state: VariationalState, params: list) -> Draw:
+    def sample(self, state: VariationalState, leaves: list, at: At) -> Draw:
         """A draw for parameters given as leaves."""
-        leaves = present(params)
         if self.is_cold:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(spread_over(same, params), (), state.key, state.count)
+            return Draw(same, (), state.key, state.count)
         noise = standard_normals(
-            state.key, state.count, self.family.noise_like(leaves), self.n_samples, self.antithetic
+            state.key, state.count, self.family.noise_like(leaves), self.n_samples, self.antithetic, self.stream
         )
         moves = self.family.displace(state.scale, noise, leaves)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(spread_over(drawn, params), noise, state.key, state.count)
+        return Draw(drawn, noise, state.key, state.count)
 
-    def update(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, VariationalState]:
+    def update(self, g: list, state: VariationalState, op: Op, at: At) -> tuple[list, VariationalState]:
+        params = at.params
         if self.is_cold:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
             if self.weight_decay:
                 g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
-            moves, optimizer = self._move_mean(g, state, params, ctx)
+            moves, optimizer = self._move_mean(g, state, params, op, at)
             return moves, state._replace(mean_optimizer=optimizer)
-        draw = ctx.extra.get("draw")
+        draw = at.extra.get("draw")
         require_drawn_from(draw, state, self.family.name)
         by_mean, by_scale = self._gradients(g, draw.noise, state, params)
-        moves, mean_optimizer = self._move_mean(by_mean, state, params, ctx)
+        moves, mean_optimizer = self._move_mean(by_mean, state, params, op, at)
         steps, scale_optimizer = self.scale_optimizer.update(
-            by_scale, state.scale_optimizer, params=state.scale, inplace=ctx.inplace
+            by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
         )
         scale = tuple(s if step is None else s + step for s, step in zip(state.scale, steps))
         new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.count + 1)
-        return moves, written(state, new) if ctx.inplace else new
+        return moves, op.keep(state, new)
 
     def _gradients(self, g: list, noise: Any, state: VariationalState, params: list) -> tuple[list, tuple]:
         """Of F by the mean, ``None`` where there is none, and by phi."""
@@ -165,13 +168,11 @@ class Variational(Rule):
         by_mean = spread_over([x.mean(0) if m else None for x, m in zip(filled, moves)], params)
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
-    def _move_mean(self, g: list, state: VariationalState, params: list, ctx: Any) -> tuple[list, Any]:
+    def _move_mean(self, g: list, state: VariationalState, params: list, op: Op, at: At) -> tuple[list, Any]:
         moves, optimizer = self.mean_optimizer.update(
-            ctx.to_tree(g), state.mean_optimizer, params=ctx.to_tree(params), inplace=ctx.inplace
+            at.tree(g), state.mean_optimizer, params=at.tree(params), inplace=op.inplace
         )
-        if ctx.inplace:
-            optimizer = written(state.mean_optimizer, optimizer)
-        return ctx.from_tree(moves), optimizer
+        return at.leaves(moves), op.keep(state.mean_optimizer, optimizer)
 
     def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
         """What a step from this state says about itself."""
@@ -215,11 +216,11 @@ class DrawnPosterior(Chain):
     """
 
     def __reduce__(self) -> Any:
-        return type(self), (self.rules,)
+        return type(self), (self.links,)
 
     @property
-    def _rule(self) -> Any:
-        return self.rules[0]
+    def _link(self) -> Any:
+        return self.links[0]
 
     def sample(self, state: Any, params: Any) -> Draw:
         """Draw parameters from the posterior, to take the loss's gradient at.
@@ -233,8 +234,12 @@ class DrawnPosterior(Chain):
             the samples on axis 0.
         """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        draw = self._rule.sample(self._state(state), leaves)
-        return draw._replace(params=optree.tree_unflatten(spec, draw.params))
+        mine, entry = self._link, self._state(state)
+        at = At(spec, (), (), leaves, None, {})
+        here = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        draw = mine.sample(entry, [leaves[i] for i in here], at)
+        drawn = dict(zip(here, draw.params))
+        return draw._replace(params=optree.tree_unflatten(spec, [drawn.get(i) for i in range(len(leaves))]))
 
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
@@ -243,11 +248,11 @@ class DrawnPosterior(Chain):
             ValueError: at ``temperature=0``, where there is none.
         """
         mine = self._state(state)
-        require_these(self._rule.shapes(mine), params, str(self._rule))
-        return self._rule.posterior(mine, params)
+        require_these(self._link.shapes(mine), params, str(self._link))
+        return self._link.posterior(mine, params)
 
     def _state(self, state: Any) -> Any:
-        return find(state, self._rule.state, str(self._rule))
+        return find(state, self._link.state, str(self._link))
 
 
 class VariationalTransform(DrawnPosterior):
@@ -258,4 +263,4 @@ class VariationalTransform(DrawnPosterior):
 
         With ``weight_decay`` it needs the draw too, for the prior there (without the prior's normaliser, a constant).
         """
-        return self._rule.negative_elbo(self._state(state), loss, draw)
+        return self._link.negative_elbo(self._state(state), loss, draw)

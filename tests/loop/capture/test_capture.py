@@ -55,10 +55,10 @@ TEMPERATURE = torch.tensor(0.05)
 CHAINS = {
     "sgd": lambda: bc.sgd(0.05, 0.9, weight_decay=0.1),
     "sghmc, generator": lambda: bc.sghmc(0.05, temperature=0.05),
-    "sghmc, philox": lambda: bc.counter_based(bc.sghmc(0.05, temperature=0.05)),
-    "nesterov": lambda: bc.counter_based(bc.sgd(0.05, 0.9, nesterov=True, temperature=0.05)),
-    "schedules": lambda: bc.counter_based(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=TEMPERATURE)),
-    "adam": lambda: bc.counter_based(bc.adam(0.01, temperature=0.01)),
+    "sghmc, philox": lambda: bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox"),
+    "nesterov": lambda: bc.with_stream(bc.sgd(0.05, 0.9, nesterov=True, temperature=0.05), "philox"),
+    "schedules": lambda: bc.with_stream(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=TEMPERATURE), "philox"),
+    "adam": lambda: bc.with_stream(bc.adam(0.01, temperature=0.01), "philox"),
 }
 
 
@@ -90,7 +90,7 @@ def test_captured_equals_eager(name, backend):
 def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
     """More than a run of normals a leaf, two groups of leaves, and a temperature that changes between the calls."""
     temperature, g = torch.tensor(0.05), torch.Generator().manual_seed(1)
-    tx = bc.counter_based(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=lambda c: temperature * (1 + c)))
+    tx = bc.with_stream(bc.sghmc(lambda c: 0.05 / (1 + 0.1 * c), temperature=lambda c: temperature * (1 + c)), "philox")
     sizes = {"a": (3, 100), "b": (7,), "c": (257,), "d": ()}
     params = {k: torch.randn(s, generator=g, dtype=torch.float64 if k > "b" else None) for k, s in sizes.items()}
 
@@ -112,7 +112,7 @@ def test_leaves_of_many_sizes_and_two_dtypes_under_schedules(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_steps_a_call_with_every_draw(backend):
     params, batch = setup()
-    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
     step, state = bc.make_step(loss, tx), tx.init(params)
     many = tuple(torch.stack([x, x + 1, x - 1]) for x in batch)
     fast = bc.capture(step, params, state, many, steps=3, batch_dim=0, draws=True, backend=backend)
@@ -137,7 +137,7 @@ def test_several_steps_a_call_with_every_draw(backend):
 def test_temperature_and_learning_rate_change_betweenreplays(backend):
     params, batch = setup()
     temperature, lr = torch.tensor(0.05), torch.tensor(0.05)
-    tx = bc.counter_based(bc.sghmc(lr, temperature=temperature))
+    tx = bc.with_stream(bc.sghmc(lr, temperature=temperature), "philox")
     step, state = bc.make_step(loss, tx), tx.init(params)
     fast = bc.capture(step, params, state, batch, backend=backend)
     eager = mine = (params, state)
@@ -179,7 +179,7 @@ def test_many_chains_are_captured_with_their_own_temperatures(backend, loop):
     each = {"temperature": torch.tensor([0.0, 0.1, 0.3])}
 
     def tx(temperature):
-        return bc.counter_based(bc.sghmc(0.05, temperature=temperature))
+        return bc.with_stream(bc.sghmc(0.05, temperature=temperature), "philox")
 
     def numeric(params, batch):
         return loss(params, batch)[0]
@@ -207,7 +207,7 @@ def test_many_chains_are_captured_with_their_own_temperatures(backend, loop):
 )
 def test_it_resumes_exactly_here_and_in_the_eager_step(backend, dtype):
     params, batch = setup(dtype)
-    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
     step, state = bc.make_step(loss, tx), tx.init(params)
     fast = bc.capture(step, params, state, batch, backend=backend, clone=True)
     for _ in range(3):
@@ -347,7 +347,7 @@ def test_a_batch_that_is_the_returned_parameters(backend):
 
 
 def test_an_update_with_gradients_as_its_batch_is_captured_too():
-    tx = bc.counter_based(bc.sghmc(0.05, temperature=0.05))
+    tx = bc.with_stream(bc.sghmc(0.05, temperature=0.05), "philox")
 
     def update(params, state, grads):
         updates, state = tx.update(grads, state, params=params, inplace=False)

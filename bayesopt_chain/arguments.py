@@ -1,0 +1,184 @@
+"""One meaning and one range for each word: what the arguments of every factory may be, by their names.
+
+The ranges apply where a temperature is positive. At temperature 0 we accept what TorchOpt accepts; links, which do not know the
+temperature, look at types when they are made, and a chain that samples looks at its links' ranges when it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import optree
+import torch
+from torch import Tensor
+from torchopt.base import GradientTransformation
+
+from bayesopt_chain.checks import number, short, temperature
+
+
+@dataclass(frozen=True)
+class Range:
+    """What an argument may be: a number of an interval, and what else."""
+
+    within: str
+    integer: bool = False
+    tensor: bool = False
+    schedule: bool = False
+    none: bool = False
+
+    def __call__(self, name: str, value: Any, ranges: bool) -> None:
+        """Refuse what it may not be; ``ranges=False`` looks at the type alone."""
+        if not (self.none and value is None):
+            within = self.within if ranges else None
+            number(name, value, within, integer=self.integer, tensor=self.tensor, schedule=self.schedule)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """An argument of some values."""
+
+    values: tuple[Any, ...]
+
+    def __call__(self, name: str, value: Any, ranges: bool) -> None:
+        if not any(type(value) is type(x) and value == x for x in self.values):
+            wanted = " or ".join(map(repr, self.values))
+            raise (ValueError if isinstance(value, int) else TypeError)(f"{name} must be {wanted}, got {short(value)}")
+
+
+def _generator(name: str, value: Any, ranges: bool) -> None:
+    if value is not None and not isinstance(value, torch.Generator):
+        raise TypeError(f"{name} must be a torch.Generator or None, got {short(value)}")
+
+
+def _betas(name: str, value: Any, ranges: bool) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be two numbers, got {short(value)}")
+    for i, beta in enumerate(value):
+        number(f"{name}[{i}]", beta, "[0, 1)" if ranges else None)
+
+
+def _temperatures(name: str, value: Any, ranges: bool) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a sequence of numbers, got {short(value)}")
+    for i, entry in enumerate(value):
+        number(f"{name}[{i}]", entry, "(0, inf)" if ranges else None)
+
+
+def _schedule(name: str, value: Any, ranges: bool) -> None:
+    if not callable(value) or isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a function of the step count, got {short(value)}")
+
+
+def _transformation(name: str, value: Any, ranges: bool) -> None:
+    if value is not None and not isinstance(value, GradientTransformation):
+        raise TypeError(f"{name} must be a gradient transformation, got {short(value)}")
+
+
+def _mask(name: str, value: Any, ranges: bool) -> None:
+    if not callable(value) and not all(isinstance(bit, bool) for bit in optree.tree_leaves(value)):
+        raise TypeError(f"{name} must be a tree of True and False, or a function of the parameters, got {short(value)}")
+
+
+@dataclass(frozen=True)
+class NumberOrTree:
+    """A number of a range; trees and tensors are looked at where the parameters are known."""
+
+    range: Range
+
+    def __call__(self, name: str, value: Any, ranges: bool) -> None:
+        if isinstance(value, (bool, int, float, complex)):
+            self.range(name, value, ranges)
+
+
+def _temperature(name: str, value: Any, ranges: bool) -> None:
+    temperature(value)
+
+
+_LARGEST = 2**62  # of what is counted
+_FLAG, _COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {_LARGEST}]", integer=True), Range("[0, 1]")
+_POSITIVE, _NOT_NEGATIVE, _FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
+_MOMENT = Range("[0, 1)")
+_AT_LEAST_ONE = Range(f"[1, {_LARGEST}]", integer=True)
+ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
+    "temperature": _temperature,
+    "lr": Range("[0, inf)", tensor=True, schedule=True),
+    "step_size": Range("(-inf, inf)", tensor=True, schedule=True),
+    "generator": _generator,
+    "order": OneOf((1, 2)),
+    "betas": _betas,
+    **dict.fromkeys(("momentum", "b1", "b2"), _MOMENT),
+    **dict.fromkeys(("alpha", "rho", "decay"), _MEMORY),
+    **dict.fromkeys(("weight_decay", "low", "high"), _FINITE),
+    **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
+    **dict.fromkeys(("friction", "loss_variance", "correction_factor"), _NOT_NEGATIVE),
+    **dict.fromkeys(("init_scale", "init_hessian"), _POSITIVE),
+    "dampening": Range("(-inf, 1)"),
+    "thermostat_mass": Range("(0, inf)", none=True),
+    "temperatures": _temperatures,
+    "mask": _mask,
+    **dict.fromkeys(("omega", "step_size_fn"), _schedule),
+    **dict.fromkeys(("optimizer", "scale_optimizer"), _transformation),
+    "prior_precision": NumberOrTree(_POSITIVE),
+    "transition_noise": NumberOrTree(_NOT_NEGATIVE),
+    "clip_radius": Range("(0, inf]"),
+    "zeta": Range("(0, 1]"),
+    "forgetting": Range("(0, 1]", tensor=True),
+    "freeze_after": Range(f"[0, {_LARGEST}]", integer=True, none=True),
+    **dict.fromkeys(("burn_in", "start"), _COUNT),
+    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every", "rank"), _AT_LEAST_ONE),
+    **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
+    **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
+    **dict.fromkeys(
+        ("antithetic", "stick_the_landing", "rescale_lr", "per_parameter", "dense", "corrected", "lr_inside"), _FLAG
+    ),
+}
+_SHOWN = {"lr": "lr (learning rate)", "weight_decay": "weight_decay (weight decay)"}
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+def checked(factory: Factory) -> Factory:
+    """Check the arguments of a factory, types and ranges, before it runs; at temperature 0 the temperature's alone."""
+    return _checking(factory, True)
+
+
+def checked_types(factory: Factory) -> Factory:
+    """Check the types of a link's arguments before it is made."""
+    return _checking(factory, False)
+
+
+def check_link(link: Any) -> None:
+    """Check the fields of a link in a chain that samples, types and ranges."""
+    for part in dataclasses.fields(link):
+        if part.name == "rule":  # behind a mask
+            check_link(link.rule)
+        if part.name in ARGUMENTS and getattr(link, part.name) is not part.default:
+            _check(type(link).__name__, part.name, getattr(link, part.name), True)
+
+
+def _check(owner: str, name: str, value: Any, ranges: bool) -> None:
+    ARGUMENTS[name](f"{owner}: {_SHOWN.get(name, name)}", value, ranges)
+
+
+def _checking(factory: Factory, ranges: bool) -> Factory:
+    signature = inspect.signature(factory)
+    defaults = {name: p.default for name, p in signature.parameters.items() if name in ARGUMENTS}
+
+    @functools.wraps(factory)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return factory(*args, **kwargs)  # for Python's own words about an argument that is missing or unknown
+        heat = given.get("temperature", defaults.get("temperature"))
+        cold = isinstance(heat, (int, float)) and heat == 0
+        for name, default in defaults.items():
+            if name in given and given[name] is not default and (not cold or name == "temperature"):
+                _check(factory.__name__, name, given[name], ranges)
+        return factory(*args, **kwargs)
+
+    return cast(Factory, checking)

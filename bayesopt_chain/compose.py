@@ -1,0 +1,261 @@
+"""What users compose chains with: links of this library and TorchOpt's, masks, groups of leaves, and declared responses."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
+
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Keyed, Link
+from bayesopt_chain.core.response import Decay, Linear, Nonlinear, Response
+from bayesopt_chain.core.state import spread_prefix
+from bayesopt_chain.fused.lower import lower
+from bayesopt_chain.links.foreign import Foreign, keywords_of
+from bayesopt_chain.links.learning_rate import Scale
+from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
+from bayesopt_chain.random.stream import STREAMS, Stream
+
+
+def chain(*links: GradientTransformation) -> Chain:
+    """Compose links into one transformation: the first sees the gradient, the last returns the update.
+
+    Takes links of this library and TorchOpt's, nested at will: ``chain(chain(a, b), c)``, ``chain(a, chain(b, c))`` and
+    ``chain(a, b, c)`` are the same chain with the same state. If a link injects noise, the noise is matched to the
+    whole chain when ``init`` is called, and injected where it belongs. Inside plain ``torchopt.chain`` a sampler cannot see
+    what stands beside it: ``torchopt.chain(bc.sghmc(...), torchopt.transform.scale(0.5))`` samples something else.
+
+    Args:
+        links: transformations, in the order in which they see the gradient.
+
+    Returns:
+        A :class:`Chain`. ``update`` passes keywords on to the links that declare them.
+
+    Raises:
+        TypeError: a link is not a gradient transformation.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(0.01), bc.scale_by_neg_lr(0.1))
+        >>> params = {"w": torch.zeros(3)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": torch.ones(3)}, state, params=params, inplace=False)
+        >>> updates["w"].shape
+        torch.Size([3])
+    """
+    return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)], lower)
+
+
+chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
+
+
+def _links_of(link: Any, n: int = 0) -> Sequence[Link]:
+    """The links that a transformation is made of."""
+    if isinstance(link, Chain):
+        return link.links
+    if isinstance(link, ChainedGradientTransformation):
+        return [x for inner in link.transformations for x in _links_of(inner)]
+    if isinstance(link, IdentityGradientTransformation):
+        return []
+    if not isinstance(link, GradientTransformation):
+        raise TypeError(f"chain: link {n} is {link!r} ({type(link).__name__}), not a gradient transformation")
+    module = getattr(link.update, "__module__", "") or ""
+    name = getattr(link.update, "__qualname__", type(link.update).__name__)
+    maker = name.split(".<locals>")[-2].rpartition(".")[2] if "<locals>" in name else name
+    if module.startswith("torchopt") and maker in TORCHOPT:
+        return TORCHOPT[maker](link, inspect.getclosurevars(link.update).nonlocals)
+    return [Foreign(link, None, f"{module}.{maker}", keywords_of(link))]
+
+
+def _flat(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
+    inner = cells["inner"]
+    links = chain(*inner.transformations if isinstance(inner, ChainedGradientTransformation) else (inner,)).links
+    if any(isinstance(x, Foreign) for x in links):  # its links expect the flat lists that only it makes
+        return [Foreign(link, None, "torchopt's optimizer (bc has the same with a temperature)")]
+    return links
+
+
+def _schedule(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
+    fn = cells["step_size_fn"]
+    if fn.__qualname__ == "_scale_by_neg_lr.<locals>.schedule_wrapper":
+        return [Scale(inspect.getclosurevars(fn).nonlocals["lr"], -1)]
+    return [Scale(fn)]
+
+
+def _flip(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
+    constants = link.update.__code__.co_consts  # pyright: ignore[reportFunctionMemberAccess]
+    flips = any("neg" in getattr(code, "co_names", ()) for code in constants)
+    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).links
+
+
+# What stands for TorchOpt's closures, by the function that makes their update, as a function of (transformation, its cells).
+TORCHOPT: dict[str, Callable[[GradientTransformation, Mapping[str, Any]], Sequence[Link]]] = {
+    "chain_flat": _flat,
+    "_scale": lambda link, cells: [Scale(cells["step_size"])],
+    "_scale_by_schedule": _schedule,
+    "_trace": lambda link, cells: add_momentum(cells["momentum"], cells["dampening"], cells["nesterov"]).links,
+    "_add_decayed_weights": lambda link, cells: [AddDecayedWeights(cells["weight_decay"])],
+    "_flip_sign_and_add_weight_decay": _flip,
+    "_masked": lambda link, cells: masked(chain(cells["inner"]), cells["mask"]).links,
+    "clip_grad_norm": lambda link, cells: [Foreign(link, Nonlinear(), "clip_grad_norm")],
+    "nan_to_num": lambda link, cells: [Foreign(link, Nonlinear(), "nan_to_num")],
+    "register_hook": lambda link, cells: [Foreign(link, Linear(), "register_hook")],
+}
+
+
+def with_response(link: GradientTransformation, response: Response, *, name: str | None = None) -> Chain:
+    """Tell the noise what your own link does, so that it may stand in a chain that samples.
+
+    Under a changing learning rate or temperature all floating-point state of a link with memory is taken for its velocity, and
+    scaled by one factor where the rate rises.
+
+    Args:
+        link: any gradient transformation, yours or another library's.
+        response: ``bc.response.Linear(b, a)`` for a time-invariant filter ``b(1/z) / a(1/z)`` of the gradient (lowest
+            power first; ``Linear((0.5,))`` halves it), ``bc.response.Nonlinear()`` for a memoryless function of it,
+            ``bc.response.Decay(weight_decay)`` for ``u + weight_decay * params``.
+        name: shown by ``repr``.
+
+    Returns:
+        A chain of that one link.
+
+    Raises:
+        TypeError: no gradient transformation, or another response. ValueError: coefficients that are no filter.
+
+    Example:
+        >>> import bayesopt_chain as bc, torchopt
+        >>> halve = bc.with_response(torchopt.transform.scale(0.5), bc.response.Linear((0.5,)), name="halve")
+        >>> bc.chain(halve, bc.sgd(0.1))
+        chain(
+            halve,
+            scale_by_neg_lr(0.1),
+        )
+    """
+    if not isinstance(link, GradientTransformation):
+        raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
+    if not isinstance(response, (Linear, Nonlinear, Decay)):
+        raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
+    numbers = (
+        (*response.b, *response.a)
+        if isinstance(response, Linear)
+        else (response.weight_decay,)
+        if isinstance(response, Decay)
+        else ()
+    )
+    empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
+    if empty or not all(map(math.isfinite, numbers)):
+        raise ValueError(
+            f"with_response: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0"
+        )
+    return Chain([Foreign(link, response, name or "declared link", keywords_of(link))])
+
+
+def with_stream(tx: GradientTransformation, stream: Stream) -> Chain:
+    """The same transformation with every draw of it from a named stream.
+
+    ``"philox"`` is what to give to :func:`bayesopt_chain.capture` and :func:`bayesopt_chain.parallel`: on a CPU the noise costs
+    about a third of torch's generator, thousands of chains need no generator each, and the noise of a leaf depends on its path
+    alone, so that freezing one leaf leaves the others' as it is.
+
+    Args:
+        tx: any chain, sampler, optimizer or posterior of this library.
+        stream: ``"philox"``, or ``"generator"`` (CPU only; keeps 32 bits of each step's seed).
+
+    Returns:
+        A transformation of the same kind, with the same methods.
+
+    Raises:
+        ValueError: an unknown stream.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> bc.with_stream(bc.sgld(0.1, temperature=0.5), "philox")
+        chain(
+            inject_langevin_noise(0.5, stream='philox'),  # acts here, matched to F = 0.1
+            scale_by_neg_lr(0.1),
+        )
+    """
+    if stream not in STREAMS:
+        raise ValueError(f"with_stream: stream must be one of {STREAMS}, got {stream!r}")
+
+    def switched(link: Link) -> Link:
+        inner = {name: with_stream(x, stream) for name, x in vars(link).items() if isinstance(x, Chain)}
+        return replace(link, **({"stream": stream} if isinstance(link, Keyed) else {}), **inner)
+
+    tx = tx if isinstance(tx, Chain) else chain(tx)
+    return tx.with_links([switched(x) for x in tx.links])
+
+
+def masked(link: GradientTransformation, mask: Any) -> Chain:
+    """Apply ``link`` only to the leaves selected by ``mask``; the others pass through untouched.
+
+    Args:
+        link: a link or a whole chain.
+        mask: tree of booleans that is a prefix of the parameter tree, or a function from the parameters to one; it is read
+            once, by ``init``.
+
+    Returns:
+        A chain. Noise is matched for each leaf to the links that act on that leaf.
+
+    Raises:
+        ValueError: at ``init``, a mask whose structure is no prefix of the parameters'.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.chain(bc.masked(bc.add_decayed_weights(0.1), {"w": True, "b": False}), bc.sgd(1.0))
+        >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> grads = {"w": torch.zeros(1), "b": torch.zeros(1)}
+        >>> tx.update(grads, tx.init(params), params=params, inplace=False)[0]["w"]
+        tensor([-0.1000])
+    """
+    tx = chain(link)
+    return tx.with_links([replace(x, masks=(*x.masks, mask)) for x in tx.links])
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """The mask of one group of a partition."""
+
+    labels: Any = field(hash=False)
+    label: Any
+    known: tuple[Any, ...]
+
+    def __call__(self, tree: Any) -> Any:
+        labels = self.labels(tree) if callable(self.labels) else self.labels
+        leaves = optree.tree_leaves(tree, none_is_leaf=True)
+        unknown = {x for x, p in zip(spread_prefix(labels, tree), leaves) if p is not None and x not in self.known}
+        if unknown:
+            raise ValueError(
+                f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {list(self.known)}"
+            )
+        return optree.tree_map(lambda label: label == self.label, labels)
+
+
+def partition(transformations: Mapping[Any, GradientTransformation], labels: Any) -> Chain:
+    """Give each group of leaves its own chain: its own learning rate, momentum and temperature.
+
+    Args:
+        transformations: chain for each label.
+        labels: tree of labels that is a prefix of the parameter tree, or a function from the parameters to one. Every
+            leaf needs a label that ``transformations`` knows.
+
+    Returns:
+        A chain; noise is matched within each group.
+
+    Raises:
+        ValueError: at ``init``, a label that no chain is given for.
+
+    Example:
+        Last-layer Bayes: SGD below, SGHMC for the head.
+
+        >>> import bayesopt_chain as bc
+        >>> tx = bc.partition({"body": bc.sgd(0.1), "head": bc.sghmc(0.1, temperature=1e-3)}, {"conv": "body", "fc": "head"})
+    """
+    known = tuple(transformations)
+    return chain(*(masked(tx, _Labelled(labels, name, known)) for name, tx in transformations.items()))

@@ -1,0 +1,102 @@
+r"""A scaling by a mean square whose window follows the gradients' signal-to-noise ratio (Springenberg et al., 2016):
+
+    m <- m + (g - m) / (tau + 1),   V <- V + (g^2 - V) / (tau + 1),   tau <- 1 + tau (1 - m^2 / V),   P = 1 / (sqrt(V) + eps).
+
+It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it learns from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.arguments import checked
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Metric, Response
+from bayesopt_chain.core.scalar_or_schedule import new_counts
+from bayesopt_chain.core.state import zeros
+from bayesopt_chain.links.rms import inverse_coloured
+
+
+class AdaptiveWindowState(NamedTuple):
+    """Window ``tau``, mean ``m`` and mean square ``V`` of the gradients, like each parameter; updates seen."""
+
+    tau: tuple[Tensor, ...]
+    mean: tuple[Tensor, ...]
+    square: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AdaptiveWindow(Link):
+    """Divide by the root of a mean square whose window follows the gradients' signal-to-noise ratio."""
+
+    freeze_after: int
+    eps: float = 1e-8
+
+    @property
+    def response(self) -> Response:
+        return Metric(learns=True)
+
+    def init(self, leaves: Leaves, at: At) -> AdaptiveWindowState:
+        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))
+
+    def learn(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[AdaptiveWindowState, Any]:
+        tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
+        for x, t, m, v, c in zip(g, *state):
+            learns, x = c < self.freeze_after, x.detach()
+            new_mean = m + (x - m) / (t + 1.0)
+            new_square = v + (x * x - v) / (t + 1.0)
+            positive = new_square > 0  # not where every gradient has been 0, or its square underflows
+            signal = torch.where(positive, new_mean * new_mean / torch.where(positive, new_square, 1.0), 0.0)
+            tau.append(torch.where(learns, 1.0 + t * (1.0 - signal.clamp(max=1.0)), t))
+            mean.append(torch.where(learns, new_mean, m))
+            square.append(torch.where(learns, new_square, v))
+        new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
+        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]
+
+    def colour(self, state: AdaptiveWindowState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+        return inverse_coloured(e, [at.learned[n] for n in k], power)
+
+    def update(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[Leaves, AdaptiveWindowState]:
+        return op.div(g, at.learned), state
+
+    def __str__(self) -> str:
+        return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
+
+
+@checked
+def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
+    """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
+
+    Args:
+        freeze_after: updates of burn-in, at least 1, after which the scale stays as it is.
+        eps: added to the root, positive. A parameter whose gradient is always 0 is multiplied by ``1 / eps``, and so is
+            its noise's variance.
+
+    Returns:
+        A link; its state holds three tensors for each parameter.
+
+    Raises:
+        ValueError: no burn-in, or ``eps`` not positive.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.samplers.scale_by_adaptive_window(10)
+        >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
+        [tensor([1.])]
+    """
+    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:
+        raise ValueError(
+            f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
+            "nothing is learned without one, and sampling is exact only behind it"
+        )
+    checks.positive("scale_by_adaptive_window: eps", eps)
+    return Chain((AdaptiveWindow(freeze_after, float(eps)),))

@@ -1,0 +1,64 @@
+"""A transformation written elsewhere, run on trees as its author expects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchopt.base import GradientTransformation
+
+from bayesopt_chain.core.chain import ANY
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Response
+from bayesopt_chain.core.state import ALL
+
+
+@dataclass(frozen=True)
+class Foreign(Link):
+    """The link that stands for it. Where a rising rate asks for it, all its floating-point state is scaled by one factor."""
+
+    transformation: GradientTransformation
+    declared: Response | None = None  # None: nobody declared it
+    name: str = "foreign link"
+    keywords: frozenset[str] = frozenset()
+    velocity = ALL
+    whole = True
+
+    @property
+    def response(self) -> Response | None:
+        return self.declared
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return self.keywords
+
+    def init(self, leaves: Leaves, at: At) -> Any:
+        return self.transformation.init(at.tree(leaves))
+
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        params = None if at.all_params is None else at.tree(at.params)
+        new, state = self.transformation.update(at.tree(g), state, params=params, inplace=op.inplace, **at.extra)
+        return _copied(g, at.leaves(new), op), state  # it may return its own state, which no later link may overwrite
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _copied(old: Sequence[Any], new: Sequence[Any], op: Op) -> list[Any]:
+    live = [n for n, x in enumerate(old) if x is not None and new[n] is not None and new[n] is not x]
+    out = list(new)
+    for n, y in zip(live, op.copy([old[n] for n in live], [new[n] for n in live])):
+        out[n] = y
+    return out
+
+
+def keywords_of(link: GradientTransformation) -> frozenset[str]:
+    """Named keywords of an ``update`` beyond the protocol's own."""
+    if hasattr(link, "accepts"):
+        return link.accepts  # pyright: ignore[reportAttributeAccessIssue]
+    parameters = list(inspect.signature(link.update).parameters.values())[2:]
+    names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return frozenset(names) - {"params", "inplace"}
