@@ -45,7 +45,7 @@ docs: $(VENV)/.installed
 
 # Executed in place, outputs kept; BAYESOPT_CHAIN_SCALE=smoke for a quick look, BAYESOPT_CHAIN_DATA for the data sets.
 notebooks: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,benchmarks]' nbconvert
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks,benchmarks]' nbconvert
 	cd notebooks && PYTHONPATH=.. ../$(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace *.ipynb
 
 clean:

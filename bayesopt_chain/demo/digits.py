@@ -1,19 +1,20 @@
 """One network, four posteriors: handwritten digits of which some labels are wrong, and two classes that are never shown.
 
-The task was fixed before the seeds that are reported were run: scikit-learn's digits 0 to 7, 400 of them to train on, and three in ten of their labels
-replaced by random ones. The test labels are right. The loss is cross entropy, the mean over the data; ``weight_decay = 1 / N`` adds the
-prior ``N(0, 1)`` of every weight. With momentum, ``temperature=0`` is the optimizer and finds a mode of the posterior; ``temperature=1 / N`` is
-SGHMC and draws from it. All chains take the same number of full-batch gradients from the same initial weights; a single network
-is the first of the ensemble, a single chain the first of the parallel ones.
+The task was fixed before the seeds that are reported were run: scikit-learn's digits 0 to 7, 400 of them to train on, and three
+in ten of their labels replaced by random ones. The test labels are right. The loss is cross entropy, the mean over the data;
+``weight_decay = 1 / N`` adds the prior ``N(0, 1)`` of every weight. With momentum, ``temperature=0`` is the optimizer and
+finds a mode of the posterior; ``temperature=1 / N`` is SGHMC and draws from it. All chains take the same number of
+full-batch gradients from the same initial weights; the single network is the first of the ensemble, the single chain the first
+of the parallel ones.
 
 A prediction is the mean over draws of the softmax, ``p = E_w p_w``. Its entropy splits into what more data could not
 tell and what the draws disagree about:
 
     total H(p)  =  aleatoric E_w H(p_w)  +  epistemic H(p) - E_w H(p_w).
 
-A network that is trained until it fits every label is sure of the wrong ones too. The posterior is not, because it averages over all
-networks that the labels leave possible. On clean labels the order may turn round: there the posterior at ``T = 1 / N`` is often
-underconfident (``--wrong 0`` shows it).
+A network that is trained until it fits every label is sure of the wrong ones too. The posterior is not, because it averages
+over all networks that the labels leave possible. On clean labels the order may turn round: there the posterior at
+``T = 1 / N`` is often underconfident (``--wrong 0`` shows it).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METHODS = ("SGD", "SGHMC", "Deep ensemble", "Parallel SGHMC")
 
 
 class Task(NamedTuple):
-    """Images ``[N, 1, 8, 8]`` and labels to train on and to test on; test labels of ``SEEN`` and above were never trained on."""
+    """Images ``[N, 1, 8, 8]`` and labels to train on and to test on; labels of ``SEEN`` and above are never trained on."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -81,7 +82,7 @@ def probabilities(task: Task, temperature: float, steps: int, chains: int, draws
 
 
 def four_posteriors(task: Task, seed: int, steps: int, chains: int, draws: int) -> dict[str, Tensor]:
-    """Class probabilities ``[S, images, classes]`` of every method. What differs is the temperature and the number of chains."""
+    """Class probabilities ``[S, images, classes]`` of every method; they differ in temperature and number of chains."""
     torch.manual_seed(seed)
     optimized = probabilities(task, 0.0, steps, chains, 1)
     torch.manual_seed(seed)
@@ -104,15 +105,17 @@ def scores(p: Tensor, labels: Tensor) -> dict[str, float]:
 def run(
     seed: int = 0,
     seeds: int = 10,
-    steps: int = 2000,
-    chains: int = 8,
-    draws: int = 25,
+    steps: int = 1000,
+    chains: int = 5,
+    draws: int = 20,
     data: int = 400,
     wrong: float = 0.3,
     figure: str | Path = "demo.png",
 ) -> dict:
     """Sample the four posteriors for every seed, print the table, draw the first seed's figure; returns what was printed."""
-    print(f"digits 0-7: N = {data} to train on, {wrong:.0%} of their labels random; digits 8 and 9 are never trained on")
+    print(
+        f"digits 0-7: N = {data} to train on, {wrong:.0%} of their labels random; digits 8 and 9 are never trained on"
+    )
     print(f"{seeds} seeds from {seed}, {chains} chains of {steps} full-batch gradients\n")
     tables = []
     for each in tqdm(range(seed, seed + seeds), unit="seed", disable=None):
@@ -138,7 +141,9 @@ def print_table(tables: list[dict[str, dict[str, float]]]) -> None:
             f"{name:16}{row['accuracy']:10.3f}{row['nll']:10.4f}{row['ece']:10.4f}"
             f"{row['auroc_total']:10.3f}{row['auroc_epistemic']:12.3f}"
         )
-    print("\nMean over seeds. Accuracy and AUROC: higher is better; NLL and ECE: lower is better. A single network has no")
+    print(
+        "\nMean over seeds. Accuracy and AUROC: higher is better; NLL and ECE: lower is better. A single network has no"
+    )
     print("epistemic uncertainty, so its AUROC there is a coin's 0.5.")
     for name in METHODS[1:]:
         wins = sum(table[name]["nll"] < table["SGD"]["nll"] for table in tables)
@@ -147,11 +152,13 @@ def print_table(tables: list[dict[str, dict[str, float]]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bayesopt_chain.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="the first: of data, initial weights and noise (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first: of data, initial weights and noise (%(default)s)"
+    )
     parser.add_argument("--seeds", type=int, default=10, help="how many (%(default)s)")
-    parser.add_argument("--steps", type=int, default=2000, help="gradients per chain (%(default)s)")
-    parser.add_argument("--chains", type=int, default=8, help="of the ensemble and of parallel SGHMC (%(default)s)")
-    parser.add_argument("--draws", type=int, default=25, help="kept per chain by the samplers (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="gradients per chain (%(default)s)")
+    parser.add_argument("--chains", type=int, default=5, help="of the ensemble and of parallel SGHMC (%(default)s)")
+    parser.add_argument("--draws", type=int, default=20, help="kept per chain by the samplers (%(default)s)")
     parser.add_argument("--data", type=int, default=400, help="digits to train on (%(default)s)")
     parser.add_argument("--wrong", type=float, default=0.3, help="share of their labels replaced (%(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("demo.png"), help="where to write it (%(default)s)")
@@ -163,7 +170,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not 0 <= options["wrong"] <= 1:
         parser.error(f"--wrong is a share between 0 and 1, got {options['wrong']}")
     if 2 * options["draws"] > options["steps"]:
-        parser.error(f"--draws {options['draws']} exceeds half of --steps {options['steps']}; the first half is burn-in")
+        parser.error(
+            f"--draws {options['draws']} exceeds half of --steps {options['steps']}; the first half is burn-in"
+        )
     path = options.pop("json")
     result = run(**options)
     if path:
