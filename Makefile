@@ -43,5 +43,10 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
+# Executed in place, outputs kept; BAYESOPT_CHAIN_SCALE=smoke for a quick look, BAYESOPT_CHAIN_DATA for the data sets.
+notebooks: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks,benchmarks]' nbconvert
+	cd notebooks && PYTHONPATH=.. ../$(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace *.ipynb
+
 clean:
-	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
+	rm -rf $(VENV) docs/_build docs/api docs/notebooks docs/results.md build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
