@@ -24,7 +24,7 @@ def quadratic(params, batch):
 
 
 def captured(backend="eager", **options):
-    tx, params = bc.counter_based(bc.sghmc(0.1, temperature=0.1)), {"w": torch.zeros(50)}
+    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"), {"w": torch.zeros(50)}
     step, state = bc.make_step(quadratic, tx), tx.init(params)
     return step, bc.capture(step, params, state, torch.ones(50), backend=backend, **options), params, state
 
