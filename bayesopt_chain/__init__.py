@@ -22,8 +22,9 @@ from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
-from bayesopt_chain.loop.parallel import parallel, stack
+from bayesopt_chain.loop.parallel import fork, parallel, stack
 from bayesopt_chain.loop.sample import iterate, sample
+from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
@@ -65,12 +66,14 @@ __all__ = [
     "diagnostics",
     "ekf",
     "flip_sign_and_add_weight_decay",
+    "fork",
     "gradients",
     "inject_langevin_noise",
     "iterate",
     "laplace",
     "likelihoods",
     "load",
+    "load_state_dict",
     "make_functional",
     "make_step",
     "masked",
@@ -103,6 +106,7 @@ __all__ = [
     "sgld",
     "skip_nonfinite",
     "stack",
+    "state_dict",
     "swag",
     "testing",
     "tune_by_evidence",

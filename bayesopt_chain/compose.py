@@ -52,6 +52,9 @@ def chain(*links: GradientTransformation) -> Chain:
     return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)], lower)
 
 
+chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
+
+
 def _links_of(link: Any, n: int = 0) -> Sequence[Link]:
     """The links that a transformation is made of."""
     if isinstance(link, Chain):

@@ -1,7 +1,7 @@
 """Parameter trees as vectors: the few tree operations that every precision needs, each with leading batch axes.
 
-A tree `x` is "like" another when it has the same structure and every leaf ends in the shape of its counterpart;
-what stands before that shape, `lead`, is a batch of vectors, the same for all leaves.
+A tree ``x`` is "like" another when it has the same structure and every leaf ends in the shape of its counterpart;
+what stands before that shape, ``lead``, is a batch of vectors, the same for all leaves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tree = Any
 
 
 def paths(tree: Tree) -> list[str]:
-    """Name the leaves of a tree, in optree order, as a user would: `layer.0.weight`; `parameters` for a bare tensor."""
+    """Name the leaves of a tree, in optree order, as a user would: ``layer.0.weight``; ``parameters`` for a bare tensor."""
     return [".".join(map(str, path)) or "parameters" for path in optree.tree_paths(tree)]
 
 
@@ -34,6 +34,11 @@ def shape_only(tree: Tree) -> Tree:
     return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape), tree)
 
 
+def widened(tree: Tree) -> Tree:
+    """Return :func:`shape_only` of a tree in the dtypes in which sums over data are held."""
+    return optree.tree_map(lambda leaf: leaf.detach().new_zeros((), dtype=wide(leaf.dtype)).expand(leaf.shape), tree)
+
+
 def common_dtype(tree: Tree) -> torch.dtype:
     """Return the dtype in which the leaves of a tree can be held together, float32 at least."""
     dtype = torch.float32
@@ -42,8 +47,13 @@ def common_dtype(tree: Tree) -> torch.dtype:
     return dtype
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over data are held: float32 at least, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> None:
-    """Raise unless `tree` is like `like`; the message calls it `name` and says which leaf differs."""
+    """Raise unless ``tree`` is like ``like``; the message calls it ``name`` and says which leaf differs."""
     structure, wanted = optree.tree_structure(tree), optree.tree_structure(like)
     if structure != wanted:
         raise ValueError(f"{name} has the tree {structure}, not {wanted}: pass a tree with the structure of the params")
@@ -54,7 +64,7 @@ def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> No
 
 
 def flatten(tree: Tree, like: Tree) -> Tensor:
-    """Concatenate a tree like `like` into one tensor `[*lead, P]`, the leaves in optree order."""
+    """Concatenate a tree like ``like`` into one tensor ``[*lead, P]``, the leaves in optree order."""
     require_like(tree, like, "the tree", batched=True)
     dtype = common_dtype(tree)
     pieces = [
@@ -65,7 +75,7 @@ def flatten(tree: Tree, like: Tree) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Tree) -> Tree:
-    """Cut `[*lead, P]` into leaves `[*lead, *leaf.shape]` in the dtypes of `like`: the inverse of flatten."""
+    """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten."""
     leaves, structure = optree.tree_flatten(like)
     pieces = vector.split([leaf.numel() for leaf in leaves], dim=-1)
     shaped = [
@@ -105,7 +115,7 @@ def scaled(tree: Tree, factor: float | Tensor) -> Tree:
 
 
 def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
-    """Return the inner products `[*lead]` of two trees like `like`."""
+    """Return the inner products ``[*lead]`` of two trees like ``like``."""
     total: Any = 0
     for a, b, other in zip(*map(optree.tree_leaves, (left, right, like))):
         product = a * b
@@ -116,18 +126,19 @@ def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
 def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     """Turn a number, a one-element tensor or a tree of tensors that broadcast to the leaves into one tensor a leaf.
 
-    Every tensor gets as many axes as its leaf, or none; it is not expanded.
+    Every tensor gets as many axes as its leaf, or none, and the leaf's dtype, float32 at least; it is not expanded.
     """
     leaves, structure = optree.tree_flatten(like)
     is_number = isinstance(value, (int, float))
     if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-        return [as_tensor(value, leaf.dtype, leaf.device).reshape(()) for leaf in leaves]
-    values, given = optree.tree_flatten(value)
+        return [as_tensor(value, wide(leaf.dtype), leaf.device).reshape(()) for leaf in leaves]
+    tree: Tree = value
+    values, given = optree.tree_flatten(tree)
     if given != structure:
         raise ValueError(f"{name} has the tree {given}, not {structure}: pass a number, or a tree like the params")
     spread_out = []
     for path, entry, leaf in zip(paths(like), values, leaves):
-        entry = as_tensor(entry, leaf.dtype, leaf.device)
+        entry = as_tensor(entry, wide(leaf.dtype), leaf.device)
         if entry.ndim > leaf.ndim or any(a not in (1, b) for a, b in zip(entry.shape[::-1], leaf.shape[::-1])):
             raise ValueError(
                 f"{name} at {path} has shape {tuple(entry.shape)}, which does not broadcast to {leaf.shape}"
@@ -137,7 +148,7 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
 
 
 def rows_to_matrix(rows: Tree, like: Tree) -> Tensor:
-    """Flatten rows (leaves `[M, *leaf.shape]`) into a matrix `[M, P]`."""
+    """Flatten rows (leaves ``[M, *leaf.shape]``) into a matrix ``[M, P]``."""
     return flatten(rows, like)
 
 
@@ -147,14 +158,12 @@ def first(rows: Tree) -> Tree:
 
 
 def combine(coefficients: Tensor, rows: Tree) -> Tree:
-    """Return `coefficients @ rows`: leaves `[*lead, *leaf.shape]` from `[*lead, M]` and leaves `[M, *leaf.shape]`."""
-    return optree.tree_map(
-        lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=([coefficients.ndim - 1], [0])), rows
-    )
+    """Return ``coefficients @ rows``: leaves ``[*lead, *leaf.shape]`` from ``[*lead, M]`` and leaves ``[M, *leaf.shape]``."""
+    return optree.tree_map(lambda leaf: torch.tensordot(coefficients.to(leaf.dtype), leaf, dims=1), rows)
 
 
 def project(rows: Tree, tree: Tree) -> Tensor:
-    """Return the inner products `[*lead, M]` of a tree like `first(rows)` with each of the rows."""
+    """Return the inner products ``[*lead, M]`` of a tree like ``first(rows)`` with each of the rows."""
     total: Any = 0
     for leaf, row in zip(optree.tree_leaves(tree), optree.tree_leaves(rows)):
         flat_rows = row.reshape(row.shape[0], -1)
@@ -164,7 +173,7 @@ def project(rows: Tree, tree: Tree) -> Tensor:
 
 
 def gram(rows: Tree) -> Tensor:
-    """Return the matrix `[M, M]` of inner products between rows."""
+    """Return the matrix ``[M, M]`` of inner products between rows."""
     total: Any = 0
     for row in optree.tree_leaves(rows):
         flat = row.reshape(row.shape[0], math.prod(row.shape[1:]))

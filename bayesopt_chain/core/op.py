@@ -8,7 +8,7 @@ formula while a leaf is in cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -19,6 +19,7 @@ from bayesopt_chain.tracing import is_transformed
 
 Leaves = list[Tensor]
 Factor = float | Tensor
+WIDE = (torch.float32, torch.float64)  # list functions round a factor to the dtype first, which in others changes bits
 SMALL = 2**15  # elements of an average leaf below which lists are treated at once
 
 
@@ -46,7 +47,7 @@ class Op:
         raise NotImplementedError
 
     def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        """``new``, fresh results that nothing else holds, in the dtype and the place of ``old``."""
+        """``new``, fresh results that nothing else holds, in the place of ``old``; float64 factors promote nothing."""
         raise NotImplementedError
 
     def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
@@ -68,10 +69,10 @@ class Pure(Op):
     inplace = False
 
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
-        return [_like(x.mul(f), x) for x, f in zip(xs, _spread(by, len(xs)))]
+        return [_times(x, f) for x, f in zip(xs, _spread(by, len(xs)))]
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
-        return [_like(x.div(f), x) for x, f in zip(xs, by)]
+        return [x.div(f) for x, f in zip(xs, by)]
 
     def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
         return [x.add(y, alpha=alpha) for x, y in zip(xs, ys)]
@@ -80,13 +81,15 @@ class Pure(Op):
         self, ts: Sequence[Tensor], decay: float, xs: Sequence[Tensor], weight: float = 1, square: bool = False
     ) -> Leaves:
         if square:
-            return [_like((t if decay == 1.0 else t.mul(decay)).addcmul(x, x, value=weight), t) for t, x in zip(ts, xs)]
+            if decay == 1.0:
+                return [t.addcmul(x, x, value=weight) for t, x in zip(ts, xs)]
+            return [_like(t.mul(decay).addcmul(x, x, value=weight), t) for t, x in zip(ts, xs)]
         if is_transformed():  # a product of the state alone may lack the axis that the gradients are mapped over
             return [t.mul(decay).add(x, alpha=weight) for t, x in zip(ts, xs)]
         return [t.mul(decay).add_(x, alpha=weight) for t, x in zip(ts, xs)]
 
     def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        return [_like(y, x) for x, y in zip(old, new)]
+        return [_like(y, x) if y.dtype == torch.float64 else y for x, y in zip(old, new)]
 
     def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
         return [y.clone() for y in new]
@@ -104,8 +107,9 @@ class InPlace(Op):
     inplace = True
 
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
-        if are_small(xs):
-            torch._foreach_mul_(list(xs), _one(by))
+        one = _one(by)
+        if not isinstance(one, (list, tuple)) and are_small(xs) and all([x.dtype in WIDE for x in xs]):
+            torch._foreach_mul_(list(xs), one)
             return list(xs)
         return [x.mul_(f) for x, f in zip(xs, _spread(by, len(xs)))]
 
@@ -154,9 +158,10 @@ def are_small(xs: Sequence[Tensor]) -> bool:
     return len(xs) > 1 and not is_transformed() and sum(map(Tensor.numel, xs)) < len(xs) * SMALL
 
 
-def in_state_dtype(fn: Callable[..., Tensor], t: Tensor, *others: Any) -> Tensor:
-    """``fn(t, ...)`` in the dtype of ``t``, which 0-d factors of another precision would promote."""
-    return _like(fn(t, *others), t)
+def _times(x: Tensor, f: Any) -> Tensor:
+    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+    y = x.mul(f)
+    return y.to(x.dtype) if x.ndim == 0 and isinstance(f, Tensor) and f.dtype == torch.float64 else y
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:
@@ -168,9 +173,5 @@ def _spread(by: Factor | Sequence[Factor], n: int) -> Sequence[Factor]:
 
 
 def _one(by: Any) -> Any:
-    """The one factor of a list that repeats it; a number as a tensor, since list functions round numbers to half precision."""
-    if isinstance(by, (list, tuple)):
-        if any(f is not by[0] for f in by):  # pyright: ignore[reportUnknownVariableType]
-            return [f if isinstance(f, Tensor) else torch.tensor(f, dtype=torch.float64) for f in by]  # pyright: ignore
-        by = by[0]
-    return by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
+    """The one factor of a list that repeats it."""
+    return by[0] if isinstance(by, (list, tuple)) and all(f is by[0] for f in by) else by  # pyright: ignore

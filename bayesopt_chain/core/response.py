@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Adaptive", "Decay", "Elementwise", "Linear", "Noise", "Nonlinear", "Rate", "Refused"]
+__all__ = ["Decay", "Linear", "Metric", "Noise", "Nonlinear", "Rate", "Refused"]
 
 
 @dataclass(frozen=True)

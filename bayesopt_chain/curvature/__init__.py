@@ -1,7 +1,8 @@
-"""Curvature of any likelihood in any structure: estimators (`_estimators.py`), products and solvers."""
+"""Curvature of any likelihood in any structure: estimators (``_estimators.py``), products and solvers."""
 
 from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
+from bayesopt_chain.curvature._log_density import LogDensity, of_log_density
 from bayesopt_chain.curvature._products import (
     fisher_diagonal,
     fisher_matrix,
@@ -20,6 +21,7 @@ from bayesopt_chain.curvature._subset import subset
 __all__ = [
     "STRUCTURES",
     "CGInfo",
+    "LogDensity",
     "cg",
     "empirical_fisher",
     "fisher",
@@ -35,6 +37,7 @@ __all__ = [
     "hessian_matrix",
     "hvp",
     "jvp",
+    "of_log_density",
     "per_sample",
     "subset",
 ]

@@ -3,7 +3,8 @@
     x_{t+1} = x_t + a_t p_t,   r_{t+1} = r_t - a_t A p_t,   p_{t+1} = M r_{t+1} + b_t p_t
     a_t = r_t^T M r_t / p_t^T A p_t,   b_t = r_{t+1}^T M r_{t+1} / r_t^T M r_t
 
-Preconditioned conjugate gradients (Hestenes and Stiefel 1952) for symmetric positive definite A, M ~ A^-1.
+Preconditioned conjugate gradients (Hestenes and Stiefel 1952) for symmetric positive definite A, M ~ A^-1. Damping
+solves with ``A + damping I`` (Martens 2010).
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from bayesopt_chain.trees import Tree, require_like, size
 
 
 class CGInfo(NamedTuple):
-    """`iterations`: how many were run; `residual`: |b - A x| for each system, `[*batch]`; `converged`: bool
-    `[*batch]`.
+    """How a solve ended.
+
+    Attributes:
+        iterations: how many were run.
+        residual: ``|b - A x|`` for each system, ``[*batch]``.
+        converged: bool, ``[*batch]``.
     """
 
     iterations: int
@@ -32,6 +37,7 @@ def cg(
     product: Callable[[Tree], Tree],
     b: Tree,
     *,
+    damping: float | Tensor = 0.0,
     x0: Tree | None = None,
     preconditioner: Callable[[Tree], Tree] | None = None,
     rtol: float = 1e-5,
@@ -39,35 +45,41 @@ def cg(
     maxiter: int | None = None,
     batch_ndim: int = 0,
 ) -> tuple[Tree, CGInfo]:
-    """Solve `A x = b` for a symmetric positive definite A, on the device of `b`.
+    """Solve ``(A + damping I) x = b`` for a symmetric positive definite matrix, on the device of ``b``.
 
     Args:
-        product: `x -> A x` on trees like `b`.
-        b: right-hand side, a tree. With `batch_ndim = k` the first k axes of every leaf number independent right-hand
-        sides.
+        product: ``x -> A x`` on trees like ``b``.
+        b: right-hand side, a tree. With ``batch_ndim = k`` the first k axes of every leaf number independent
+            right-hand sides.
+        damping: added to the diagonal of A, such as a prior precision: a non-negative number or 0-d tensor. Default 0.
         x0: where to start; default zero.
-        preconditioner: `r -> M r`, M near `A^-1`, such as the `solve` of a diagonal or Kronecker precision.
-        rtol, atol: stop a system once `|r| <= max(rtol |b|, atol)`.
+        preconditioner: ``r -> M r``, M near ``(A + damping I)^-1``, such as the ``solve`` of a diagonal or Kronecker
+            precision.
+        rtol, atol: stop a system once ``|r| <= max(rtol |b|, atol)``.
         maxiter: default 10 times the number of unknowns.
         batch_ndim: number of batch axes.
 
     Returns:
-        `(x, CGInfo)`. A system that has converged is not moved again.
+        ``(x, CGInfo)``. A system that has converged is not moved again.
 
     Raises:
-        ValueError: when A is not positive definite along a search direction, or x0 is not like b.
+        ValueError: when the matrix is not positive definite along a search direction, the damping is negative, or x0
+            is not like b.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> A = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-    >>> x, info = curvature.cg(lambda x: A @ x, torch.tensor([3.0, 0.0]))
-    >>> x, info.iterations
-    (tensor([ 2., -1.]), 2)
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+        >>> x, info = curvature.cg(lambda x: A @ x, torch.tensor([3.0, 0.0]))
+        >>> x.round(decimals=4), info.iterations
+        (tensor([ 2., -1.]), 2)
     """
+    if float(damping) < 0:
+        raise ValueError(f"damping={float(damping)}: pass a number that is not negative")
     M = preconditioner or (lambda r: r)
     x = optree.tree_map(torch.zeros_like, b) if x0 is None else x0
     require_like(x, b, "x0")
-    r = b if x0 is None else optree.tree_map(torch.sub, b, product(x))
+    r = b if x0 is None else optree.tree_map(torch.sub, b, _damped(product, damping, x))
     z = M(r)
     p, rz = z, _dot(r, z, batch_ndim)
     bound = torch.clamp(rtol * _dot(b, b, batch_ndim).sqrt(), min=atol)
@@ -77,7 +89,7 @@ def cg(
         active = _dot(r, r, batch_ndim).sqrt() > bound
         if not bool(active.any()):
             break
-        Ap = product(p)
+        Ap = _damped(product, damping, p)
         curvature = _dot(p, Ap, batch_ndim)
         if bool((active & (curvature <= 0)).any()):
             raise ValueError(
@@ -94,9 +106,16 @@ def cg(
     return x, CGInfo(iterations, residual, residual <= bound)
 
 
+def _damped(product: Callable[[Tree], Tree], damping: float | Tensor, x: Tree) -> Tree:
+    return optree.tree_map(lambda u, v: u + damping * v, product(x), x)
+
+
 def _dot(a: Tree, b: Tree, batch_ndim: int) -> Tensor:
     products = [(u * v).flatten(batch_ndim).sum(-1) if u.ndim > batch_ndim else u * v for u, v in _pairs(a, b)]
-    return sum(products[1:], products[0])
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    return total
 
 
 def _plus(x: Tree, scale: Tensor, p: Tree, batch_ndim: int) -> Tree:

@@ -9,10 +9,9 @@ With the output gradients g (one for each of K factors and b data) and what the 
 (t runs over the positions at which a datum uses the weight)
 
 and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
-diagonal) and its Kronecker factors. Sums take the `total` so far, None before the first, and add to it in place.
- Without sharing (T = 1) the squares are one product, `(sum_k g^2)^T x^2`: no
-gradient is ever formed. Kronecker factors of shared weights follow Eschenhagen et al. (2023): "expand" treats
-positions as data, "reduce" sums them.
+diagonal) and its Kronecker factors. Sums take the ``total`` so far, None before the first, and add to it in place.
+Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no gradient is ever formed. Kronecker factors
+of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ BLOCK_ENTRIES = 2**19  # per-datum gradients formed at once: 2 MB in float32, wh
 
 
 class Matrix(NamedTuple):
-    """A weight that multiplies its input; the leaf seen as a matrix is `[O, I]`, or `[I, O]` where `transposed`."""
+    """A weight that multiplies its input; the leaf seen as a matrix is ``[O, I]``, or ``[I, O]`` where ``transposed``."""
 
     transposed: bool
     shape: tuple[int, int]
 
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the gradients `[K, b, d0, d1]`."""
+        """Return the gradients ``[K, b, d0, d1]``."""
         if self.transposed:
             return torch.einsum("bti,kbto->kbio", x, g)
         return torch.einsum("kbto,bti->kboi", g, x)
 
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        """Add the gradients' squares, summed over factors and data, to `total`, `[d0, d1]`."""
+        """Add the gradients' squares, summed over factors and data, to ``total``, ``[d0, d1]``."""
         if x.shape[1] > 1:
             summed = _shared_squares(x, g)
             return _plus(total, summed.mT if self.transposed else summed)
@@ -49,21 +48,30 @@ class Matrix(NamedTuple):
         pair = (of_input.mT, of_output) if self.transposed else (of_output.mT, of_input)
         return _plus_product(total, *pair)
 
+    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
+        """Add the squares of gradients of which each stays within one position, for ``d = sum_k g_k^2``."""
+        pair = (x.square().flatten(0, 1), d[0].flatten(0, 1))
+        return _plus_product(total, *((pair[0].mT, pair[1]) if self.transposed else (pair[1].mT, pair[0])))
+
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        """Add `sum x x^T`, `[I, I]`, per datum the mean over positions (expand) or of their mean (reduce)."""
+        """Add ``sum x x^T``, ``[I, I]``, per datum the mean over positions (expand) or of their mean (reduce)."""
         flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
         return plus_gram(total, flat)
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        """Add `sum g g^T`, `[O, O]`, over factors, data and (expand) positions."""
+        """Add ``sum g g^T``, ``[O, O]``, over factors, data and (expand) positions."""
         return _output_factor(g, sharing, total)
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
-        """Return `sum_ij r_kij v_ij r_lij` of the gradients r for given variances v `[d0, d1]`: `[b, K, K]`."""
+        """Return ``sum_ij r_kij v_ij r_lij`` of the gradients r for given variances v ``[d0, d1]``: ``[b, K, K]``."""
         if x.shape[1] > 1:
             return _covariance(self.rows(x, g), variance)
         of_output = (variance.mT if self.transposed else variance) @ x[:, 0].square().mT
         return torch.einsum("kbo,ob,lbo->bkl", g[:, :, 0], of_output, g[:, :, 0])
+
+    def factors(self) -> list[tuple[int, int]]:
+        """Return the shapes of the two Kronecker factors."""
+        return [(n, n) for n in self.shape]
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return (left, right) from the two factors, or bases."""
@@ -76,7 +84,7 @@ class Matrix(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A table `[V, D]` that is looked up."""
+    """A table ``[V, D]`` that is looked up."""
 
     shape: tuple[int, int]
 
@@ -86,6 +94,9 @@ class Embedding(NamedTuple):
         index = x[None, :, :, None].expand(k, b, x.shape[1], self.shape[1])
         return table.scatter_add(2, index, g)
 
+    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
+        raise NotImplementedError("an embedding is never the last layer")
+
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
@@ -94,7 +105,7 @@ class Embedding(NamedTuple):
         return total.index_add_(0, pairs % self.shape[0], _summed_squares(sums))
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        """Add the diagonal of `sum x x^T` for one-hot x, `[V]`: the whole of it under expand."""
+        """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``: the whole of it under expand."""
         positions = x.shape[1]
         hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)  # counts are exact in float32
         hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
@@ -106,6 +117,9 @@ class Embedding(NamedTuple):
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         return _covariance(self.rows(x, g), variance)
 
+    def factors(self) -> list[tuple[int, int]]:
+        return [(self.shape[0], 1), (self.shape[1], self.shape[1])]
+
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_input, of_output
 
@@ -114,7 +128,7 @@ class Embedding(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A parameter of `n` numbers whose gradients are formed outright: `x` is only there to say how many data there
+    """A parameter of ``n`` numbers whose gradients are formed outright: ``x`` is only there to say how many data there
     are."""
 
     shape: tuple[int, int]
@@ -125,6 +139,9 @@ class Vector(NamedTuple):
     def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         return _plus(total, _summed_squares(g.flatten(0, 1))[:, None])
 
+    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
+        return _plus(total, d.sum((0, 1))[:, None])
+
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return _plus(total, x.new_full((1, 1), x.shape[0]))
 
@@ -133,6 +150,9 @@ class Vector(NamedTuple):
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         return _covariance(self.rows(x, g), variance)
+
+    def factors(self) -> list[tuple[int, int]]:
+        return [(self.shape[0], self.shape[0])]
 
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_output, of_input
@@ -149,7 +169,7 @@ def _covariance(rows: Tensor, variance: Tensor) -> Tensor:
 
 
 def _shared_squares(x: Tensor, g: Tensor) -> Tensor:
-    """Square the gradients of shared weights, a block of data and one factor at a time: `[O, I]`."""
+    """Square the gradients of shared weights, a block of data and one factor at a time: ``[O, I]``."""
     total = g.new_zeros(g.shape[3], x.shape[2])
     block = max(1, BLOCK_ENTRIES // total.numel())
     for start in range(0, x.shape[0], block):
@@ -167,7 +187,7 @@ def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
 
 
 def _summed_squares(g: Tensor) -> Tensor:
-    """Sum `[K, ...]` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
+    """Sum ``[K, ...]`` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
     first, *rest = g.split(max(1, -(-g.shape[0] // 4)))
     total = first.square().sum(0)
     for some in rest:
@@ -184,7 +204,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
-    """Add `rows^T rows`, `[n, n]`, to `total`: only the blocks on and above the diagonal, until `mirrored`."""
+    """Add ``rows^T rows``, ``[n, n]``, to ``total``: only the blocks on and above the diagonal, until ``mirrored``."""
     n = rows.shape[1]
     if n <= GRAM_BLOCK or is_wrapped(rows):
         return _plus_product(total, rows.mT, rows)

@@ -18,47 +18,64 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import batch_size, part, plain_kernels
+from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._chunks import batch_size, part
 from bayesopt_chain.trees import Tree, flatten, shape_only, size, unflatten
-
-_UNSUPPORTED = (RuntimeError, NotImplementedError)
 
 
 def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    """Return `(f(*primals), J v)`, by forward mode or, where an operation has none, by what works.
+    """Multiply the Jacobian of a function by a vector, by forward mode or, where an operation has none, by what works.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.jvp(torch.square, (torch.tensor(3.0),), (torch.tensor(1.0),))
-    (tensor(9.), tensor(6.))
+    Args:
+        f: ``f(*primals)`` returns any tree.
+        primals: where, a tuple of arguments (trees).
+        tangents: the vector, a tuple like the primals.
+
+    Returns:
+        ``(f(*primals), product)``, the product a tree like the outputs.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.jvp(torch.square, (torch.tensor(3.0),), (torch.tensor(1.0),))
+        (tensor(9.), tensor(6.))
     """
     try:
-        return torch.func.jvp(f, primals, tangents)
-    except _UNSUPPORTED:
+        return _forward_mode(f, primals, tangents)
+    except UNSUPPORTED:
         with plain_kernels():
             try:
-                return torch.func.jvp(f, primals, tangents)
-            except _UNSUPPORTED:
-                output, vjp = torch.func.vjp(f, *primals)
+                return _forward_mode(f, primals, tangents)
+            except UNSUPPORTED:
+                output, pull = vjp(f, *primals)
                 zeros = optree.tree_map(torch.zeros_like, output)
-                _, pull = torch.func.vjp(lambda u: vjp(u), zeros)
-                return output, pull(tuple(tangents))[0]
+                _, push = vjp(lambda u: pull(u), zeros)
+                return output, push(tuple(tangents))[0]
+
+
+def _forward_mode(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    result = torch.func.jvp(f, primals, tangents)
+    return result[0], result[1]
 
 
 def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool = False) -> tuple:
     """Multiply the Hessian of a scalar function by a vector.
 
     Args:
-        f: `f(*primals)` returns a scalar, or `(scalar, aux)` with `has_aux`.
-        primals: where, a tuple of arguments (trees). tangents: the vector, alike.
+        f: ``f(*primals)`` returns a scalar, or ``(scalar, aux)`` with ``has_aux``.
+        primals: where, a tuple of arguments (trees).
+        tangents: the vector, a tuple like the primals.
+        has_aux: whether ``f`` returns a second value.
 
     Returns:
-        `(gradient, product)`, tuples like the primals, and `aux` with `has_aux`.
+        ``(gradient, product)``, and ``aux`` with ``has_aux``. Both are trees like the primal; for several primals
+        tuples of trees.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.hvp(lambda x: (x**3).sum(), (torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 1.0]),))
-    ((tensor([ 3., 12.]),), (tensor([ 6., 12.]),))
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.hvp(lambda x: (x**3).sum(), (torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 1.0]),))
+        (tensor([ 3., 12.]), tensor([ 6., 12.]))
     """
 
     def scalar(*args: Any) -> Tensor:
@@ -66,72 +83,91 @@ def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool
 
     gradient = torch.func.grad(scalar, argnums=tuple(range(len(primals))))
     value, product = jvp(gradient, primals, tangents)
-    return (value, product, f(*primals)[1]) if has_aux else (value, product)
+    result = (_alone(value), _alone(product))
+    return (*result, f(*primals)[1]) if has_aux else result
 
 
-def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise: bool = False) -> tuple:
+def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise: bool = False) -> tuple[Tensor, Any]:
     """Multiply the empirical Fisher matrix by a vector.
 
     Args:
-        f: `f(*primals)` returns one loss (or log-likelihood) a datum, `[B]`.
-        primals, tangents: as for `hvp`.
+        f: ``f(*primals)`` returns one loss (or log-likelihood) a datum, ``[B]``.
+        primals: where, a tuple of arguments (trees).
+        tangents: the vector, a tuple like the primals.
         normalise: divide by B; default is the sum over data.
 
     Returns:
-        `(f(*primals), product)`.
+        ``(f(*primals), product)``, the product a tree like the primal; for several primals a tuple of trees.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
-    >>> curvature.fvp(lambda w: x @ w, (torch.zeros(2),), (torch.tensor([1.0, 0.0]),))[1]
-    (tensor([2., 2.]),)
+    Raises:
+        ValueError: when ``f`` returns something else than one loss a datum.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> curvature.fvp(lambda w: x @ w, (torch.zeros(2),), (torch.tensor([1.0, 0.0]),))[1]
+        tensor([2., 2.])
     """
-    losses, vjp = torch.func.vjp(f, *primals)
+    losses, pull = vjp(f, *primals)
     if losses.ndim != 1:
         raise ValueError(f"f returned {tuple(losses.shape)}: return one loss a datum, [B]")
     _, along = jvp(f, primals, tangents)
-    return losses, vjp(along / losses.shape[0] if normalise else along)
+    return losses, _alone(pull(along / losses.shape[0] if normalise else along))
 
 
 def ggnvp(
     forward: Callable[..., Any], loss: Callable[[Any], Tensor], primals: tuple, tangents: tuple
-) -> tuple[Any, tuple]:
-    """Multiply the generalised Gauss-Newton matrix of `loss(forward(*primals))` by a vector.
+) -> tuple[Any, Any]:
+    """Multiply the generalised Gauss-Newton matrix of ``loss(forward(*primals))`` by a vector.
 
     Args:
-        forward: `forward(*primals)` returns outputs, any tree.
+        forward: ``forward(*primals)`` returns outputs, any tree.
         loss: from outputs to a scalar; sum over data for the GGN of the sum.
-        primals, tangents: as for `hvp`.
+        primals: where, a tuple of arguments (trees).
+        tangents: the vector, a tuple like the primals.
 
     Returns:
-        `(forward(*primals), product)`.
+        ``(forward(*primals), product)``, the product a tree like the primal; for several primals a tuple of trees.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> w, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
-    >>> curvature.ggnvp(lambda w: w.sum(), lambda f: f**2, (w,), (v,))[1]
-    (tensor([2., 2.]),)
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> w, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> curvature.ggnvp(lambda w: w.sum(), lambda f: f**2, (w,), (v,))[1]
+        tensor([2., 2.])
     """
-    outputs, vjp = torch.func.vjp(forward, *primals)
+    outputs, pull = vjp(forward, *primals)
     _, along = jvp(forward, primals, tangents)
     _, curved = hvp(loss, (outputs,), (along,))
-    return outputs, vjp(curved[0])
+    return outputs, _alone(pull(curved))
+
+
+def _alone(trees: tuple) -> Any:
+    """Take the tree of a single primal out of its tuple, as ``torch.func.grad`` does."""
+    return trees[0] if len(trees) == 1 else trees
 
 
 def per_sample(f: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any], Any]:
     """Turn a function of (params, batch) into one that is evaluated for every datum alone, a batch of one.
 
+    Args:
+        f: ``f(params, batch)`` returns any tree of tensors; the batch is a tree of tensors with one entry a datum on
+            the first axis.
+
     Returns:
         A function with an added axis [B] in front of every output. Compose with torch.func:
-        `per_sample(torch.func.grad(loss))` gives per-sample gradients, leaves `[B, *leaf.shape]`.
+        ``per_sample(torch.func.grad(loss))`` gives per-sample gradients, leaves ``[B, *leaf.shape]``.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> loss = lambda w, batch: ((batch[0] * w - batch[1]) ** 2).mean()
-    >>> batch = (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
-    >>> curvature.per_sample(torch.func.grad(loss))(torch.tensor(1.0), batch)
-    tensor([2., 8.])
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> loss = lambda w, batch: ((batch[0] * w - batch[1]) ** 2).mean()
+        >>> batch = (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+        >>> curvature.per_sample(torch.func.grad(loss))(torch.tensor(1.0), batch)
+        tensor([2., 8.])
     """
+    f = without_fused_recurrence(f)
 
     def each(params: Tree, batch: Any) -> Any:
         leaves, structure = optree.tree_flatten(batch)
@@ -156,36 +192,61 @@ Matrix = Callable[[Tree], Tensor]
 
 
 def hessian_matrix(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Return `params -> H`, `[P, P]`, of a scalar function, `chunk_size` columns at a time.
+    """Make a function that computes the Hessian of a scalar function.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.hessian_matrix(lambda x: x[0] ** 2 * x[1])(torch.tensor([1.0, 2.0]))
-    tensor([[4., 2.],
-            [2., 0.]])
+    Args:
+        f: from params to a scalar.
+        chunk_size: columns computed at once.
+
+    Returns:
+        ``params -> H``, ``[P, P]``, leaves in optree order.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.hessian_matrix(lambda x: x[0] ** 2 * x[1])(torch.tensor([1.0, 2.0]))
+        tensor([[4., 2.],
+                [2., 0.]])
     """
     return _matrix(lambda params, like: _hessian_products(f, params, like), chunk_size, diagonal=False)
 
 
 def hessian_diagonal(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Return `params -> diag H`, `[P]`, of a scalar function; holds `chunk_size` columns.
+    """Make a function that computes the diagonal of the Hessian of a scalar function.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.hessian_diagonal(lambda x: x[0] ** 2 * x[1])(torch.tensor([1.0, 2.0]))
-    tensor([4., 0.])
+    Args:
+        f: from params to a scalar.
+        chunk_size: columns computed, and held, at once.
+
+    Returns:
+        ``params -> diag H``, ``[P]``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.hessian_diagonal(lambda x: x[0] ** 2 * x[1])(torch.tensor([1.0, 2.0]))
+        tensor([4., 0.])
     """
     return _matrix(lambda params, like: _hessian_products(f, params, like), chunk_size, diagonal=True)
 
 
 def ggn_matrix(forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Return `params -> J^T H J`, `[P, P]`, of `loss(forward(params))`, `chunk_size` columns at a time.
+    """Make a function that computes the generalised Gauss-Newton matrix of ``loss(forward(params))``.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.ggn_matrix(lambda x: x.sum(), torch.square)(torch.zeros(2))
-    tensor([[2., 2.],
-            [2., 2.]])
+    Args:
+        forward: from params to outputs, a tensor.
+        loss: from outputs to a scalar.
+        chunk_size: columns computed at once.
+
+    Returns:
+        ``params -> J^T H J``, ``[P, P]``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.ggn_matrix(lambda x: x.sum(), torch.square)(torch.zeros(2))
+        tensor([[2., 2.],
+                [2., 2.]])
     """
     return _matrix(lambda params, like: _ggn_products(forward, loss, params, like), chunk_size, diagonal=False)
 
@@ -193,51 +254,76 @@ def ggn_matrix(forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tenso
 def ggn_diagonal(
     forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tensor], *, chunk_size: int = 64
 ) -> Matrix:
-    """Return `params -> diag(J^T H J)`, `[P]`; holds `chunk_size` columns. For likelihoods `curvature.ggn` is far
-    cheaper.
+    """Make a function that computes the diagonal of :func:``ggn_matrix``.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.ggn_diagonal(lambda x: x[0] * x[1], torch.square)(torch.tensor([1.0, 2.0]))
-    tensor([8., 2.])
+    For likelihoods :func:``~bayesopt_chain.curvature.ggn`` is far cheaper.
+
+    Args:
+        forward, loss: as for :func:``ggn_matrix``.
+        chunk_size: columns computed, and held, at once.
+
+    Returns:
+        ``params -> diag(J^T H J)``, ``[P]``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.ggn_diagonal(lambda x: x[0] * x[1], torch.square)(torch.tensor([1.0, 2.0]))
+        tensor([8., 2.])
     """
     return _matrix(lambda params, like: _ggn_products(forward, loss, params, like), chunk_size, diagonal=True)
 
 
 def fisher_matrix(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Return `params -> J^T J`, `[P, P]`, the empirical Fisher of per-datum losses f(params) `[B]`.
+    """Make a function that computes the empirical Fisher matrix of per-datum losses.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.fisher_matrix(lambda x: torch.stack([x[0], x[0] + x[1]]))(torch.zeros(2))
-    tensor([[2., 1.],
-            [1., 1.]])
+    Args:
+        f: from params to losses ``[B]``.
+        chunk_size: columns computed at once.
+
+    Returns:
+        ``params -> J^T J``, ``[P, P]``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.fisher_matrix(lambda x: torch.stack([x[0], x[0] + x[1]]))(torch.zeros(2))
+        tensor([[2., 1.],
+                [1., 1.]])
     """
     return ggn_matrix(f, lambda losses: losses.square().sum() / 2, chunk_size=chunk_size)
 
 
 def fisher_diagonal(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Return `params -> diag(J^T J)`, `[P]`, of per-datum losses f(params) `[B]`.
+    """Make a function that computes the diagonal of :func:``fisher_matrix``.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> curvature.fisher_diagonal(lambda x: torch.stack([x[0], x[0] + x[1]]))(torch.zeros(2))
-    tensor([2., 1.])
+    Args:
+        f: from params to losses ``[B]``.
+        chunk_size: columns computed, and held, at once.
+
+    Returns:
+        ``params -> diag(J^T J)``, ``[P]``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> curvature.fisher_diagonal(lambda x: torch.stack([x[0], x[0] + x[1]]))(torch.zeros(2))
+        tensor([2., 1.])
     """
     return ggn_diagonal(f, lambda losses: losses.square().sum() / 2, chunk_size=chunk_size)
 
 
 def _hessian_products(f: Any, params: Tree, like: Tree) -> Callable[[Tensor], Tensor]:
-    _, vjp = torch.func.vjp(torch.func.grad(lambda vector: f(unflatten(vector, like))), flatten(params, like))
-    return lambda v: vjp(v)[0]
+    _, pull = vjp(torch.func.grad(lambda vector: f(unflatten(vector, like))), flatten(params, like))
+    return lambda v: pull(v)[0]
 
 
 def _ggn_products(forward: Any, loss: Any, params: Tree, like: Tree) -> Callable[[Tensor], Tensor]:
     """Linearise once: J v is the pullback of the pullback, which is linear."""
-    outputs, vjp = torch.func.vjp(lambda vector: forward(unflatten(vector, like)), flatten(params, like))
-    _, push = torch.func.vjp(lambda u: vjp(u)[0], torch.zeros_like(outputs))
-    _, curve = torch.func.vjp(torch.func.grad(loss), outputs)
-    return lambda v: vjp(curve(push(v)[0])[0])[0]
+    outputs, pull = vjp(lambda vector: forward(unflatten(vector, like)), flatten(params, like))
+    _, push = vjp(lambda u: pull(u)[0], torch.zeros_like(outputs))
+    _, curve = vjp(torch.func.grad(loss), outputs)
+    return lambda v: pull(curve(push(v)[0])[0])[0]
 
 
 def _matrix(linearise: Any, chunk_size: int, diagonal: bool) -> Matrix:
@@ -260,7 +346,7 @@ def _working(linearise: Any, params: Tree, like: Tree) -> Callable[[Tensor], Ten
     product = linearise(params, like)
     try:
         product(torch.zeros_like(flatten(params, like)))
-    except _UNSUPPORTED:
+    except UNSUPPORTED:
         with plain_kernels():
             return linearise(params, like)
     return product

@@ -1,24 +1,27 @@
 """Sums per-datum gradients into a precision, one structure a class, each at its own price.
 
-Over the rows r_kb = J_b^T s_kb of a batch, for K factors a datum and P parameters, the numbers held are
+Over the rows r_kb = J_b^T s_kb of a batch, for K columns a datum and P parameters, the numbers held are
 
     dense      sum r r^T                        P^2        diagonal   sum r^2                     P
     root       the rows r                       K B P      low_rank   a streaming SVD of them     (rank + 1) P
     block      sum r r^T, one block a leaf      sum p^2    kronecker  factors of every leaf       sum d0^2 + d1^2
+
+in float32 at least, whatever the parameters' dtype: a sum of many squares in bfloat16 would stop growing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Plan
-from bayesopt_chain.curvature._kinds import mirrored, plus_gram
-from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.curvature._kinds import Kind, mirrored, plus_gram
+from bayesopt_chain.curvature._memory import require_dense_fits, require_factor_fits
 from bayesopt_chain.precision import (
     Block,
     Dense,
@@ -31,19 +34,20 @@ from bayesopt_chain.precision import (
     shape_only,
 )
 from bayesopt_chain.precision._low_rank import compress
-from bayesopt_chain.trees import Tree, common_dtype, size
+from bayesopt_chain.trees import Tree, common_dtype, size, wide
 
 
 class Structure(ABC):
-    """A running sum of a structure: `start` it, `add` chunks, `finish` it into a precision."""
+    """A running sum of a structure: ``start`` it, ``add`` chunks, ``finish`` it into a precision."""
 
     few_data = FEW_DATA
+    sums_last_layer = False
 
     def __init__(self, params: Tree):
         self.leaves, self.tree = optree.tree_flatten(params)
 
     def formed(self) -> int:
-        """Return how many numbers are formed from the gradient of one datum and factor."""
+        """Return how many numbers are formed from the gradient of one datum and column."""
         return sum(leaf.numel() for leaf in self.leaves)
 
     def held(self) -> int:
@@ -67,6 +71,7 @@ class Structure(ABC):
 
 class DiagonalSum(Structure):
     few_data = 48  # as fast as chunks of any size, at less than half the memory of the whole batch
+    sums_last_layer = True
 
     def __init__(self, params: Tree):
         super().__init__(params)
@@ -78,6 +83,8 @@ class DiagonalSum(Structure):
     def add(self, chunk: Chunk) -> None:
         for leaf, kind, x, g in chunk.gradients:
             self.sums[leaf] = kind.squares(x(), g(), self.sums.get(leaf))
+        for leaf, kind, x, d in chunk.summed:
+            self.sums[leaf] = kind.summed_squares(x(), d(), self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Diagonal:
         return Diagonal(self.to_tree([self.sums[i].reshape(leaf.shape) for i, leaf in enumerate(self.leaves)]), count)
@@ -100,7 +107,7 @@ class DenseSum(Structure):
         self.matrix = plus_gram(self.matrix, rows)
 
     def finish(self, count: Tensor) -> Dense:
-        return Dense(mirrored(self.matrix), self.like, count)
+        return Dense(mirrored(_summed(self.matrix)), self.like, count)
 
 
 class BlockSum(Structure):
@@ -109,7 +116,7 @@ class BlockSum(Structure):
     def __init__(self, params: Tree):
         super().__init__(params)
         for leaf in self.leaves:
-            require_dense_fits(leaf.numel(), leaf.dtype, leaf.device)
+            require_dense_fits(leaf.numel(), wide(leaf.dtype), leaf.device)
         self.matrices: list[Tensor | None] = [None] * len(self.leaves)
 
     def held(self) -> int:
@@ -120,7 +127,8 @@ class BlockSum(Structure):
             self.matrices[index] = plus_gram(self.matrices[index], row.reshape(row.shape[0], -1))
 
     def finish(self, count: Tensor) -> Block:
-        blocks = [Dense(mirrored(matrix), shape_only(leaf), count) for matrix, leaf in zip(self.matrices, self.leaves)]
+        matrices = [mirrored(_summed(matrix)) for matrix in self.matrices]
+        blocks = [Dense(matrix, shape_only(leaf), count) for matrix, leaf in zip(matrices, self.leaves)]
         return Block(self.to_tree(blocks), count)
 
 
@@ -143,8 +151,9 @@ class LowRankSum(Structure):
         if rank < 1:
             raise ValueError(f"rank={rank}: pass a rank of at least 1, or structure='diagonal'")
         self.rank = rank
-        self.kept = self.to_tree([leaf.new_zeros((rank, *leaf.shape)) for leaf in self.leaves])
-        self.overflow = self.to_tree([torch.zeros_like(leaf) for leaf in self.leaves])
+        zeros = [torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for leaf in self.leaves]
+        self.kept = self.to_tree([leaf.expand(rank, *leaf.shape).clone() for leaf in zeros])
+        self.overflow = self.to_tree(zeros)
 
     def held(self) -> int:
         return (self.rank + 1) * self.formed()
@@ -159,30 +168,42 @@ class LowRankSum(Structure):
         return LowRank(self.overflow, self.kept, count)
 
 
-class KroneckerSum(Structure):
-    few_data = 128  # its work is matrix products of whole chunks, which small ones starve
+class TappedSum(Structure):
+    """What the structures have in common that are made of layer inputs and output gradients: every leaf has a tap."""
 
-    def __init__(self, params: Tree, sharing: str):
-        super().__init__(params)
-        if sharing not in ("expand", "reduce"):
-            raise ValueError(f"sharing={sharing!r}: pass 'expand' or 'reduce'")
-        self.sharing, self.names = sharing, []
-        self.inputs: dict[int, Any] = {}
-        self.outputs: dict[int, Any] = {}
-        self.kinds: dict[int, Any] = {}
+    few_data = 128  # its work is matrix products of whole chunks, which small ones starve
 
     def formed(self) -> int:
         return 0
 
-    def accepts(self, plan: Plan) -> None:
-        for leaf in plan.generic:
-            raise ValueError(
-                f"a Kronecker precision cannot describe the parameter {plan.names[leaf]}: {plan.reasons[leaf]}; "
-                "leave it out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
-            )
-
     def held(self) -> int:
         return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
+
+    def accepts(self, plan: Plan) -> None:
+        if plan.generic:
+            which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in plan.generic)
+            raise ValueError(
+                f"a Kronecker precision cannot describe {len(plan.generic)} of {len(plan.names)} parameters ({which}): "
+                "leave them out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
+            )
+
+
+class KroneckerSum(TappedSum):
+    def __init__(self, params: Tree, sharing: str):
+        super().__init__(params)
+        if sharing not in ("expand", "reduce"):
+            raise ValueError(f"sharing={sharing!r}: pass 'expand' or 'reduce'")
+        self.sharing = sharing
+        self.inputs: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = {}
+        self.kinds: dict[int, Kind] = {}
+
+    def accepts(self, plan: Plan) -> None:
+        super().accepts(plan)
+        for use in plan.uses:
+            leaf = self.leaves[use.leaf]
+            for rows, columns in use.kind.factors():
+                require_factor_fits(plan.names[use.leaf], rows, columns, wide(leaf.dtype), leaf.device)
 
     def add(self, chunk: Chunk) -> None:
         for leaf, kind, x, g in chunk.gradients:
@@ -193,20 +214,21 @@ class KroneckerSum(Structure):
 
     def finish(self, count: Tensor) -> Kronecker:
         pairs = [
-            self.kinds[i].order(mirrored(self.inputs[i]).to(leaf.dtype), mirrored(self.outputs[i]))
+            self.kinds[i].order(mirrored(self.inputs[i]).to(wide(leaf.dtype)), mirrored(self.outputs[i]))
             for i, leaf in enumerate(self.leaves)
         ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
-        diagonal = self.to_tree([leaf.new_zeros(()) for leaf in self.leaves])
+        diagonal = self.to_tree([leaf.new_zeros((), dtype=wide(leaf.dtype)) for leaf in self.leaves])
         return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), count)
 
 
-class EigenbasisSum(KroneckerSum):
+class EigenbasisSum(TappedSum):
     """EKFAC: the curvature along each eigenvector of given Kronecker factors, which is a diagonal in rotated
-    coordinates."""
+    coordinates.
+    """
 
     def __init__(self, params: Tree, basis: Kronecker | Eigenbasis):
-        super().__init__(params, "expand")
+        super().__init__(params)
         self.basis = basis.eigenbasis() if isinstance(basis, Kronecker) else basis
         if not isinstance(self.basis, Eigenbasis):
             raise TypeError(f"basis is a {type(basis).__name__}: pass a Kronecker precision (or its factorised form)")
@@ -223,23 +245,42 @@ class EigenbasisSum(KroneckerSum):
 
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of every leaf as rows, `[K b, *leaf.shape]`."""
+    """Return the gradients of every leaf as rows, ``[K b, *leaf.shape]``."""
     rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
     return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
 
 
-def structure_sum(
-    structure: str, params: Tree, *, rank: int, sharing: str, basis: Kronecker | Eigenbasis | None
-) -> Structure:
+def _summed(matrix: Tensor | None) -> Tensor:
+    assert matrix is not None, "a batch has at least one chunk"
+    return matrix
+
+
+class Options(NamedTuple):
+    """What an estimator was told about its structure."""
+
+    rank: int
+    sharing: str
+    basis: Kronecker | Eigenbasis | None
+
+
+def _kronecker(params: Tree, options: Options) -> Structure:
+    if options.basis is not None:
+        return EigenbasisSum(params, options.basis)
+    return KroneckerSum(params, options.sharing)
+
+
+STRUCTURES: dict[str, Callable[[Tree, Options], Structure]] = {
+    "dense": lambda params, options: DenseSum(params),
+    "root": lambda params, options: RootRows(params),
+    "diagonal": lambda params, options: DiagonalSum(params),
+    "kronecker": _kronecker,
+    "low_rank": lambda params, options: LowRankSum(params, options.rank),
+    "block": lambda params, options: BlockSum(params),
+}
+
+
+def structure_sum(structure: str, params: Tree, options: Options) -> Structure:
     """Start the sum of a structure given by name."""
-    if basis is not None and structure != "kronecker":
+    if options.basis is not None and structure != "kronecker":
         raise ValueError(f"basis= is for structure='kronecker' (EKFAC), not {structure!r}")
-    makers = {
-        "dense": lambda: DenseSum(params),
-        "root": lambda: RootRows(params),
-        "diagonal": lambda: DiagonalSum(params),
-        "kronecker": lambda: KroneckerSum(params, sharing) if basis is None else EigenbasisSum(params, basis),
-        "low_rank": lambda: LowRankSum(params, rank),
-        "block": lambda: BlockSum(params),
-    }
-    return makers[structure]()
+    return STRUCTURES[structure](params, options)

@@ -21,25 +21,26 @@ def subset(
     """Keep some parameters and freeze the others at their values.
 
     Args:
-        forward: `forward(params, batch) -> outputs`.
+        forward: ``forward(params, batch) -> outputs``.
         params: the whole tree.
-        keep: a name or names (`"head"` keeps `head` and everything under it; `*` matches anything), a function from a
-            name to whether it is kept, or a tree of booleans that is a prefix of params. A leaf's name is its path
-            joined by dots.
+        keep: a name or names (``"head"`` keeps ``head`` and everything under it; ``*`` matches anything), a function
+            from a name to whether it is kept, or a tree of booleans that is a prefix of params. A leaf's name is its
+            path joined by dots.
 
     Returns:
-        `(forward, kept)`: a forward function of the kept parameters, and these, `{name: leaf}`. Nothing is
+        ``(forward, kept)``: a forward function of the kept parameters, and these, ``{name: leaf}``. Nothing is
         differentiated, and no activation kept, below the first kept parameter.
 
     Raises:
         ValueError: when a name matches nothing, nothing is kept, or the mask is no prefix of params.
 
-    >>> import torch
-    >>> from bayesopt_chain import curvature
-    >>> params = {"body": torch.ones(2, 2), "head": {"w": torch.ones(2, 1)}}
-    >>> forward, kept = curvature.subset(lambda p, batch: batch[0] @ p["body"] @ p["head"]["w"], params, "head")
-    >>> list(kept), forward(kept, (torch.ones(1, 2), None))
-    (['head.w'], tensor([[4.]]))
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import curvature
+        >>> params = {"body": torch.ones(2, 2), "head": {"w": torch.ones(2, 1)}}
+        >>> forward, kept = curvature.subset(lambda p, batch: batch[0] @ p["body"] @ p["head"]["w"], params, "head")
+        >>> list(kept), forward(kept, (torch.ones(1, 2), None))
+        (['head.w'], tensor([[4.]]))
     """
     leaves, structure = optree.tree_flatten(params)
     names = paths(params)
@@ -65,8 +66,9 @@ def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:
             if not any(_matches(name, pattern) for name in names):
                 raise ValueError(f"keep={pattern!r} matches none of the parameters {', '.join(names)}")
         return [any(_matches(name, pattern) for pattern in keep) for name in names]
+    mask: Tree = keep
     try:
-        return [bool(bit) for bit in optree.tree_leaves(optree.tree_broadcast_prefix(keep, params))]
+        return [bool(bit) for bit in optree.tree_leaves(optree.tree_broadcast_prefix(mask, params))]
     except ValueError as error:
         raise ValueError(
             f"keep is no prefix of params: pass names, a function or a tree of booleans ({error})"

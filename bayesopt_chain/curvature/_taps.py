@@ -1,17 +1,18 @@
 """Watches a forward pass and taps the layers that use each parameter, so that curvature sees their inputs and output
 gradients.
 
-A tap adds a zero `e` to a layer's output, `y = layer(x) + e`; the derivative with respect to e is the gradient g of the
-output, and (x, g) give the parameter's gradient for every datum (see `_kinds.py`). The parameters are recognised by
-identity in the arguments of torch functions, whether `forward` calls a module through `torch.func.functional_call` or
-multiplies matrices by hand. A parameter used in another way, or twice, is left to the caller with the reason in
-`untapped`.
+A tap adds a zero e to a layer's output, ``y = layer(x) + e``; the derivative with respect to e is the gradient g of the
+output, and (x, g) give the parameter's gradient for every datum (see ``_kinds.py``). The parameters are recognised by
+identity in the arguments of torch functions, whether ``forward`` calls a module through ``torch.func.functional_call``
+or multiplies matrices by hand. A parameter used in another way, or twice, is left to the caller with the reason in
+``untapped``.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,31 +21,48 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bayesopt_chain.curvature._autodiff import call
 from bayesopt_chain.curvature._kinds import Embedding, Kind, Matrix, Vector
 
 
 class Canonical(NamedTuple):
-    """Brings what a layer saw and its output gradients into the form of a kind, for b data: `x(x, b)`, `g(x, g, b)`."""
+    """Brings what a layer saw and its output gradients into the form of a kind, for b data: ``x(x, b)`` and
+    ``g(x, g, b)``.
+    """
 
     x: Callable[[Tensor, int], Tensor]
     g: Callable[[Tensor, Tensor, int], Tensor]
 
 
 class Use(NamedTuple):
-    """One parameter's use: `leaf`, its index; `tap`, that of the tapped output; `canonical(x, g, b)` gives the kind's
-    (x, g)."""
+    """One parameter's use.
+
+    ``leaf`` is its index, ``tap`` that of the tapped output; ``canonical`` gives the kind's (x, g). ``features_last``
+    says that the output's last axis is the layer's, and all others number data and positions.
+    """
 
     leaf: int
     tap: int
     kind: Kind
     canonical: Canonical
+    features_last: bool
+
+
+class Candidate(NamedTuple):
+    """A parameter that a layer was given, which is tapped if it is one of the leaves; fields as in :class:`Use`."""
+
+    parameter: Tensor
+    x: Tensor | None
+    kind: Kind
+    canonical: Canonical
+    features_last: bool = False
 
 
 class Taps(TorchFunctionMode):
-    """Record how a forward pass on `data` data uses the `leaves`; `zeros[i]` is added to the i-th tapped output.
+    """Record how a forward pass on ``data`` data uses the ``leaves``; ``zeros[i]`` is added to the i-th tapped output.
 
-    After the pass: `uses` and, one for each of them, `inputs`; `outputs`, each tap's output for the last datum;
-    `shapes`, those of the tapped outputs; `untapped`, a reason for every leaf used in a way that has no tap.
+    After the pass: ``uses`` and, one for each of them, ``inputs``; ``outputs``, each tap's output for the last datum;
+    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -57,6 +75,7 @@ class Taps(TorchFunctionMode):
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.untapped: dict[int, str] = {}
         self._alive: list[Tensor] = []
+        self._results: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -67,23 +86,22 @@ class Taps(TorchFunctionMode):
             )
         found = self._find(args) + self._find(kwargs.values())
         if not found:
-            return func(*args, **kwargs)
+            return call(func, args, kwargs)
         if func in _TRANSPOSES and found[0][0].ndim == 2:
             return self._alias(func(*args, **kwargs), *found[0])
         layer = _LAYERS.get(func)
         result = layer(self, func, *args, **kwargs) if layer else NotImplemented
         if result is not NotImplemented:
             return result
-        result = func(*args, **kwargs)
+        result = call(func, args, kwargs)
         if _has_tensor(result) and not any(result is tensor for tensor, *_ in found):
             for _, index, _ in found:
                 self.untapped[index] = f"it is used by {getattr(func, '__name__', func)}, which curvature cannot tap"
         return result
 
-    def tap(self, y: Tensor, *uses: tuple[Tensor | None, Tensor | None, Kind | None, Canonical | None]) -> Tensor:
-        """Tap an output used by several parameters, each given as (parameter, x, kind, canonical); absent ones are
-        None.
-        """
+    def tap(self, y: Tensor, *candidates: Candidate | None) -> Tensor:
+        """Tap an output used by several parameters; absent ones are None."""
+        given = [candidate for candidate in candidates if candidate is not None]
         b = self.data
         once_for_all = b > 1 and y.ndim > 1 and y.shape[0] == 1  # like a positional embedding
         if once_for_all:
@@ -91,22 +109,28 @@ class Taps(TorchFunctionMode):
         index = len(self.shapes)
         self.shapes.append((y.shape, y.dtype))
         if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
-            tapped = y
-            for parameter, *_ in uses:
-                self._refuse(parameter, "its layer does not keep the data on the first axis")
+            for candidate in given:
+                self.refuse(candidate.parameter, "its layer does not keep the data on the first axis")
             self.outputs.append(y.new_zeros(0))
-            return tapped
+            self._results.append(weakref.ref(y))
+            return y
         self.outputs.append(y.detach().reshape(b, -1)[-1].clone())
-        for parameter, x, kind, canonical in uses:
-            if parameter is None or id(parameter) not in self.known:
+        for parameter, x, kind, canonical, features_last in given:
+            if id(parameter) not in self.known:
                 continue
             leaf = self.known[id(parameter)][0]
             if any(use.leaf == leaf for use in self.uses):
                 self.untapped[leaf] = "its weights are tied: it is used more than once"
             x = y.new_zeros(b) if x is None else x.detach()
-            self.uses.append(Use(leaf, index, kind, canonical))
+            self.uses.append(Use(leaf, index, kind, canonical, features_last))
             self.inputs.append(x.expand(b, *x.shape[1:]) if once_for_all and x.shape[0] == 1 else x)
-        return y + self.zeros[index] if self.zeros else y
+        result = y + self.zeros[index] if self.zeros else y
+        self._results.append(weakref.ref(result))
+        return result
+
+    def tap_of(self, outputs: Any) -> int | None:
+        """Return the tap whose output is the model's, if one is."""
+        return next((i for i, result in enumerate(self._results) if result() is outputs), None)
 
     def is_transposed(self, tensor: Tensor) -> bool:
         return self.known[id(tensor)][1]
@@ -114,8 +138,8 @@ class Taps(TorchFunctionMode):
     def knows(self, tensor: Any) -> bool:
         return id(tensor) in self.known
 
-    def _refuse(self, parameter: Tensor | None, reason: str) -> None:
-        if parameter is not None and self.knows(parameter):
+    def refuse(self, parameter: Tensor, reason: str) -> None:
+        if self.knows(parameter):
             self.untapped[self.known[id(parameter)][0]] = reason
 
     def _find(self, arguments: Any) -> list[tuple[Tensor, int, bool]]:
@@ -149,7 +173,7 @@ def _linear(taps: Taps, func: Any, input: Tensor, weight: Tensor, bias: Tensor |
         return NotImplemented
     weight_use = _matrix_use(taps, input, weight, transposed=False)
     y = F.linear(input, weight, bias)
-    return taps.tap(y, weight_use, _shift_use(bias, (y.shape[-1],)))
+    return taps.tap(y, weight_use, _shift_use(bias, (y.shape[-1],), features_last=True))
 
 
 def _matmul(taps: Taps, func: Any, input: Tensor, other: Tensor) -> Any:
@@ -164,19 +188,20 @@ def _addmm(
     if taps.knows(mat1) or (beta, alpha) != (1, 1) or input.ndim != 1:
         return NotImplemented
     y = func(input, mat1, mat2)
-    return taps.tap(y, _matrix_use(taps, mat1, mat2, transposed=True), _shift_use(input, (y.shape[-1],)))
+    bias_use = _shift_use(input, (y.shape[-1],), features_last=True)
+    return taps.tap(y, _matrix_use(taps, mat1, mat2, transposed=True), bias_use)
 
 
-def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> tuple:
+def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> Candidate | None:
     if not taps.knows(weight):
-        return (None, None, None, None)
+        return None
     transposed ^= taps.is_transposed(weight)
-    shape = tuple(weight.mT.shape if taps.is_transposed(weight) else weight.shape)
+    rows, columns = weight.mT.shape if taps.is_transposed(weight) else weight.shape
 
     canonical = Canonical(
         lambda x, b: x.reshape(b, -1, x.shape[-1]), lambda x, g, b: g.reshape(g.shape[0], b, -1, g.shape[-1])
     )
-    return (weight, x, Matrix(transposed, shape), canonical)
+    return Candidate(weight, x, Matrix(transposed, (rows, columns)), canonical, features_last=True)
 
 
 def _convolution(
@@ -198,7 +223,7 @@ def _convolution(
     if not taps.knows(weight):
         return taps.tap(y, bias_use)
     if groups != 1:
-        taps._refuse(weight, "it is the weight of a grouped convolution")
+        taps.refuse(weight, "it is the weight of a grouped convolution")
         return taps.tap(y, bias_use)
     kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
     pads = _pads(padding, kernel, dilation)
@@ -210,7 +235,7 @@ def _convolution(
     )
 
     kind = Matrix(False, (weight.shape[0], inputs))
-    return taps.tap(y, (weight, input, kind, canonical), bias_use)
+    return taps.tap(y, Candidate(weight, input, kind, canonical), bias_use)
 
 
 def _each(value: Any, spatial: int) -> tuple[int, ...]:
@@ -228,7 +253,7 @@ def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[t
 
 
 def _columns(x: Tensor, kernel: torch.Size, stride: tuple, pads: list[tuple[int, int]], dilation: tuple) -> Tensor:
-    """Unfold the patches under a kernel: `[N, I, *spatial]` to `[N, positions, I k...]`."""
+    """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``."""
     x = F.pad(x, [p for pair in reversed(pads) for p in pair])
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
@@ -252,14 +277,14 @@ def _embedding(
         return NotImplemented
     y = F.embedding(input, weight, padding_idx)
 
-    rows = weight.shape[0]
+    rows, width = weight.shape
 
     def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
         g = g if padding_idx is None else g * (x != padding_idx % rows)[..., None]
         return g.reshape(g.shape[0], b, -1, g.shape[-1])
 
     canonical = Canonical(lambda x, b: x.reshape(b, -1), of_output)
-    return taps.tap(y, (weight, input, Embedding(tuple(weight.shape)), canonical))
+    return taps.tap(y, Candidate(weight, input, Embedding((rows, width)), canonical))
 
 
 def _batch_norm(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +315,7 @@ def _norm(taps: Taps, func: Any, given: dict[str, Any], aligned: tuple[int, ...]
     if taps.knows(given["input"]):
         return NotImplemented
     y, weight, bias = func(**given), given["weight"], given.get("bias")
-    scale = (None, None, None, None)
+    scale = None
     if taps.knows(weight):
         normalised = func(**{**given, "weight": None, **({"bias": None} if "bias" in given else {})})
         scale = _scale_use(weight, normalised, aligned)
@@ -302,9 +327,9 @@ def _add(taps: Taps, func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
 
 
 def _mul(taps: Taps, func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
-    def use(parameter: Tensor, aligned: tuple[int, ...]) -> tuple:
+    def use(parameter: Tensor, aligned: tuple[int, ...]) -> Candidate | None:
         x = other if parameter is input else input
-        return _scale_use(parameter, x, aligned) if isinstance(x, Tensor) and x.shape == shape else (None,) * 4
+        return _scale_use(parameter, x, aligned) if isinstance(x, Tensor) and x.shape == shape else None
 
     shape = torch.broadcast_shapes(*(t.shape for t in (input, other) if isinstance(t, Tensor)))
     other_is_full = all(isinstance(t, Tensor) and (taps.knows(t) or t.shape == shape) for t in (input, other))
@@ -324,24 +349,32 @@ def _elementwise(taps: Taps, func: Any, input: Any, other: Any, use: Any) -> Any
     return taps.tap(y, use(parameter, aligned)) if len(aligned) < y.ndim else NotImplemented
 
 
-def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...]) -> tuple:
-    """Use of a parameter that is added; `aligned` is its shape as it broadcasts against the output, from the right."""
+def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...], features_last: bool = False) -> Candidate | None:
+    """Use of a parameter that is added; ``aligned`` is its shape as it broadcasts against the output, from the right."""
     if parameter is None:
-        return (None, None, None, None)
-
+        return None
     canonical = Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
-    return (parameter, None, Vector((parameter.numel(), 1)), canonical)
+    return Candidate(parameter, None, Vector((parameter.numel(), 1)), canonical, features_last)
 
 
-def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> tuple:
-    """Use of a parameter that multiplies `x` elementwise."""
-
+def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> Candidate:
+    """Use of a parameter that multiplies ``x`` elementwise."""
     canonical = Canonical(lambda x, b: x.new_zeros(b), lambda x, g, b: _sum_to(g * x, aligned, b))
-    return (parameter, x, Vector((parameter.numel(), 1)), canonical)
+    return Candidate(parameter, x, Vector((parameter.numel(), 1)), canonical)
+
+
+def _prelu(taps: Taps, func: Any, input: Tensor, weight: Tensor) -> Any:
+    """``y = max(x, 0) + w min(x, 0)``, w one number or one a channel."""
+    if taps.knows(input) or not taps.knows(weight) or weight.ndim > 1 or input.ndim < 1:
+        return NotImplemented
+    y = func(input, weight)
+    channels = () if weight.numel() == 1 or input.ndim < 2 else (weight.numel(),) + (1,) * (input.ndim - 2)
+    aligned = channels or (1,) * weight.ndim
+    return taps.tap(y, _scale_use(weight, input.clamp_max(0), aligned)) if len(aligned) < y.ndim else NotImplemented
 
 
 def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
-    """Sum `[K, N, *]` over all that a parameter of shape `aligned` was broadcast over, datum by datum: `[K, b, n]`."""
+    """Sum ``[K, N, *]`` over all that a parameter of shape ``aligned`` was broadcast over: ``[K, b, n]``."""
     g = g.reshape(g.shape[0], b, -1, *g.shape[2:])
     first = g.ndim - len(aligned)
     axes = [*range(2, first), *(first + i for i, length in enumerate(aligned) if length == 1)]
@@ -349,7 +382,8 @@ def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
     return summed.reshape(g.shape[0], b, -1)
 
 
-_TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}
+_getters: Any = Tensor
+_TRANSPOSES = {Tensor.t, torch.t, _getters.T.__get__, _getters.mT.__get__}
 _LAYERS: dict[Any, Any] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -363,6 +397,7 @@ _LAYERS: dict[Any, Any] = {
     F.group_norm: _group_norm,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
+    F.prelu: _prelu,
     **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{function: _add for function in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},
     **{function: _mul for function in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},

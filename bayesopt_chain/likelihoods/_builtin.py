@@ -1,10 +1,11 @@
-"""The likelihoods most models use, each with its exact output factors written down.
+"""The likelihoods most models use, each with the exact root of its output Hessian (``_roots.py``) written down.
 
-gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2      sum s s^T = 1 / v
-  learned     f = (m, r), v = e^r                             sum s s^T = diag(1 / v, 1 / 2)
-bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)       sum s s^T = p (1 - p)
-poisson       loss = e^f - y f + log y!                       sum s s^T = e^f
-categorical   loss = -log softmax(f)_y,  p = softmax(f)       sum s s^T = diag(p) - p p^T,   s_c = sqrt(p_c) (e_c - p)
+gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2      sum_k s_k s_k^T = 1 / v
+  learned     f = (m, r), v = e^r                             sum_k s_k s_k^T = diag(1 / v, 1 / 2)
+bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)       sum_k s_k s_k^T = p (1 - p)
+poisson       loss = e^f - y f + log y!                       sum_k s_k s_k^T = e^f
+categorical   loss = -log softmax(f)_y,  p = softmax(f)       sum_k s_k s_k^T = diag(p) - p p^T
+                                                              s_k = sqrt(p_k) (e_k - p)
 """
 
 from __future__ import annotations
@@ -17,31 +18,36 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from bayesopt_chain.likelihoods._likelihood import Likelihood
+from bayesopt_chain.likelihoods._roots import Elementwise, Softmax
 from bayesopt_chain.trees import as_tensor
 
 
 def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
     """Independent Gaussian noise on every output.
 
-    Args:
-        variance: of the noise, in the targets' units squared: a number or 0-d tensor, a tensor `[*event]` with one
-        variance an
-            output, or `"learned"`: then the outputs are `[B, *, 2 C]`, C means followed by C log variances. Default 1.
+    Targets have the shape of the outputs, ``[B, *event]``; with ``"learned"`` that of the means, ``[B, *, C]``.
 
-    Targets have the shape of the outputs, `[B, *event]`; with `"learned"` that of the means, `[B, *, C]`.
+    Args:
+        variance: of the noise, in the targets' units squared: a number or 0-d tensor, a tensor ``[*event]`` with one
+            variance an output, or ``"learned"``: then the outputs are ``[B, *, 2 C]``, C means followed by C log
+            variances. Default 1.
+
+    Returns:
+        A :class:`Likelihood`.
 
     Raises:
-        ValueError: for a variance that is not positive, or targets of another shape.
+        ValueError: for a variance that is not positive, and where it is used for targets or outputs of another shape.
 
-    >>> import torch
-    >>> from bayesopt_chain import likelihoods
-    >>> likelihoods.gaussian(0.25).factors(torch.zeros(2, 1), torch.zeros(2, 1)).flatten()
-    tensor([2., 2.])
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.gaussian(0.25).factors(torch.zeros(2, 1), torch.zeros(2, 1)).flatten()
+        tensor([2., 2.])
     """
     if isinstance(variance, str):
         if variance != "learned":
             raise ValueError(f"variance={variance!r}: pass a number, a tensor or 'learned'")
-        return Likelihood("gaussian with learned variance", _learned_nll, _learned_factors, _learned_draw)
+        return Likelihood("gaussian with learned variance", _learned_nll, _learned_root, _learned_draw)
     if not bool(torch.as_tensor(variance > 0).all()):
         raise ValueError(f"variance={variance}: pass positive variances")
 
@@ -50,68 +56,86 @@ def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
         v = as_tensor(variance, outputs.dtype, outputs.device)
         return _per_datum((targets - outputs).square() / (2 * v) + (2 * math.pi * v).log() / 2)
 
-    def factors(outputs: Tensor, targets: Tensor) -> Tensor:
+    def root(outputs: Tensor, targets: Tensor) -> Elementwise:
         v = as_tensor(variance, outputs.dtype, outputs.device)
-        return _one_entry_each(v.rsqrt().expand_as(outputs))
+        return Elementwise(v.rsqrt().expand_as(outputs))
 
     def draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         v = as_tensor(variance, outputs.dtype, outputs.device)
         return outputs + v.sqrt() * _normal_like(outputs, generator)
 
-    return Likelihood("gaussian", nll, factors, draw)
+    return Likelihood("gaussian", nll, root, draw)
 
 
 def bernoulli() -> Likelihood:
-    """Independent yes-or-no targets from logits. Outputs `[B, *event]` are logits; targets 0 or 1 of the same shape.
+    """Independent yes-or-no targets from logits.
 
-    >>> import torch
-    >>> from bayesopt_chain import likelihoods
-    >>> likelihoods.bernoulli().factors(torch.zeros(1, 1), torch.zeros(1, 1)).item()
-    0.5
+    Outputs ``[B, *event]`` are logits; targets are 0 or 1 and have the same shape.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.bernoulli().factors(torch.zeros(1, 1), torch.zeros(1, 1)).item()
+        0.5
     """
 
     def nll(outputs: Tensor, targets: Tensor) -> Tensor:
         _require_shape("bernoulli", targets, outputs.shape)
         return _per_datum(softplus(outputs) - targets * outputs)
 
-    def factors(outputs: Tensor, targets: Tensor) -> Tensor:
-        return _one_entry_each((outputs.sigmoid() * (-outputs).sigmoid()).sqrt())
+    def root(outputs: Tensor, targets: Tensor) -> Elementwise:
+        return Elementwise((outputs.sigmoid() * (-outputs).sigmoid()).sqrt())
 
     def draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
 
-    return Likelihood("bernoulli", nll, factors, draw)
+    return Likelihood("bernoulli", nll, root, draw)
 
 
 def poisson() -> Likelihood:
-    """Independent counts from log rates. Outputs `[B, *event]` are log rates; targets counts of the same shape.
+    """Independent counts from log rates.
 
-    >>> import torch
-    >>> from bayesopt_chain import likelihoods
-    >>> likelihoods.poisson().nll(torch.zeros(1, 1), torch.zeros(1, 1))
-    tensor([1.])
+    Outputs ``[B, *event]`` are log rates; targets are counts and have the same shape.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.poisson().nll(torch.zeros(1, 1), torch.zeros(1, 1))
+        tensor([1.])
     """
 
     def nll(outputs: Tensor, targets: Tensor) -> Tensor:
         _require_shape("poisson", targets, outputs.shape)
         return _per_datum(outputs.exp() - targets * outputs + torch.lgamma(targets.to(outputs.dtype) + 1))
 
-    def factors(outputs: Tensor, targets: Tensor) -> Tensor:
-        return _one_entry_each((outputs / 2).exp())
+    def root(outputs: Tensor, targets: Tensor) -> Elementwise:
+        return Elementwise((outputs / 2).exp())
 
     def draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         return torch.poisson(outputs.exp(), generator=generator)
 
-    return Likelihood("poisson", nll, factors, draw)
+    return Likelihood("poisson", nll, root, draw)
 
 
 def categorical() -> Likelihood:
-    """One of C classes from logits. Outputs `[B, *, C]` are logits; targets integer classes `[B, *]`.
+    """One of C classes from logits, at every position of a datum (one position, or the tokens of a sequence).
 
-    >>> import torch
-    >>> from bayesopt_chain import likelihoods
-    >>> likelihoods.categorical().nll(torch.zeros(1, 4), torch.tensor([2])).exp()
-    tensor([4.])
+    Outputs ``[B, *, C]`` are logits; targets are integer classes ``[B, *]``.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.categorical().nll(torch.zeros(1, 4), torch.tensor([2])).exp()
+        tensor([4.])
     """
 
     def nll(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -119,24 +143,15 @@ def categorical() -> Likelihood:
         losses = cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1), reduction="none")
         return _per_datum(losses.reshape(targets.shape))
 
-    def factors(outputs: Tensor, targets: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
-        classes = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-        rows = p.sqrt()[..., None] * (classes - p[..., None, :])  # [B, *, C (factor), C (output)]
-        if outputs.ndim == 2:
-            return rows.transpose(0, 1)
-        positions = math.prod(outputs.shape[1:-1])
-        rows = rows.reshape(outputs.shape[0], positions, *rows.shape[-2:])
-        where = torch.eye(positions, dtype=p.dtype, device=p.device)
-        spread = torch.einsum("btkc,ts->tkbsc", rows, where)
-        return spread.reshape((-1, *outputs.shape))
+    def root(outputs: Tensor, targets: Tensor) -> Softmax:
+        return Softmax(outputs.softmax(-1))
 
     def draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         p = outputs.softmax(-1)
         drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
         return drawn.reshape(outputs.shape[:-1])
 
-    return Likelihood("categorical", nll, factors, draw)
+    return Likelihood("categorical", nll, root, draw)
 
 
 def _learned_nll(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -146,9 +161,9 @@ def _learned_nll(outputs: Tensor, targets: Tensor) -> Tensor:
     return _per_datum((squares + log_variance + math.log(2 * math.pi)) / 2)
 
 
-def _learned_factors(outputs: Tensor, targets: Tensor) -> Tensor:
+def _learned_root(outputs: Tensor, targets: Tensor) -> Elementwise:
     _, log_variance = _halves(outputs)
-    return _one_entry_each(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
+    return Elementwise(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
 
 
 def _learned_draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -161,18 +176,13 @@ def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"gaussian(variance='learned') got outputs {tuple(outputs.shape)}: return means and log variances, [B, 2 C]"
         )
-    return outputs.chunk(2, dim=-1)
+    mean, log_variance = outputs.chunk(2, dim=-1)
+    return mean, log_variance
 
 
 def _per_datum(losses: Tensor) -> Tensor:
-    """Sum independent losses over the event axes: `[B, *event]` to `[B]`."""
+    """Sum independent losses over the event axes: ``[B, *event]`` to ``[B]``."""
     return losses.reshape(losses.shape[0], -1).sum(1)
-
-
-def _one_entry_each(scale: Tensor) -> Tensor:
-    """Return factors `[E, B, *event]`, the e-th of which is `scale` at the event's e-th entry and 0 elsewhere."""
-    flat = scale.reshape(scale.shape[0], -1)
-    return torch.diag_embed(flat).transpose(0, 1).reshape((flat.shape[1], *scale.shape))
 
 
 def _normal_like(tensor: Tensor, generator: torch.Generator | None) -> Tensor:

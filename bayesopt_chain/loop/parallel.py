@@ -2,7 +2,7 @@ r"""``parallel``: many chains at once, stacked on axis 0, each with its own nois
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import tracing
+from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import is_readable
 
 
 class Parallel:
@@ -158,12 +160,71 @@ def parallel(
     return Parallel(step, n, batch_dim, each or {}, chunk, loop)
 
 
-def stack(trees: list[Any]) -> Any:
+def stack(trees: Sequence[Any]) -> Any:
     """Stack trees of the same structure on a new axis 0.
+
+    Args:
+        trees: parameters, or states of chains. States must have keys of their own: copies of one would draw the same noise.
+
+    Returns:
+        The tree whose leaves have a further axis 0.
+
+    Raises:
+        ValueError: two states with one key.
 
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> bc.stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
         torch.Size([2, 2])
     """
+    trees = list(trees)
+    for place in zip(*(_keyed(tree) for tree in trees)):
+        keys = [entry.key.item() for entry in place if is_readable(entry.key) and entry.key.ndim == 0]
+        if len(set(keys)) < len(keys) and any(keys):  # 0: nothing is drawn
+            raise ValueError(
+                "stack: two states have one key, so that their chains would draw the same noise; give each a key of its own: "
+                "bc.stack(bc.fork(state, n))"
+            )
     return optree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
+    """Copies of a state that draw different noise: the same velocities and averages, a new key for each.
+
+    Args:
+        state: of a chain, or any tree that holds such, as ``state_dict()`` of an optimizer class.
+        n: number of copies, at least 1.
+        generator: source of the keys (default: torch's global generator).
+
+    Returns:
+        A list of ``n`` states; the first has a new key too.
+
+    Raises:
+        ValueError: ``n`` below 1.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sghmc(0.1, temperature=0.01), torch.zeros(2)
+        >>> a, b = bc.fork(tx.init(params), 2)
+        >>> bool(a[1].key == b[1].key)
+        False
+    """
+    if n < 1:
+        raise ValueError(f"fork: n must be at least 1, got {n}")
+
+    def renewed(entry: Any) -> Any:
+        if _is_keyed(entry):
+            inner: Any = optree.tree_map(torch.clone, entry._replace(key=()))
+            return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))
+        return entry.clone() if isinstance(entry, Tensor) else entry
+
+    return [optree.tree_map(renewed, state, is_leaf=_is_keyed) for _ in range(n)]
+
+
+def _is_keyed(entry: Any) -> bool:
+    """Whether it is a state with a random stream."""
+    return {"key", "count"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
+
+
+def _keyed(tree: Any) -> list[Any]:
+    return [entry for entry in optree.tree_leaves(tree, is_leaf=_is_keyed) if _is_keyed(entry)]

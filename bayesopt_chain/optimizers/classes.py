@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
+import optree
+import torch
 import torchopt
 
 from bayesopt_chain.optimizers import functional
@@ -39,9 +42,26 @@ META = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{fun
     """
 
 
+class _Optimizer(torchopt.Optimizer):
+    """TorchOpt's, with its state from the start."""
+
+    def add_param_group(self, params: Any) -> None:
+        super().add_param_group(params)
+        self.state_groups[-1] = self.impl.init(self.param_groups[-1])
+
+
+class _MetaOptimizer(torchopt.MetaOptimizer):
+    """TorchOpt's, with its state from the start, so that extracting and recovering it replays the noise."""
+
+    def add_param_group(self, module: torch.nn.Module) -> None:
+        super().add_param_group(module)
+        self.state_groups[-1] = self.impl.init(tuple(optree.tree_leaves(self.param_containers_groups[-1])))
+
+
 def optimizer_class(namesake: type, build: Callable) -> type:
     """A class like ``namesake`` whose transformation is made by ``build``."""
-    base = torchopt.MetaOptimizer if issubclass(namesake, torchopt.MetaOptimizer) else torchopt.Optimizer
+    is_meta = issubclass(namesake, torchopt.MetaOptimizer)
+    base = _MetaOptimizer if is_meta else _Optimizer
     theirs = inspect.signature(namesake.__init__)
     ours = [p for name, p in inspect.signature(build).parameters.items() if name in ("temperature", "freeze_after")]
     signature = theirs.replace(parameters=[*theirs.parameters.values(), *ours], return_annotation=None)
@@ -54,14 +74,14 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         base.__init__(self, target, build(**settings))
 
     __init__.__signature__ = signature
-    doc = (META if base is torchopt.MetaOptimizer else DOC).format(name=namesake.__name__, function=build.__name__)
+    doc = (META if is_meta else DOC).format(name=namesake.__name__, function=build.__name__)
     return type(
         namesake.__name__,
         (base,),
         {
             "__init__": __init__,
             "__doc__": doc,
-            "__module__": "bayesopt_chain.meta" if base is torchopt.MetaOptimizer else "bayesopt_chain",
+            "__module__": "bayesopt_chain.meta" if is_meta else "bayesopt_chain",
             "__qualname__": namesake.__name__,
         },
     )

@@ -1,6 +1,6 @@
-"""Gaussian precisions over parameter trees: one algebra, several structures (see `_algebra.py`)."""
+"""Gaussian precisions over parameter trees: one algebra, several structures (see ``_algebra.py``)."""
 
-from bayesopt_chain.precision._algebra import Precision
+from bayesopt_chain.precision._algebra import LayerBases, Precision
 from bayesopt_chain.precision._block import Block
 from bayesopt_chain.precision._dense import Cholesky, Dense
 from bayesopt_chain.precision._diagonal import Diagonal
@@ -17,6 +17,7 @@ __all__ = [
     "Diagonal",
     "Eigenbasis",
     "Kronecker",
+    "LayerBases",
     "LowRank",
     "LowRankCovariance",
     "Precision",

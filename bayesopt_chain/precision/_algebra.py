@@ -1,7 +1,7 @@
 """One set of questions to ask of any Gaussian precision, so that a method never asks what it is.
 
-A precision `Lambda` is a symmetric positive semidefinite operator on parameter trees. In the algebra below `x` is a
-tree like the parameters, or a batch of them: leaves `[*lead, *leaf.shape]`.
+A precision ``Lambda`` is a symmetric positive semidefinite operator on parameter trees. In the algebra below ``x`` is a
+tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
 
     add            Lambda + Lambda'               solve         Lambda^-1 x
     scale          c Lambda                       sqrt_solve    R x  with  R R^T = Lambda^-1   (sampling)
@@ -9,14 +9,20 @@ tree like the parameters, or a batch of them: leaves `[*lead, *leaf.shape]`.
     quad           x^T Lambda x, shape [*lead]    diag          the diagonal of Lambda, a tree
     logdet         log |Lambda|, 0-d              to_dense      the matrix [P, P], leaves in optree order
 
-What decomposes a precision (`solve, sqrt_solve, logdet, inverse_diag`) is answered by `factorised()`, which does the
-decomposition once and also refuses, by name, a precision that is not positive definite.
+What decomposes a precision (``solve, sqrt_solve, logdet, inverse_diag``) is answered by ``factorised()``, which does the
+decomposition once and also refuses, by name, a precision that is not positive definite. Two more questions are about
+what a structure can do: ``as_rows()`` and ``layer_bases()``. A new structure is a class here, an entry in the table of
+:mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
+
+A precision is held in float32 at least; answers that are like ``x`` have the dtypes of ``x``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -24,17 +30,37 @@ from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, as_tensor
 
 
+class LayerBases(NamedTuple):
+    """How a precision sees one leaf as a matrix ``[d0, d1]``: diagonal in the basis ``u_i (x) v_j``.
+
+    Attributes:
+        left: U, ``[d0, d0]``, or one axis ``[d0]`` for the identity; None where both bases are the identity.
+        right: V, ``[d1, d1]`` or ``[d1]``; None as for ``left``.
+        values: the eigenvalues, as many as the leaf has entries.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    values: Tensor
+
+
 class Precision:
     """The algebra of precisions; each structure is a NamedTuple of tensors and trees with these methods.
 
-    `count` is the number of data behind the precision, a 0-d tensor; `add` sums it and `scale` scales it.
+    Attributes:
+        count: the number of data behind the precision, a 0-d tensor; ``add`` sums it and ``scale`` scales it.
     """
 
     __slots__ = ()
     count: Tensor
 
     def add(self, other: Any) -> Any:
-        """Return the sum with another precision of the same structure over the same tree."""
+        """Return the sum with another precision over the same tree.
+
+        Raises:
+            TypeError: for another structure.
+            ValueError: for another tree (names the leaf).
+        """
         raise NotImplementedError
 
     def scale(self, factor: float | Tensor) -> Any:
@@ -42,11 +68,22 @@ class Precision:
         raise NotImplementedError
 
     def add_diagonal(self, value: Any) -> Any:
-        """Return the precision plus a diagonal: a number, a 0-d tensor, or a tree that broadcasts to the params."""
+        """Return the precision plus a diagonal.
+
+        Args:
+            value: a number, a 0-d tensor, or a tree that broadcasts to the params.
+
+        Raises:
+            ValueError: for a tree that does not broadcast, or that the structure cannot take up (names the leaf).
+        """
         raise NotImplementedError
 
     def factorised(self) -> Any:
-        """Return the same precision decomposed for solving; `ValueError` where it is not positive definite."""
+        """Return the same precision decomposed for solving.
+
+        Raises:
+            ValueError: where it is not positive definite (names the leaf).
+        """
         raise NotImplementedError
 
     def diag(self) -> Tree:
@@ -54,32 +91,58 @@ class Precision:
         raise NotImplementedError
 
     def quad(self, tree: Tree) -> Tensor:
-        """Return `x^T Lambda x`, shape `[*lead]`."""
+        """Return ``x^T Lambda x``, shape ``[*lead]``."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
-        """Return the matrix `[P, P]`, the leaves flattened in optree order."""
+        """Return the matrix ``[P, P]``, the leaves flattened in optree order."""
         raise NotImplementedError
 
+    def as_rows(self) -> Tree:
+        """Return rows, leaves ``[M, *leaf.shape]``, with ``Lambda = rows^T rows``.
+
+        Raises:
+            TypeError: for a structure that is not made of rows.
+            ValueError: for an indefinite precision.
+        """
+        raise TypeError(f"a precision of class {type(self).__name__} is not made of rows")
+
+    def layer_bases(self) -> list[LayerBases] | None:
+        """Return, leaf by leaf, the basis in which a decomposed precision is diagonal; None where there is none."""
+        return None
+
     def solve(self, tree: Tree) -> Tree:
-        """Return `Lambda^-1 x`."""
+        """Return ``Lambda^-1 x``."""
         return self.factorised().solve(tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
-        """Return `R x` with `R R^T = Lambda^-1`: white noise in, a draw of covariance `Lambda^-1` out."""
+        """Return ``R x`` with ``R R^T = Lambda^-1``: white noise in, a draw of covariance ``Lambda^-1`` out."""
         return self.factorised().sqrt_solve(tree)
 
     def logdet(self) -> Tensor:
-        """Return `log |Lambda|`."""
+        """Return ``log |Lambda|``."""
         return self.factorised().logdet()
 
     def inverse_diag(self) -> Tree:
-        """Return the diagonal of `Lambda^-1`, the marginal variances, as a tree."""
+        """Return the diagonal of ``Lambda^-1``, the marginal variances, as a tree."""
         return self.factorised().inverse_diag()
 
 
+def like(tree: Tree, other: Tree) -> Tree:
+    """Bring an answer into the dtypes of the question."""
+    return optree.tree_map(lambda leaf, asked: leaf.to(asked.dtype), tree, other)
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """Add the parts of a sum over leaves, of which there is at least one."""
+    first, *others = parts
+    for other in others:
+        first = first + other
+    return first
+
+
 def require_same_structure(left: Precision, right: Any, *accepted: type) -> None:
-    """Raise `TypeError` unless `right` is one of the classes that can be added to `left`."""
+    """Raise ``TypeError`` unless ``right`` is one of the classes that can be added to ``left``."""
     if not isinstance(right, accepted or (type(left),)):
         raise TypeError(
             f"cannot add {type(right).__name__} to {type(left).__name__}: one posterior has one structure; "
@@ -88,7 +151,7 @@ def require_same_structure(left: Precision, right: Any, *accepted: type) -> None
 
 
 def require_positive(values: Tensor, name: str) -> None:
-    """Raise `ValueError` where values that must be positive are not; inside a transform nothing can be checked."""
+    """Raise ``ValueError`` where values that must be positive are not; inside a transform nothing can be checked."""
     if not is_hidden(values) and not bool((values > 0).all()):
         raise ValueError(
             f"the precision is singular or indefinite at {name} (smallest value {values.min().item():.3g}): "

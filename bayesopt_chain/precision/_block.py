@@ -11,24 +11,29 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, require_same_structure
+from bayesopt_chain.precision._algebra import Precision, require_same_structure, total
 from bayesopt_chain.trees import Tree, shape_only, spread
 
 
 class _Block(NamedTuple):
     blocks: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Block(_Block, Precision):
-    """A block-diagonal precision. `blocks`: a tree with the structure of the params that holds a precision over one
-    bare tensor in the place of every leaf; `count`: 0-d.
+    """A block-diagonal precision.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Block, Diagonal
-    >>> one = torch.tensor(1.0)
-    >>> Block({"a": Diagonal(torch.tensor([2.0]), one), "b": Diagonal(torch.tensor(4.0), one)}, one).diag()
-    {'a': tensor([2.]), 'b': tensor(4.)}
+    Attributes:
+        blocks: a tree with the structure of the params that holds a precision over one bare tensor in the place of
+            every leaf.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Block, Diagonal
+        >>> one = torch.tensor(1.0)
+        >>> Block({"a": Diagonal(torch.tensor([2.0]), one), "b": Diagonal(torch.tensor(4.0), one)}, one).diag()
+        {'a': tensor([2.]), 'b': tensor(4.)}
     """
 
     __slots__ = ()
@@ -60,7 +65,7 @@ class Block(_Block, Precision):
         return self._each(lambda block, x: block.sqrt_solve(x), tree)
 
     def logdet(self) -> Tensor:
-        return sum(block.logdet() for block in self._list())
+        return total(block.logdet() for block in self._list())
 
     def diag(self) -> Tree:
         return self._each(lambda block: block.diag())
@@ -69,7 +74,7 @@ class Block(_Block, Precision):
         return self._each(lambda block: block.inverse_diag())
 
     def quad(self, tree: Tree) -> Tensor:
-        return sum(block.quad(x) for block, x in zip(self._list(), optree.tree_leaves(tree)))
+        return total(block.quad(x) for block, x in zip(self._list(), optree.tree_leaves(tree)))
 
     def to_dense(self) -> Tensor:
         return torch.block_diag(*(block.to_dense() for block in self._list()))

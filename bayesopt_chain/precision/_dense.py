@@ -1,4 +1,4 @@
-"""A precision that keeps every correlation, for models small enough to hold `P^2` numbers.
+"""A precision that keeps every correlation, for models small enough to hold ``P^2`` numbers.
 
 Lambda = M = L L^T,    Lambda^-1 x = L^-T L^-1 x,    R = L^-T,    log |Lambda| = 2 sum_i log L_ii
 """
@@ -14,31 +14,38 @@ from torch import Tensor
 
 from bayesopt_chain.precision._algebra import Precision, require_same_structure
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten
+from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten, widened
 
 
 class _Dense(NamedTuple):
     matrix: Tensor
     like: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class _Cholesky(NamedTuple):
     factor: Tensor
     like: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Dense(_Dense, Precision):
-    """A dense precision. `matrix`: `[P, P]`, the leaves flattened in optree order; `like`: a tree of the params' shapes
-    (its values are never read: `precision.shape_only(params)` costs no memory); `count`: 0-d.
+    """A dense precision.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Dense
-    >>> like = (torch.tensor(0.0), torch.zeros(1))
-    >>> precision = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), like, torch.tensor(1.0))
-    >>> precision.solve((torch.tensor(3.0), torch.tensor([0.0])))
-    (tensor(2.0000), tensor([-1.]))
+    Attributes:
+        matrix: ``[P, P]``, the leaves flattened in optree order.
+        like: a tree of the params' shapes; its values are never read (``precision.shape_only(params)`` costs no
+            memory).
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Dense
+        >>> like = (torch.tensor(0.0), torch.zeros(1))
+        >>> precision = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), like, torch.tensor(1.0))
+        >>> x = precision.solve((torch.tensor(3.0), torch.tensor([0.0])))
+        >>> round(x[0].item(), 4), round(x[1].item(), 4)
+        (2.0, -1.0)
     """
 
     __slots__ = ()
@@ -68,23 +75,36 @@ class Dense(_Dense, Precision):
         return Cholesky(factor, self.like, self.count)
 
     def diag(self) -> Tree:
-        return unflatten(self.matrix.diagonal(), self.like)
+        return unflatten(self.matrix.diagonal(), widened(self.like))
 
     def quad(self, tree: Tree) -> Tensor:
         x = flatten(tree, self.like)
         return ((x @ self.matrix) * x).sum(-1)
+
+    def as_rows(self) -> Tree:
+        """By an eigendecomposition, which loses digits; ``ValueError`` for an indefinite matrix."""
+        values, vectors = torch.linalg.eigh(self.matrix)
+        tolerance = 1e3 * torch.finfo(values.dtype).eps
+        if not is_hidden(values) and bool((values < -tolerance * values.abs().max()).any()):
+            raise ValueError(f"the precision is indefinite (eigenvalue {values.min().item():.3g}): use curvature.ggn")
+        return unflatten(values.clamp_min(0).sqrt()[:, None] * vectors.mT, widened(self.like))
 
     def to_dense(self) -> Tensor:
         return self.matrix
 
 
 class Cholesky(_Cholesky, Precision):
-    """A dense precision held by its lower Cholesky factor. `factor`: `[P, P]`; `like`, `count`: as in `Dense`.
+    """A dense precision held by its lower Cholesky factor.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Cholesky
-    >>> Cholesky(torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.zeros(2), torch.tensor(1.0)).logdet()
-    tensor(1.3863)
+    Attributes:
+        factor: ``[P, P]``.
+        like, count: as in :class:`Dense`.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Cholesky
+        >>> Cholesky(torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.zeros(2), torch.tensor(1.0)).logdet()
+        tensor(1.3863)
     """
 
     __slots__ = ()
@@ -117,15 +137,18 @@ class Cholesky(_Cholesky, Precision):
         return 2 * self.factor.diagonal().log().sum()
 
     def diag(self) -> Tree:
-        return unflatten(self.factor.square().sum(1), self.like)
+        return unflatten(self.factor.square().sum(1), widened(self.like))
 
     def inverse_diag(self) -> Tree:
         identity = torch.eye(size(self.like), dtype=self.factor.dtype, device=self.factor.device)
         inverse = torch.linalg.solve_triangular(self.factor, identity, upper=False)
-        return unflatten(inverse.square().sum(0), self.like)
+        return unflatten(inverse.square().sum(0), widened(self.like))
 
     def quad(self, tree: Tree) -> Tensor:
         return (flatten(tree, self.like) @ self.factor).square().sum(-1)
+
+    def as_rows(self) -> Tree:
+        return unflatten(self.factor.mT, widened(self.like))
 
     def to_dense(self) -> Tensor:
         return self.factor @ self.factor.mT

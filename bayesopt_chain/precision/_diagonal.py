@@ -11,23 +11,35 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
+from bayesopt_chain.precision._algebra import (
+    LayerBases,
+    Precision,
+    like,
+    require_positive,
+    require_same_structure,
+    total,
+)
 from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, scaled, spread
 
 
 class _Diagonal(NamedTuple):
     values: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Diagonal(_Diagonal, Precision):
-    """A diagonal precision. `values`: a tree like the params; `count`: 0-d.
+    """A diagonal precision.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Diagonal
-    >>> precision = Diagonal({"w": torch.tensor([1.0, 3.0])}, torch.tensor(2.0)).add_diagonal(1.0)
-    >>> precision.solve({"w": torch.ones(2)})
-    {'w': tensor([0.5000, 0.2500])}
+    Attributes:
+        values: a tree like the params.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Diagonal
+        >>> precision = Diagonal({"w": torch.tensor([1.0, 3.0])}, torch.tensor(2.0)).add_diagonal(1.0)
+        >>> precision.solve({"w": torch.ones(2)})
+        {'w': tensor([0.5000, 0.2500])}
     """
 
     __slots__ = ()
@@ -42,8 +54,8 @@ class Diagonal(_Diagonal, Precision):
 
     def add_diagonal(self, value: Any) -> Diagonal:
         leaves, structure = optree.tree_flatten(self.values)
-        total = [leaf + d for leaf, d in zip(leaves, spread(value, self.values, "the diagonal"))]
-        return Diagonal(optree.tree_unflatten(structure, total), self.count)
+        sums = [leaf + d for leaf, d in zip(leaves, spread(value, self.values, "the diagonal"))]
+        return Diagonal(optree.tree_unflatten(structure, sums), self.count)
 
     def factorised(self) -> Diagonal:
         for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
@@ -51,13 +63,13 @@ class Diagonal(_Diagonal, Precision):
         return self
 
     def solve(self, tree: Tree) -> Tree:
-        return optree.tree_map(torch.div, tree, self.values)
+        return like(optree.tree_map(torch.div, tree, self.values), tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
-        return optree.tree_map(lambda x, v: x / v.sqrt(), tree, self.values)
+        return like(optree.tree_map(lambda x, v: x / v.sqrt(), tree, self.values), tree)
 
     def logdet(self) -> Tensor:
-        return sum(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
+        return total(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
 
     def diag(self) -> Tree:
         return self.values
@@ -70,3 +82,6 @@ class Diagonal(_Diagonal, Precision):
 
     def to_dense(self) -> Tensor:
         return torch.diag(flatten(self.values, self.values))
+
+    def layer_bases(self) -> list[LayerBases]:
+        return [LayerBases(None, None, values) for values in optree.tree_leaves(self.values)]

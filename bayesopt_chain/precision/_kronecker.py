@@ -1,13 +1,16 @@
 """A precision with one Kronecker product a parameter, so that a layer of I x O weights costs I^2 + O^2, not (I O)^2.
 
-A leaf seen as a matrix `[d0, d1]` (a vector as `[n, 1]`, a convolution as `[O, I k k]`) has the block
+A leaf seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``, a convolution as ``[O, I k k]``) has the block
 
-    Lambda = (L (x) R) / n + delta I,     L = left [d0, d0],  R = right [d1, d1],  n = count,
+    Lambda = c (L (x) R) / n + delta I,     L = left [d0, d0],  R = right [d1, d1],  n = data,  c = weight,
 
-where L and R are *sums* over the data: adding increments adds L, R, delta and n, so that the result does not
-depend on how the data was split. With `L = U diag(l) U^T` and `R = V diag(r) V^T` the eigenvalues are `l_i r_j / n +
-delta`; EKFAC (George et al. 2018) keeps U and V and replaces `l_i r_j / n` by the curvature measured along `u_i (x)
-v_j`. A factor of one axis `[d]` is a diagonal matrix (the one-hot inputs of an embedding).
+where L and R are *sums* over n data: adding increments adds c L, c R, delta and c n, so that the result does not
+depend on how the data was split. With ``L = U diag(l) U^T`` and ``R = V diag(r) V^T`` the eigenvalues are
+``c l_i r_j / n + delta``; EKFAC (George et al. 2018) keeps U and V and replaces ``l_i r_j / n`` by the curvature measured
+along ``u_i (x) v_j``. A factor of one axis ``[d]`` is a diagonal matrix (the one-hot inputs of an embedding).
+
+A scale stays beside the factors, as c: the bases U and V do not depend on it, and a derivative in c that went through
+them would divide by differences of eigenvalues, some of which are zero wherever inputs are constant.
 K-FAC: Martens and Grosse 2015; Laplace with it: Ritter et al. 2018.
 """
 
@@ -19,7 +22,14 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, require_positive, require_same_structure
+from bayesopt_chain.precision._algebra import (
+    LayerBases,
+    Precision,
+    like,
+    require_positive,
+    require_same_structure,
+    total,
+)
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, paths, require_like, scaled, spread
 
@@ -29,7 +39,8 @@ class _Kronecker(NamedTuple):
     right: Tree
     diagonal: Tree
     like: Tree
-    count: Tensor
+    data: Tensor
+    weight: Tensor
 
 
 class _Eigenbasis(NamedTuple):
@@ -37,95 +48,122 @@ class _Eigenbasis(NamedTuple):
     right: Tree
     values: Tree
     like: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Kronecker(_Kronecker, Precision):
-    """Kronecker factors being accumulated. Trees like the params: `left` with leaves `[d0, d0]` or `[d0]`,
-    `right` with leaves `[d1, d1]` or `[d1]`, `diagonal` with 0-d leaves; `like`: the params' shapes; `count`: 0-d.
+    """Kronecker factors being accumulated.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Kronecker
-    >>> like = torch.zeros(2, 3)
-    >>> precision = Kronecker(2 * torch.eye(2), 3 * torch.eye(3), torch.tensor(1.0), like, torch.tensor(2.0))
-    >>> precision.diag()[0]
-    tensor([4., 4., 4.])
+    Attributes:
+        left: a tree like the params with leaves ``[d0, d0]`` or ``[d0]``.
+        right: the same with leaves ``[d1, d1]`` or ``[d1]``.
+        diagonal: the same with 0-d leaves.
+        like: the params' shapes.
+        data: 0-d, the number of data in the factors.
+        weight: 0-d, what the factors are scaled by, 1 unless given; ``count`` is ``weight * data``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Kronecker
+        >>> like = torch.zeros(2, 3)
+        >>> precision = Kronecker(2 * torch.eye(2), 3 * torch.eye(3), torch.tensor(1.0), like, torch.tensor(2.0))
+        >>> precision.diag()[0]
+        tensor([4., 4., 4.])
     """
 
     __slots__ = ()
+
+    def __new__(
+        cls, left: Tree, right: Tree, diagonal: Tree, like: Tree, data: Tensor, weight: Tensor | None = None
+    ) -> Kronecker:
+        return super().__new__(
+            cls, left, right, diagonal, like, data, torch.ones_like(data) if weight is None else weight
+        )
+
+    @property
+    def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        return self.weight * self.data
 
     def add(self, other: Kronecker) -> Kronecker:
         require_same_structure(self, other)
         require_like(other.like, self.like, "the increment")
         require_like(other.right, self.right, "the increment's Kronecker factor")
-        trees = [optree.tree_map(torch.add, a, b) for a, b in zip(self[:3], other[:3])]
-        return Kronecker(*trees, self.like, self.count + other.count)
+
+        def sums(a: Tree, b: Tree) -> Tree:
+            return optree.tree_map(torch.add, scaled(a, self.weight), scaled(b, other.weight))
+
+        diagonal = optree.tree_map(torch.add, self.diagonal, other.diagonal)
+        count = self.count + other.count
+        return Kronecker(sums(self.left, other.left), sums(self.right, other.right), diagonal, self.like, count)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
-        trees = [scaled(tree, factor) for tree in self[:3]]
-        return Kronecker(*trees, self.like, self.count * factor)
+        return self._replace(diagonal=scaled(self.diagonal, factor), weight=self.weight * factor)
 
     def add_diagonal(self, value: Any) -> Kronecker:
         leaves, structure = optree.tree_flatten(self.diagonal)
-        total = [leaf + d for leaf, d in zip(leaves, _scalars(value, self.like))]
-        return self._replace(diagonal=optree.tree_unflatten(structure, total))
+        sums = [leaf + d for leaf, d in zip(leaves, _scalars(value, self.like))]
+        return self._replace(diagonal=optree.tree_unflatten(structure, sums))
 
     def eigenbasis(self) -> Eigenbasis:
-        """Decompose every factor; unlike `factorised`, a singular precision is accepted (a basis for EKFAC)."""
+        """Decompose every factor; unlike ``factorised``, a singular precision is accepted (a basis for EKFAC).
+
+        Scales and diagonals can be added to the result at the price of a sum: tune hyperparameters on it.
+        """
         structure = optree.tree_structure(self.like)
-        n = torch.where(self.count > 0, self.count, 1.0)
         lefts, rights, values = [], [], []
         for left, right, delta in zip(*map(optree.tree_leaves, self[:3])):
             (l, u), (r, v) = _eigh(left), _eigh(right)
             lefts.append(u)
             rights.append(v)
-            values.append(torch.outer(l, r) / n.to(l.dtype) + delta)
-        trees = [optree.tree_unflatten(structure, leaves) for leaves in (lefts, rights, values)]
-        return Eigenbasis(*trees, self.like, self.count)
+            values.append(torch.outer(l, r) * self._per_datum(l) + delta)
+        left, right, eigenvalues = (optree.tree_unflatten(structure, leaves) for leaves in (lefts, rights, values))
+        return Eigenbasis(left, right, eigenvalues, self.like, self.count)
 
     def factorised(self) -> Eigenbasis:
         return self.eigenbasis().factorised()
 
     def diag(self) -> Tree:
-        return optree.tree_map(
-            lambda left, right, delta, like: (torch.outer(_diag(left), _diag(right)) / self._n(left) + delta).reshape(
-                like.shape
-            ),
-            *self[:4],
-        )
+        def leaf(left: Tensor, right: Tensor, delta: Tensor, like: Tensor) -> Tensor:
+            return (torch.outer(_diag(left), _diag(right)) * self._per_datum(left) + delta).reshape(like.shape)
+
+        return optree.tree_map(leaf, *self[:4])
 
     def quad(self, tree: Tree) -> Tensor:
-        return _sum_leaves(
-            lambda x, left, right, delta: (x * (_times(left, _times(right, x.mT).mT) / self._n(left) + delta * x)).sum(
-                (-2, -1)
-            ),
-            _as_matrices(tree, self),
-            *self[:3],
-        )
+        def leaf(x: Tensor, left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
+            x = x.to(left.dtype)
+            return (x * (_times(left, _times(right, x.mT).mT) * self._per_datum(left) + delta * x)).sum((-2, -1))
 
-    def _n(self, leaf: Tensor) -> Tensor:
-        return torch.where(self.count > 0, self.count, 1.0).to(leaf.dtype)
+        return _sum_leaves(leaf, _as_matrices(tree, self), *self[:3])
+
+    def _per_datum(self, leaf: Tensor) -> Tensor:
+        """Return c / n in a leaf's dtype."""
+        return (self.weight / torch.where(self.data > 0, self.data, 1.0)).to(leaf.dtype)
 
     def to_dense(self) -> Tensor:
         def block(left: Tensor, right: Tensor, delta: Tensor) -> Tensor:
-            product = _kron(_matrix(left), _matrix(right)) / self._n(left)
+            product = _kron(_matrix(left), _matrix(right)) * self._per_datum(left)
             return product + delta * torch.eye(product.shape[0], dtype=product.dtype, device=product.device)
 
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
 
 
 class Eigenbasis(_Eigenbasis, Precision):
-    """A Kronecker precision in its eigenbasis, decomposed once. Trees like the params: `left`, `right` hold
-    orthogonal matrices (one axis: the identity), `values` the eigenvalues `[d0, d1]`; `like`, `count`: as in
-    `Kronecker`.
+    """A Kronecker precision in its eigenbasis, decomposed once.
 
     Sums are exact between precisions in the same basis (EKFAC increments); another basis is refused.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Kronecker
-    >>> k = Kronecker(2 * torch.eye(2), torch.eye(1), torch.tensor(0.0), torch.zeros(2), torch.tensor(1.0))
-    >>> k.factorised().add_diagonal(2.0).inverse_diag()
-    tensor([0.2500, 0.2500])
+    Attributes:
+        left, right: trees like the params of orthogonal matrices (one axis: the identity).
+        values: the same of the eigenvalues ``[d0, d1]``.
+        like: the params' shapes.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Kronecker
+        >>> k = Kronecker(2 * torch.eye(2), torch.eye(1), torch.tensor(0.0), torch.zeros(2), torch.tensor(1.0))
+        >>> k.factorised().add_diagonal(2.0).inverse_diag()
+        tensor([0.2500, 0.2500])
     """
 
     __slots__ = ()
@@ -133,7 +171,7 @@ class Eigenbasis(_Eigenbasis, Precision):
     def add(self, other: Eigenbasis) -> Eigenbasis:
         require_same_structure(self, other)
         require_like(other.like, self.like, "the increment")
-        for mine, its in zip(optree.tree_leaves(self[:2]), optree.tree_leaves(other[:2])):
+        for mine, its in zip(self._bases(), other._bases()):
             if mine is not its and not is_hidden(mine) and not torch.equal(mine, its):
                 raise ValueError(
                     "the two precisions live in different eigenbases: build all EKFAC increments with one basis=, "
@@ -147,8 +185,8 @@ class Eigenbasis(_Eigenbasis, Precision):
 
     def add_diagonal(self, value: Any) -> Eigenbasis:
         leaves, structure = optree.tree_flatten(self.values)
-        total = [leaf + d for leaf, d in zip(leaves, _scalars(value, self.like))]
-        return self._replace(values=optree.tree_unflatten(structure, total))
+        sums = [leaf + d for leaf, d in zip(leaves, _scalars(value, self.like))]
+        return self._replace(values=optree.tree_unflatten(structure, sums))
 
     def factorised(self) -> Eigenbasis:
         for name, leaf in zip(paths(self.values), optree.tree_leaves(self.values)):
@@ -156,16 +194,21 @@ class Eigenbasis(_Eigenbasis, Precision):
         return self
 
     def solve(self, tree: Tree) -> Tree:
-        return self._apply(lambda x, v: x / v, tree)
+        def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
+            return _into(u, v, _out_of(u, v, x.to(values.dtype)) / values)
+
+        return like(_as_leaves(optree.tree_map(leaf, _as_matrices(tree, self), *self[:3]), self.like), tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
-        """Return `(U (x) V) values^-1/2 x`, which needs no rotation of the white noise that comes in."""
-        matrices = optree.tree_map(lambda x, v: x / v.sqrt(), _as_matrices(tree, self), self.values)
-        rotated = optree.tree_map(lambda x, u, v: _times(u, _times(v, x.mT).mT), matrices, self.left, self.right)
-        return _as_leaves(rotated, self.like)
+        """Return ``(U (x) V) values^-1/2 x``, which needs no rotation of the white noise that comes in."""
+
+        def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
+            return _into(u, v, x / values.sqrt())
+
+        return like(_as_leaves(optree.tree_map(leaf, _as_matrices(tree, self), *self[:3]), self.like), tree)
 
     def logdet(self) -> Tensor:
-        return sum(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
+        return total(leaf.log().sum() for leaf in optree.tree_leaves(self.values))
 
     def diag(self) -> Tree:
         return self._diagonal_of(self.values)
@@ -174,13 +217,13 @@ class Eigenbasis(_Eigenbasis, Precision):
         return self._diagonal_of(optree.tree_map(torch.reciprocal, self.values))
 
     def quad(self, tree: Tree) -> Tensor:
-        rotated = optree.tree_map(
-            lambda x, u, v: _times(u.mT if u.ndim > 1 else u, _times(v.mT if v.ndim > 1 else v, x.mT).mT),
-            _as_matrices(tree, self),
-            self.left,
-            self.right,
-        )
-        return _sum_leaves(lambda x, v: (x.square() * v).sum((-2, -1)), rotated, self.values)
+        def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
+            return (_out_of(u, v, x.to(values.dtype)).square() * values).sum((-2, -1))
+
+        return _sum_leaves(leaf, _as_matrices(tree, self), *self[:3])
+
+    def layer_bases(self) -> list[LayerBases]:
+        return [LayerBases(*leaves) for leaves in zip(*map(optree.tree_leaves, self[:3]))]
 
     def to_dense(self) -> Tensor:
         def block(u: Tensor, v: Tensor, values: Tensor) -> Tensor:
@@ -189,12 +232,8 @@ class Eigenbasis(_Eigenbasis, Precision):
 
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
 
-    def _apply(self, function: Any, tree: Tree) -> Tree:
-        def leaf(x: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
-            inside = _times(u.mT if u.ndim > 1 else u, _times(v.mT if v.ndim > 1 else v, x.mT).mT)
-            return _times(u, _times(v, function(inside, values).mT).mT)
-
-        return _as_leaves(optree.tree_map(leaf, _as_matrices(tree, self), *self[:3]), self.like)
+    def _bases(self) -> list[Tensor]:
+        return optree.tree_leaves(self.left) + optree.tree_leaves(self.right)
 
     def _diagonal_of(self, values: Tree) -> Tree:
         def leaf(u: Tensor, v: Tensor, values: Tensor, like: Tensor) -> Tensor:
@@ -227,6 +266,16 @@ def _times(factor: Tensor, x: Tensor) -> Tensor:
     return factor[:, None] * x if factor.ndim == 1 else factor @ x
 
 
+def _into(u: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Return ``U x V^T``: from the eigenbasis to the parameters."""
+    return _times(u, _times(v, x.mT).mT)
+
+
+def _out_of(u: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Return ``U^T x V``: from the parameters to the eigenbasis."""
+    return _into(u.mT if u.ndim > 1 else u, v.mT if v.ndim > 1 else v, x)
+
+
 def _diag(factor: Tensor) -> Tensor:
     return factor if factor.ndim == 1 else factor.diagonal()
 
@@ -255,4 +304,4 @@ def _as_leaves(tree: Tree, like: Tree) -> Tree:
 
 
 def _sum_leaves(function: Any, *trees: Tree) -> Tensor:
-    return sum(map(function, *map(optree.tree_leaves, trees)))
+    return total(map(function, *map(optree.tree_leaves, trees)))

@@ -1,15 +1,15 @@
 """A precision from a few directions, for models whose data determine far fewer directions than they have parameters.
 
     Root:     Lambda = V^T V,               V the rows J^T S of a batch, [M, P]
-    LowRank:  Lambda = diag(d) + V^T V,     V of at most `rank` rows
+    LowRank:  Lambda = diag(d) + V^T V,     V of at most ``rank`` rows
 
-With the whitened rows `W = V diag(d)^-1/2`, rotated so that `W W^T = diag(s)` (Woodbury's identity),
+With the whitened rows ``W = V diag(d)^-1/2``, rotated so that ``W W^T = diag(s)`` (Woodbury's identity),
 
     Lambda^-1  = d^-1/2 (I - W^T diag(1 / (1 + s)) W) d^-1/2
     R          = d^-1/2 (I - W^T diag(1 / (q (1 + q))) W),   q = sqrt(1 + s),   R R^T = Lambda^-1
     log |Lambda| = sum log d + sum log(1 + s)
 
-Rows beyond the rank are *moved to the diagonal*: the rows are rotated to `V V^T = diag(s)`, the `rank` longest are
+Rows beyond the rank are *moved to the diagonal*: the rows are rotated to ``V V^T = diag(s)``, the ``rank`` longest are
 kept and the squares of the others added to d, so that trace and diagonal stay exact (a streaming SVD).
 """
 
@@ -22,39 +22,44 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision._algebra import Precision, require_same_structure
+from bayesopt_chain.precision._algebra import Precision, like, require_same_structure
 from bayesopt_chain.precision._diagonal import Diagonal
-from bayesopt_chain.trees import Tree, combine, first, flatten, gram, project, require_like, scaled
+from bayesopt_chain.trees import Tree, combine, first, flatten, gram, project, require_like, scaled, wide
 
 
 class _Root(NamedTuple):
     rows: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class _LowRank(NamedTuple):
     diagonal: Tree
     rows: Tree
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class _Woodbury(NamedTuple):
     diagonal: Tree
     rows: Tree
     strengths: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Root(_Root, Precision):
-    """The rows of a square root. `rows`: leaves `[M, *leaf.shape]`; `count`: 0-d. Sums concatenate the rows.
+    """The rows of a square root. Sums concatenate the rows.
 
-    A root alone is singular wherever `M < P`; `add_diagonal` makes it a `LowRank`.
+    A root alone is singular wherever ``M < P``; ``add_diagonal`` makes it a :class:`LowRank`.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Root
-    >>> Root(torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor(2.0)).to_dense()
-    tensor([[1., 1.],
-            [1., 2.]])
+    Attributes:
+        rows: a tree like the params of leaves ``[M, *leaf.shape]``.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Root
+        >>> Root(torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor(2.0)).to_dense()
+        tensor([[1., 1.],
+                [1., 2.]])
     """
 
     __slots__ = ()
@@ -80,7 +85,10 @@ class Root(_Root, Precision):
         return optree.tree_map(lambda row: row.square().sum(0), self.rows)
 
     def quad(self, tree: Tree) -> Tensor:
-        return project(self.rows, tree).square().sum(-1)
+        return project(self.rows, _wide(tree)).square().sum(-1)
+
+    def as_rows(self) -> Tree:
+        return self.rows
 
     def to_dense(self) -> Tensor:
         rows = flatten(self.rows, first(self.rows))
@@ -88,15 +96,19 @@ class Root(_Root, Precision):
 
 
 class LowRank(_LowRank, Precision):
-    """Low rank plus diagonal. `diagonal`: a tree like the params; `rows`: leaves `[rank, *leaf.shape]`; `count`: 0-d.
+    """Low rank plus diagonal. A sum is compressed back to the left operand's rank, the overflow into the diagonal.
 
-    A sum is compressed back to the left operand's rank, the overflow into the diagonal.
+    Attributes:
+        diagonal: a tree like the params.
+        rows: the same of leaves ``[rank, *leaf.shape]``.
+        count: 0-d, the number of data.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import LowRank
-    >>> precision = LowRank(torch.ones(3), torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor(1.0))
-    >>> round(precision.logdet().exp().item(), 4)
-    4.0
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import LowRank
+        >>> precision = LowRank(torch.ones(3), torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor(1.0))
+        >>> round(precision.logdet().exp().item(), 4)
+        4.0
     """
 
     __slots__ = ()
@@ -130,20 +142,26 @@ class LowRank(_LowRank, Precision):
         return optree.tree_map(lambda d, row: d + row.square().sum(0), self.diagonal, self.rows)
 
     def quad(self, tree: Tree) -> Tensor:
-        return Diagonal(self.diagonal, self.count).quad(tree) + project(self.rows, tree).square().sum(-1)
+        return Diagonal(self.diagonal, self.count).quad(tree) + project(self.rows, _wide(tree)).square().sum(-1)
 
     def to_dense(self) -> Tensor:
         return Diagonal(self.diagonal, self.count).to_dense() + Root(self.rows, self.count).to_dense()
 
 
 class Woodbury(_Woodbury, Precision):
-    """A low-rank precision decomposed for solving. `diagonal`: d; `rows`: the whitened, rotated rows W, leaves
-    `[rank, *leaf.shape]`; `strengths`: s, `[rank]`; `count`: 0-d.
+    """A low-rank precision decomposed for solving.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import LowRank
-    >>> LowRank(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0)).factorised().inverse_diag()
-    tensor([0.6667, 0.6667])
+    Attributes:
+        diagonal: d.
+        rows: the whitened, rotated rows W, leaves ``[rank, *leaf.shape]``.
+        strengths: s, ``[rank]``.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import LowRank
+        >>> LowRank(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0)).factorised().inverse_diag()
+        tensor([0.6667, 0.6667])
     """
 
     __slots__ = ()
@@ -167,11 +185,11 @@ class Woodbury(_Woodbury, Precision):
         return self
 
     def solve(self, tree: Tree) -> Tree:
-        return self._divide_root(self._shrink(self._divide_root(tree), 1 / (1 + self.strengths)))
+        return like(self._divide_root(self._shrink(self._divide_root(tree), 1 / (1 + self.strengths))), tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
         q = (1 + self.strengths).sqrt()
-        return self._divide_root(self._shrink(tree, 1 / (q * (1 + q))))
+        return like(self._divide_root(self._shrink(like(tree, self.diagonal), 1 / (q * (1 + q)))), tree)
 
     def logdet(self) -> Tensor:
         return Diagonal(self.diagonal, self.count).logdet() + self.strengths.log1p().sum()
@@ -201,11 +219,16 @@ class Woodbury(_Woodbury, Precision):
         return optree.tree_map(torch.sub, tree, combine(along, self.rows))
 
 
-def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:
-    """Rotate rows so that they are orthogonal, keep the `rank` longest and return the squares of the others, summed.
+def _wide(tree: Tree) -> Tree:
+    """Bring a tree of low precision into that of the rows."""
+    return optree.tree_map(lambda leaf: leaf.to(wide(leaf.dtype)), tree)
 
-    Returns `(kept, overflow)`: leaves `[min(rank, M), *leaf.shape]` and leaves `[*leaf.shape]`. An eigenvector's sign is
-    whatever the linear algebra library returns; here it is such that `sum_m exp(-m / M) v_m` is positive, so that the rows
+
+def compress(rows: Tree, rank: int) -> tuple[Tree, Tree]:
+    """Rotate rows so that they are orthogonal, keep the ``rank`` longest and return the squares of the others, summed.
+
+    Returns ``(kept, overflow)``: leaves ``[min(rank, M), *leaf.shape]`` and leaves ``[*leaf.shape]``. An eigenvector's sign is
+    whatever the linear algebra library returns; here it is such that ``sum_m exp(-m / M) v_m`` is positive, so that the rows
     depend on neither the library nor the batching.
     """
     _, rotation = torch.linalg.eigh(gram(rows))

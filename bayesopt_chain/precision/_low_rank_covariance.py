@@ -23,24 +23,28 @@ class _LowRankCovariance(NamedTuple):
     diagonal: Tree
     rows: Tree
     strengths: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:
-    """Return the precision whose inverse is `diag(diagonal) + rows^T rows`.
+    """Return the precision whose inverse is ``diag(diagonal) + rows^T rows``.
 
     Args:
         diagonal: a tree like the params, positive.
-        rows: leaves `[rank, *leaf.shape]`.
+        rows: leaves ``[rank, *leaf.shape]``.
         count: 0-d, the number of data.
+
+    Returns:
+        The precision, decomposed.
 
     Raises:
         ValueError: a variance that is not positive (names the leaf).
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import low_rank_covariance
-    >>> low_rank_covariance(torch.ones(2), torch.tensor([[1.0, 0.0]]), torch.tensor(1.0)).inverse_diag()
-    tensor([2., 1.])
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import low_rank_covariance
+        >>> low_rank_covariance(torch.ones(2), torch.tensor([[1.0, 0.0]]), torch.tensor(1.0)).inverse_diag()
+        tensor([2., 1.])
     """
     for name, leaf in zip(paths(diagonal), optree.tree_leaves(diagonal)):
         require_positive(leaf, f"{name} (a variance)")
@@ -50,16 +54,22 @@ def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCov
 
 
 class LowRankCovariance(_LowRankCovariance, Precision):
-    """The inverse of a low-rank plus diagonal covariance; made by `low_rank_covariance`.
+    """The inverse of a low-rank plus diagonal covariance; made by :func:`low_rank_covariance`.
 
-    `diagonal`: d, the covariance's; `rows`: W, leaves `[rank, *leaf.shape]`; `strengths`: s, `[rank]`; `count`: 0-d. Sums
-    with other precisions leave the structure and are refused.
+    Sums with other precisions leave the structure and are refused.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import low_rank_covariance
-    >>> precision = low_rank_covariance(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0))
-    >>> precision.solve(torch.tensor([1.0, 0.0]))
-    tensor([2., 1.])
+    Attributes:
+        diagonal: d, the covariance's.
+        rows: W, leaves ``[rank, *leaf.shape]``.
+        strengths: s, ``[rank]``.
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import low_rank_covariance
+        >>> precision = low_rank_covariance(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0))
+        >>> precision.solve(torch.tensor([1.0, 0.0]))
+        tensor([2., 1.])
     """
 
     __slots__ = ()
@@ -87,7 +97,7 @@ class LowRankCovariance(_LowRankCovariance, Precision):
         return self._root_times(self._stretch(tree, 1 / (1 + (1 + self.strengths).sqrt())))
 
     def times(self, tree: Tree) -> Tree:
-        """Return `Lambda x`."""
+        """Return ``Lambda x``."""
         return self._root_divide(self._stretch(self._root_divide(tree), -1 / (1 + self.strengths)))
 
     def logdet(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def lower_root(rows: Tensor) -> Tensor:
-    """Return the lower triangular F, positive diagonal, with `F F^T = rows^T rows`; rows is `[M, P]`, M >= P."""
+    """Return the lower triangular F, positive diagonal, with ``F F^T = rows^T rows``; rows is ``[M, P]``, M >= P."""
     return signed(torch.linalg.qr(rows, mode="r").R).mT
 
 

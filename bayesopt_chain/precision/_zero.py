@@ -13,16 +13,20 @@ from bayesopt_chain.precision._algebra import Precision
 
 
 class _Zero(NamedTuple):
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Zero(_Zero, Precision):
-    """No data, no structure: the neutral element of `add`. `count`: 0-d.
+    """No data, no structure: the neutral element of ``add``.
 
-    >>> import torch
-    >>> from bayesopt_chain.precision import Diagonal, Zero
-    >>> Zero(torch.tensor(0.0)).add(Diagonal(torch.ones(2), torch.tensor(3.0))).count
-    tensor(3.)
+    Attributes:
+        count: 0-d, the number of data.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.precision import Diagonal, Zero
+        >>> Zero(torch.tensor(0.0)).add(Diagonal(torch.ones(2), torch.tensor(3.0))).count
+        tensor(3.)
     """
 
     __slots__ = ()

@@ -25,13 +25,13 @@ def monte_carlo(
     samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the outputs at draws of the parameters, `[S, B, *event]`; average likelihoods, not outputs, over S.
+    """Return the outputs at draws of the parameters, ``[S, B, *event]``; average likelihoods, not outputs, over S.
 
     Args:
-        forward: `forward(params, batch) -> outputs [B, *event]`.
-        posterior: a `Gaussian`, from which `samples` draws are made one at a time; or draws, a tree with leaves
-            `[S, *leaf.shape]` (`samples` and `generator` are then not used).
-        batch: `(inputs, targets)`, handed on to `forward`.
+        forward: ``forward(params, batch) -> outputs [B, *event]``.
+        posterior: a ``Gaussian``, from which ``samples`` draws are made one at a time; or draws, a tree with leaves
+            ``[S, *leaf.shape]`` (``samples`` and ``generator`` are then not used).
+        batch: ``(inputs, targets)``, handed on to ``forward``.
 
     Raises:
         ValueError: for draws whose leaves disagree on S, or fewer than one sample.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Uncertainty(NamedTuple):
-    """`total = aleatoric + epistemic`, tensors of one shape."""
+    """``total = aleatoric + epistemic``, tensors of one shape."""
 
     total: Tensor
     aleatoric: Tensor
@@ -21,7 +21,7 @@ class Uncertainty(NamedTuple):
 
 
 def uncertainty_of_classes(probabilities: Tensor) -> Uncertainty:
-    """Split the entropy of class probabilities `[S, *, C]` over draws S; results `[*]`, in nats (Depeweg et al. 2018).
+    """Split the entropy of class probabilities ``[S, *, C]`` over draws S; results ``[*]``, in nats (Depeweg et al. 2018).
 
     >>> import torch
     >>> from bayesopt_chain import predict
@@ -34,7 +34,7 @@ def uncertainty_of_classes(probabilities: Tensor) -> Uncertainty:
 
 
 def uncertainty_of_moments(means: Tensor, variances: Tensor | float) -> Uncertainty:
-    """Split the variance of draws' predictions: `means` and noise `variances` `[S, *]` (or a number); results `[*]`.
+    """Split the variance of draws' predictions: ``means`` and noise ``variances`` ``[S, *]`` (or a number); results ``[*]``.
 
     >>> import torch
     >>> from bayesopt_chain import predict

@@ -20,7 +20,7 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
@@ -80,23 +80,26 @@ def normals(
     return out
 
 
+def _hash(path: str) -> int:
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "little")
+
+
 @cache
-def leaf_numbers(paths: tuple[str, ...]) -> tuple[int, ...]:
+def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
     """For each leaf 32 bits of a hash of its path, which name it to the counter-based stream.
 
     Raises:
         ValueError: two paths whose draws would be the same.
     """
-    numbers = tuple(
-        [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "little") for path in paths]
-    )
+    numbers = tuple([hashed(path) for path in paths])
     seen: dict[int, str] = {}
-    for name, path in ((draw_number(number, k), path) for number, path in zip(numbers, paths) for k in range(2)):
-        other = seen.setdefault(name, path)
-        if other != path:
-            raise ValueError(
-                f"params: the paths {other} and {path} have one hash, and would get the same noise; rename one"
-            )
+    for k in range(2):
+        for number, path in zip(numbers, paths):
+            other = seen.setdefault(draw_number(number, k), path)
+            if other != path:
+                raise ValueError(
+                    f"params: the paths {other} and {path} have one hash, and would get the same noise; rename one"
+                )
     return numbers
 
 

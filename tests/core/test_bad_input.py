@@ -151,7 +151,12 @@ def test_a_rate_or_temperature_out_of_range_is_refused_at_init_and_later_and_not
     dial = torch.tensor(0.1)
     late = lambda count: torch.where(count < 1, 0.1, value)  # noqa: E731
     own = bc.samplers.sgnht(0.1, temperature=late)
-    for tx in (bc.sgd(0.1, 0.9, temperature=late), bc.sgd(late, 0.9, temperature=1.0), bc.sgd(dial, temperature=1.0), own):
+    for tx in (
+        bc.sgd(0.1, 0.9, temperature=late),
+        bc.sgd(late, 0.9, temperature=1.0),
+        bc.sgd(dial, temperature=1.0),
+        own,
+    ):
         dial.fill_(0.1)
         state = tx.init(P)
         _, state = tx.update({"w": torch.ones(2)}, state, params=P, inplace=False)

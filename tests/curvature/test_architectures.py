@@ -120,9 +120,9 @@ def test_products_agree_with_the_dense_matrix(model):
     def loss(outputs):
         return LIKELIHOOD.nll(outputs, TARGETS).sum()
 
-    _, (product,) = curvature.ggnvp(lambda p: forward(p, batch), loss, (params,), (v,))
+    _, product = curvature.ggnvp(lambda p: forward(p, batch), loss, (params,), (v,))
     assert torch.allclose(flatten(product, params), dense @ flatten(v, params), rtol=1e-9, atol=1e-11)
-    _, (product,) = curvature.hvp(lambda p: loss(forward(p, batch)), (params,), (v,))
+    _, product = curvature.hvp(lambda p: loss(forward(p, batch)), (params,), (v,))
     gradient = torch.func.grad(lambda p: loss(forward(p, batch)))
     ahead, behind = (gradient({name: p + s * v[name] for name, p in params.items()}) for s in (1e-5, -1e-5))
     finite = (flatten(ahead, params) - flatten(behind, params)) / 2e-5
@@ -150,7 +150,9 @@ def test_kronecker_and_ekfac_describe_every_parameter(model):
 def test_kronecker_names_the_parameters_of_fused_modules(model, name):
     net, inputs = MODELS[model]()
     forward, params = of_module(net)
-    with pytest.raises(ValueError, match=rf"Kronecker precision cannot describe the parameter {name.split('.')[0]}\."):
+    with pytest.raises(
+        ValueError, match=rf"Kronecker precision cannot describe \d+ of \d+ parameters .*{name}: it is used by"
+    ):
         curvature.ggn(forward, LIKELIHOOD, "kronecker")(params, (inputs, TARGETS))
     head, kept = curvature.subset(forward, params, "head")
     curvature.ggn(head, LIKELIHOOD, "kronecker")(kept, (inputs, TARGETS))

@@ -345,7 +345,7 @@ def test_a_grouped_convolution_is_left_to_the_general_way_and_refused_by_kroneck
     batch, likelihood = (torch.randn(3, 4, 3, 3), torch.randn(3, 16)), likelihoods.gaussian()
     diagonal = curvature.ggn(forward, likelihood, "diagonal")(params, batch)
     assert_close(flatten(diagonal.diag(), params), naive(forward, params, batch, likelihood.factors).diagonal())
-    with pytest.raises(ValueError, match=r"parameter 0\.weight: .*grouped convolution"):
+    with pytest.raises(ValueError, match=r"1 of 2 parameters \(0\.weight: .*grouped convolution"):
         curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 
 
@@ -427,13 +427,13 @@ def test_a_dense_structure_that_cannot_fit_is_refused_before_it_is_allocated():
 
 def test_kronecker_names_what_it_cannot_describe():
     forward, params, inputs = tied()
-    with pytest.raises(ValueError, match=r"parameter w: its weights are tied"):
+    with pytest.raises(ValueError, match=r"w: its weights are tied"):
         curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 3)))
     forward, params, inputs = lookups_by_nothing()
-    with pytest.raises(ValueError, match=r"parameter a: it is used by einsum"):
+    with pytest.raises(ValueError, match=r"a: it is used by einsum"):
         curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
     forward, params, inputs = unused()
-    with pytest.raises(ValueError, match=r"parameter idle: forward does not use it"):
+    with pytest.raises(ValueError, match=r"idle: forward does not use it"):
         curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
 
 
@@ -491,3 +491,255 @@ def test_bad_arguments_say_what_to_pass():
         curvature.ggn(linear, gaussian)(params, (batch[0], batch[1][:2]))
     with pytest.raises(TypeError, match="Kronecker precision"):
         curvature.ggn(linear, gaussian, "kronecker", basis=3)(params, batch)
+
+
+def test_all_parameters_that_kronecker_cannot_describe_are_named_at_once():
+    forward, params, inputs = lookups_by_nothing()
+    with pytest.raises(
+        ValueError, match=r"2 of 2 parameters \(a: it is used by einsum.*; c: it is used by exp.*'diagonal'"
+    ):
+        curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
+
+
+class HalvedInBatches(torch.autograd.Function):
+    """x w, whose rule for vmapped backward passes is wrong by a factor and has the right shape."""
+
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        move = lambda t, d: t if d is None else t.movedim(d, 0)  # noqa: E731
+        return 0.5 * move(x, in_dims[0]) * move(w, in_dims[1]) + 0.5 * (
+            move(x, in_dims[0]) * move(w, in_dims[1])
+        ).detach(), 0
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "root", "low_rank", "block"])
+def test_a_wrong_batching_rule_is_found_out_and_gone_round(structure):
+    params, batch, likelihood = {"w": torch.randn(3)}, (torch.randn(B, 3), torch.randn(B, 3)), likelihoods.gaussian()
+    forward = lambda p, b: HalvedInBatches.apply(b[0], p["w"]).tanh()  # noqa: E731
+    right = lambda p, b: (b[0] * p["w"]).tanh()  # noqa: E731
+    options = {"rank": 20} if structure == "low_rank" else {}
+    got = curvature.ggn(forward, likelihood, structure, **options)(params, batch)
+    assert_close(got.diag()["w"], naive(right, params, batch, likelihood.factors).diagonal())
+
+
+class Hidden(torch.autograd.Function):
+    """x w^T by NumPy, which no torch function shows."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.from_numpy(x.numpy() @ w.numpy().T)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.T @ x
+
+
+def test_a_second_use_that_no_torch_function_shows_is_found_out():
+    params, batch, likelihood = {"w": torch.randn(3, 3)}, (torch.randn(B, 3), torch.randn(B, 3)), likelihoods.gaussian()
+    forward = lambda p, b: F.linear(torch.tanh(Hidden.apply(b[0], p["w"])), p["w"])  # noqa: E731
+    right = lambda p, b: F.linear(torch.tanh(F.linear(b[0], p["w"])), p["w"])  # noqa: E731
+    expected = naive(right, params, batch, likelihood.factors)
+    assert_close(curvature.ggn(forward, likelihood, "dense")(params, batch).to_dense(), expected)
+    assert_close(curvature.ggn(forward, likelihood)(params, batch).diag()["w"].reshape(-1), expected.diagonal())
+    with pytest.raises(ValueError, match=r"w: it is also used in a way that no torch function shows"):
+        curvature.ggn(forward, likelihood, "kronecker")(params, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("structure", curvature.STRUCTURES)
+def test_low_precision_parameters_have_every_structure_summed_in_float32(structure, dtype):
+    """600 data: a sum in bfloat16 stops growing at 256 times its terms. The model itself rounds to 8 bits."""
+    params = {"w": torch.randn(3, 2), "b": torch.randn(2)}
+    batch, likelihood = (torch.randn(600, 3), torch.randn(600, 2)), likelihoods.gaussian()
+    low = lambda tree: optree.tree_map(lambda leaf: leaf.to(dtype), tree)  # noqa: E731
+    forward = lambda p, b: torch.tanh(b[0] @ p["w"] + p["b"])  # noqa: E731
+    rounded = optree.tree_map(lambda leaf: leaf.to(dtype).double(), (params, batch))
+    options = {"rank": 8} if structure == "low_rank" else {}
+    exact = curvature.ggn(forward, likelihood, structure, **options)(*rounded).add_diagonal(1.0)
+    found = curvature.ggn(forward, likelihood, structure, **options)(low(params), low(batch)).add_diagonal(1.0)
+    assert (found.to_dense() - exact.to_dense()).abs().max() < 0.02 * exact.to_dense().abs().max()
+    assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(found.diag()))
+    decomposed = found.factorised()
+    for answer in (decomposed.solve(low(params)), decomposed.sqrt_solve(low(params))):
+        assert all(leaf.dtype == dtype for leaf in optree.tree_leaves(answer))
+    assert torch.isfinite(decomposed.logdet()) and torch.isfinite(decomposed.quad(low(params)))
+    assert torch.allclose(decomposed.inverse_diag()["w"].double(), exact.inverse_diag()["w"], rtol=0.05)
+
+
+def token_model(tokens, classes, width=4):
+    net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, classes))
+    forward, params = of_module(net)
+    return forward, params, (torch.randn(2, tokens, 3), torch.randint(0, classes, (2, tokens)))
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "low_rank", "root", "block"])
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 5000])
+def test_per_token_categorical_is_the_naive_construction(structure, chunk_bytes):
+    forward, params, batch = token_model(3, 4)
+    likelihood = likelihoods.categorical()
+    expected = naive(forward, params, batch, likelihood.factors)
+    options = {"rank": 24} if structure == "low_rank" else {}
+    found = curvature.ggn(forward, likelihood, structure, chunk_bytes=chunk_bytes, **options)(params, batch)
+    assert_close(flatten(found.diag(), params), expected.diagonal())
+
+
+def largest_tensor(run):
+    """How many numbers the largest tensor held that an operation returned."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in optree.tree_leaves(result) if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
+            return result
+
+    with Largest() as largest:
+        run()
+    return largest.numbers
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "low_rank"])
+def test_the_factors_of_many_tokens_are_made_a_chunk_at_a_time(structure):
+    """8 tokens of 32 classes have 256 factors of 256 numbers a datum: 2^17 numbers for two data, were they held."""
+    forward, params, batch = token_model(8, 32)
+    estimate = curvature.ggn(forward, likelihoods.categorical(), structure, chunk_bytes=2**16)
+    assert largest_tensor(lambda: estimate(params, batch)) < 2**14
+
+
+def test_the_diagonal_of_a_last_layer_makes_no_factor_and_is_exact():
+    forward, params, batch = token_model(3, 4)
+    likelihood = likelihoods.categorical()
+    head, kept = curvature.subset(forward, params, "2")
+    expected = naive(head, kept, batch, likelihood.factors).diagonal()
+    assert_close(flatten(curvature.ggn(head, likelihood)(kept, batch).diag(), kept), expected)
+    forward, params, batch = token_model(8, 500)
+    head, kept = curvature.subset(forward, params, "2")
+    estimate = curvature.ggn(head, likelihood)
+    # outputs have 2 x 8 x 500 numbers; one factor a token and class would be 8 x 500 times as many
+    assert largest_tensor(lambda: estimate(kept, batch)) <= 4 * 2 * 8 * 500
+
+
+@pytest.mark.parametrize("layer", ["bias per position", "matrix of positions", "columns of two positions"])
+def test_the_short_cut_of_the_last_layer_is_not_taken_where_it_would_be_wrong(layer):
+    likelihood, x = likelihoods.categorical(), torch.randn(B, 3, 4)
+    params = {"bias per position": torch.randn(3, 1), "matrix of positions": torch.randn(3, 3)}.get(
+        layer, torch.randn(4, 4)
+    )
+    forward = {
+        "bias per position": lambda p, b: b[0] + p,
+        "matrix of positions": lambda p, b: (b[0].mT @ p).mT,
+        "columns of two positions": lambda p, b: F.linear(b[0], p),
+    }[layer]
+    if layer == "columns of two positions":  # a likelihood whose factors reach over positions
+        likelihood = likelihoods.custom(lambda f, y: 0.5 * (f.flatten(1) @ MIX.T).square().sum(-1))
+    batch = (x, torch.randint(0, 4, (B, 3)))
+    expected = naive(forward, params, batch, likelihood.factors).diagonal()
+    assert_close(curvature.ggn(forward, likelihood)(params, batch).diag().reshape(-1), expected)
+
+
+MIX = torch.randn(5, 12, generator=torch.Generator().manual_seed(3)).double()
+
+
+def test_a_head_whose_kronecker_factor_cannot_fit_is_refused_by_name(monkeypatch):
+    from bayesopt_chain.curvature import _memory
+
+    monkeypatch.setattr(_memory, "available_bytes", lambda device: 2**30)
+    params = {"body": torch.randn(3, 2), "head": torch.randn(20_000, 2)}
+    forward = lambda p, b: F.linear(torch.tanh(b[0] @ p["body"]), p["head"])  # noqa: E731
+    batch = (torch.randn(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(MemoryError, match=r"factor \[20,000, 20,000\] of the parameter head.*1 GiB free.*subset"):
+        curvature.fisher(forward, likelihoods.categorical(), "kronecker")(params, batch)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "probes", "fisher", "empirical_fisher", "hessian"])
+def test_a_batch_is_any_tree_with_its_targets_found_by_a_function(kind):
+    forward, params, batch, likelihood = case(by_hand)
+    tree = {"labels": batch[1], "inputs": {"x": batch[0]}}
+    of_tree = lambda p, b: forward(p, (b["inputs"]["x"], None))  # noqa: E731
+    make = {
+        "ggn": lambda f, **o: curvature.ggn(f, likelihood, **o),
+        "probes": lambda f, **o: curvature.ggn(f, likelihood, probes=2, generator=seeded(), **o),
+        "fisher": lambda f, **o: curvature.fisher(f, likelihood, generator=seeded(), **o),
+        "empirical_fisher": lambda f, **o: curvature.empirical_fisher(f, likelihood, **o),
+        "hessian": lambda f, **o: curvature.hessian(f, likelihood, "diagonal", **o),
+    }[kind]
+    found = make(of_tree, targets=lambda b: b["labels"])(params, tree)
+    assert_close(flatten(found.diag(), params), flatten(make(forward)(params, batch).diag(), params))
+    with pytest.raises(ValueError, match="targets="):
+        make(of_tree)(params, tree)
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+def test_the_fisher_and_hessian_of_any_log_density_are_those_by_differentiation():
+    """A density of sequences with one parameter tree, no outputs: sum_t of a product of two steps."""
+    params = {"a": torch.randn(3), "b": torch.randn(())}
+
+    def log_density(p, batch):
+        path = batch["x"] @ p["a"] + p["b"]
+        return -(path[:, 1:] - path[:, :-1].sin()).square().sum(1)
+
+    batch = {"x": torch.randn(B, 4, 3)}
+    of = lambda v: log_density(unravel(v, params), batch)  # noqa: E731
+    at = flatten(params, params)
+    gradients, hessian = torch.func.jacrev(of)(at), torch.func.hessian(lambda v: of(v).sum())(at)
+    density = curvature.of_log_density(log_density)
+    for structure in ("dense", "diagonal", "root", "low_rank", "block"):
+        found = density.fisher(structure)(params, batch)
+        assert_close(flatten(found.diag(), params), gradients.square().sum(0))
+        assert found.count == B
+    assert_close(density.fisher("dense")(params, batch).to_dense(), gradients.T @ gradients)
+    assert_close(density.hessian()(params, batch).to_dense(), -hessian)
+    assert_close(flatten(density.hessian("diagonal")(params, batch).diag(), params), -hessian.diagonal())
+    with pytest.raises(ValueError, match="one number a datum"):
+        curvature.of_log_density(lambda p, b: log_density(p, b).sum()).fisher()(params, batch)
+    with pytest.raises(ValueError, match="no outputs"):
+        curvature.ggn(density.forward, curvature._log_density._ITSELF, targets=lambda b: b["x"])(params, batch)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "probes", "fisher", "empirical_fisher", "hessian", "per_sample"])
+def test_a_float32_lstm_has_the_curvature_of_a_float64_one(kind):
+    """In float32 torch has a fused kernel; in float64 it has none."""
+    torch.manual_seed(1)
+    forward, params = of_module(nn.LSTM(2, 3, batch_first=True))
+    last = lambda p, b: forward(p, b)[0][:, -1]  # noqa: E731
+    batch, likelihood = (torch.randn(B, 4, 2), torch.randn(B, 3)), likelihoods.gaussian()
+    make = {
+        "ggn": lambda: curvature.ggn(last, likelihood),
+        "probes": lambda: curvature.ggn(last, likelihood, probes=2, generator=seeded()),
+        "fisher": lambda: curvature.fisher(last, likelihood, generator=seeded()),
+        "empirical_fisher": lambda: curvature.empirical_fisher(last, likelihood),
+        "hessian": lambda: curvature.hessian(last, likelihood, "diagonal"),
+        "per_sample": lambda: curvature.per_sample(
+            torch.func.grad(lambda p, b: likelihood.nll(last(p, b), b[1]).sum())
+        ),
+    }[kind]
+    trees = [(params, batch), optree.tree_map(torch.Tensor.float, (params, batch))]
+    enabled = torch.backends.mkldnn.enabled
+    answers = [make()(*tree) for tree in trees]
+    exact, found = answers if kind == "per_sample" else [answer.diag() for answer in answers]
+    assert torch.backends.mkldnn.enabled == enabled
+    if kind == "fisher":
+        return  # labels drawn in two dtypes are other labels
+    assert_close(flatten(found, params).double(), flatten(exact, params), 1e-4)

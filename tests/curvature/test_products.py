@@ -36,7 +36,7 @@ def test_hvp_is_the_hessian_times_the_vector_and_returns_gradient_and_aux():
     loss = lambda p: losses(batch, likelihood)(p).sum()  # noqa: E731
     v = like(params)
     matrix = curvature.hessian_matrix(loss, chunk_size=4)(params)
-    (gradient,), (product,) = curvature.hvp(loss, (params,), (v,))
+    gradient, product = curvature.hvp(loss, (params,), (v,))
     assert torch.allclose(flatten(product, params), matrix @ flatten(v, params), atol=1e-12)
     assert torch.allclose(gradient["w"], torch.func.grad(loss)(params)["w"])
     *_, aux = curvature.hvp(lambda p: (loss(p), p["s"]), (params,), (v,), has_aux=True)
@@ -57,11 +57,11 @@ def test_fvp_and_the_fisher_matrix_are_the_gradients_outer_products():
     expected = naive(forward, params, batch, likelihood.empirical_factors)
     f = losses(batch, likelihood)
     v = like(params)
-    values, (product,) = curvature.fvp(f, (params,), (v,))
+    values, product = curvature.fvp(f, (params,), (v,))
     assert torch.equal(values, f(params))
     assert torch.allclose(flatten(product, params), expected @ flatten(v, params), atol=1e-12)
     assert torch.allclose(
-        flatten(curvature.fvp(f, (params,), (v,), normalise=True)[1][0], params) * 5, flatten(product, params)
+        flatten(curvature.fvp(f, (params,), (v,), normalise=True)[1], params) * 5, flatten(product, params)
     )
     assert torch.allclose(curvature.fisher_matrix(f, chunk_size=3)(params), expected, atol=1e-12)
     assert torch.allclose(curvature.fisher_diagonal(f)(params), expected.diagonal(), atol=1e-12)
@@ -74,7 +74,7 @@ def test_ggnvp_and_the_ggn_matrix_are_the_naive_construction():
     expected = naive(forward, params, batch, likelihood.factors)
     model, loss = lambda p: forward(p, batch), lambda f: likelihood.nll(f, batch[1]).sum()
     v = like(params)
-    outputs, (product,) = curvature.ggnvp(model, loss, (params,), (v,))
+    outputs, product = curvature.ggnvp(model, loss, (params,), (v,))
     assert torch.equal(outputs, model(params))
     assert torch.allclose(flatten(product, params), expected @ flatten(v, params), atol=1e-12)
     assert torch.allclose(curvature.ggn_matrix(model, loss, chunk_size=5)(params), expected, atol=1e-12)
@@ -105,9 +105,9 @@ def test_where_an_operation_has_no_forward_mode_the_products_are_still_right():
         torch.func.jvp(NoForwardMode.apply, (x,), (v,))
     value, along = curvature.jvp(NoForwardMode.apply, (x,), (v,))
     assert torch.allclose(value, x**3) and torch.allclose(along, 3 * x**2 * v)
-    _, (product,) = curvature.hvp(lambda x: NoForwardMode.apply(x).sum(), (x,), (v,))
+    _, product = curvature.hvp(lambda x: NoForwardMode.apply(x).sum(), (x,), (v,))
     assert torch.allclose(product, 6 * x * v)
-    _, (product,) = curvature.ggnvp(NoForwardMode.apply, lambda f: f.square().sum() / 2, (x,), (v,))
+    _, product = curvature.ggnvp(NoForwardMode.apply, lambda f: f.square().sum() / 2, (x,), (v,))
     assert torch.allclose(product, 9 * x**4 * v)
 
 
@@ -127,7 +127,7 @@ def test_fused_attention_and_lstm_have_products_all_the_same():
             f(optree.tree_map(lambda p, d: p + 1e-6 * d, at, v)) - f(optree.tree_map(lambda p, d: p - 1e-6 * d, at, v))
         ) / 2e-6
         assert torch.allclose(curvature.jvp(f, (at,), (v,))[1], finite, rtol=1e-6, atol=1e-7)
-        _, (product,) = curvature.ggnvp(f, lambda z: z.square().sum() / 2, (at,), (v,))
+        _, product = curvature.ggnvp(f, lambda z: z.square().sum() / 2, (at,), (v,))
         matrix = curvature.ggn_matrix(f, lambda z: z.square().sum() / 2)(at)
         assert torch.allclose(flatten(product, at), matrix @ flatten(v, at), atol=1e-10)
         assert torch.allclose(matrix, curvature.fisher_matrix(f)(at))
@@ -182,6 +182,19 @@ def test_batched_cg_solves_every_system_and_leaves_the_finished_alone():
     assert info.converged.shape == (2, 3) and info.converged.all()
     zero, info = curvature.cg(lambda x: x, torch.zeros(3))
     assert info.iterations == 0 and not zero.any()
+
+
+def test_cg_with_damping_solves_the_damped_system_with_and_without_a_start():
+    params, A = PARAMS(), positive(21)
+    product = lambda x: unflatten(flatten(x, params) @ A, params)  # noqa: E731
+    expected = torch.linalg.solve(A + 0.7 * torch.eye(21), flatten(params, params))
+    for options in ({"damping": 0.7}, {"damping": torch.tensor(0.7), "x0": like(params)}):
+        x, info = curvature.cg(product, params, rtol=1e-12, **options)
+        assert info.converged and torch.allclose(flatten(x, params), expected, rtol=1e-9)
+    singular = lambda x: 0 * x  # noqa: E731
+    assert torch.allclose(curvature.cg(singular, torch.ones(2), damping=2.0)[0], torch.full((2,), 0.5))
+    with pytest.raises(ValueError, match="damping=-1"):
+        curvature.cg(product, params, damping=-1.0)
 
 
 def test_cg_refuses_an_indefinite_matrix_and_a_wrong_start():

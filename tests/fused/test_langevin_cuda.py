@@ -86,7 +86,7 @@ def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""
     from bayesopt_chain.fused.langevin_cuda import _kernel
 
-    floats = ("lr", "weight_decay", "keep", "momentum", "level", "echo")
+    floats = ("lr", "weight_decay", "keep", "momentum", "level", "carried")
     types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
     types |= {**dict.fromkeys(("size", "draw"), "i32"), **dict.fromkeys(floats, "fp32")}
     ptx = code_for_hopper(_kernel, types, {"BLOCKS": 512, "RUN": 64}, 6, 4)  # addresses and size
@@ -104,7 +104,7 @@ def test_what_the_kernel_cannot_take_is_refused():
     program = (
         "import torch\nfrom bayesopt_chain.fused.langevin_cuda import langevin_step_ as f\n"
         "x, k = torch.zeros(4), torch.tensor(0)\n"
-        "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, echo=1.1)\n"
+        "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, carried=1.1)\n"
         "for bad, kw in ((x.double(), {}), (torch.zeros(2, 4).t(), {}), (x, {'blocks': 100})):\n"
         "    try:\n        f(bad, x, x, k, k, **numbers, **kw)\n"
         "    except ValueError:\n        continue\n    raise SystemExit(f'{bad} was taken')\n"

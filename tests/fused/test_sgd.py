@@ -226,7 +226,7 @@ def test_a_parameter_whose_data_is_replaced_goes_on_moving(tx, size):
 def test_a_state_of_other_parameters_is_refused_before_anything_is_written(tx, other):
     """torch's fused kernel trusts the sizes it is given."""
     step, params = bc.make_step(smooth_loss, tx, inplace=True), [torch.ones(1000)]
-    made = tx.init([torch.ones(n) for n in other]) if other else tx.init([torch.ones(3)] * 3)
+    made = tx.init([torch.ones(n) for n in other]) if other else tx.init([torch.ones(3) for _ in range(3)])
     with pytest.raises((ValueError, RuntimeError)):
         step(params, made, None)
     assert bool((params[0] == 1).all())

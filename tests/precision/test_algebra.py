@@ -320,3 +320,82 @@ def test_the_eigenbasis_class_of_a_factorised_kronecker_is_decomposed_once():
     assert isinstance(precision, Eigenbasis)
     assert precision.factorised() is precision
     assert isinstance(dense(TREES["bare"]()).factorised(), Cholesky)
+
+
+def test_the_derivative_in_a_scale_is_exact_where_kronecker_factors_have_equal_eigenvalues():
+    """Inputs that are constant give zero eigenvalues, here two of them. The oracle is the dense inverse."""
+    tree = {"w": torch.randn(3, 4)}
+    left = torch.diag(torch.tensor([1.0, 1.0, 2.0]))
+    right = torch.zeros(4, 4)
+    right[2:, 2:] = psd(2)
+    data = Kronecker({"w": left}, {"w": right}, {"w": torch.tensor(0.0)}, shape_only(tree), COUNT)
+    matrix, x = data.to_dense(), flatten(tree, tree)
+
+    def exact(scale):
+        inverse = torch.linalg.inv(scale * matrix + 0.3 * torch.eye(12))
+        return torch.stack([inverse.diagonal().sum(), x @ inverse @ x, torch.linalg.slogdet(inverse)[1]])
+
+    def found(scale):
+        precision = data.scale(scale).add_diagonal(0.3).factorised()
+        solved = flatten(precision.solve(tree), tree) @ x
+        return torch.stack([flatten(precision.inverse_diag(), tree).sum(), solved, -precision.logdet()])
+
+    scale = torch.tensor(1.7)
+    assert_equal(found(scale), exact(scale))
+    assert_equal(torch.autograd.functional.jacobian(found, scale), torch.autograd.functional.jacobian(exact, scale))
+
+
+def test_a_scaled_kronecker_precision_adds_as_a_sum_over_data():
+    tree = TREES["dict"]()
+    a, b = kronecker(tree), kronecker(tree)
+    eager = a._replace(
+        **{name: each_leaf(lambda leaf: 2.5 * leaf, getattr(a, name)) for name in ("left", "right", "diagonal")}
+    )
+    eager = eager._replace(data=2.5 * a.data)
+    assert_equal(a.scale(2.5).to_dense(), eager.to_dense())
+    for total, expected in ((a.scale(2.5).add(b), eager.add(b)), (b.add(a.scale(2.5)), b.add(eager))):
+        assert_equal(total.to_dense(), expected.to_dense())
+        assert total.count == expected.count == 3.5 * COUNT
+
+
+def test_an_eigenbasis_made_once_takes_scales_and_diagonals():
+    tree = TREES["dict"]()
+    data = kronecker(tree)
+    once = data.eigenbasis()
+    assert_equal(once.scale(0.4).add_diagonal(2.0).to_dense(), data.scale(0.4).add_diagonal(2.0).to_dense())
+
+
+ROWS = {"root": lambda tree: Root(draws_like(tree, 3), COUNT), "dense": dense, "cholesky": STRUCTURES["cholesky"]}
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_rows_are_a_root_of_the_matrix(make):
+    tree = TREES["dict"]()
+    precision = make(tree)
+    rows = flatten(precision.as_rows(), tree)
+    assert_equal(rows.T @ rows, precision.to_dense())
+
+
+def test_what_has_no_rows_says_so():
+    with pytest.raises(TypeError, match="Diagonal is not made of rows"):
+        diagonal(TREES["bare"]()).as_rows()
+    with pytest.raises(ValueError, match="indefinite"):
+        SINGULAR["indefinite"]().as_rows()
+
+
+@pytest.mark.parametrize("name", ["diagonal", "eigenbasis", "dense", "woodbury"])
+def test_layer_bases_diagonalise_every_block_or_are_absent(name):
+    tree = TREES["dict"]()
+    precision = STRUCTURES[name](tree)
+    bases = precision.layer_bases()
+    if name in ("dense", "woodbury"):
+        assert bases is None
+        return
+    blocks = []
+    for left, right, values in bases:
+        basis = torch.eye(values.numel())
+        if left is not None:
+            full = [torch.diag(f) if f.ndim == 1 else f.contiguous() for f in (left, right)]
+            basis = torch.kron(*full)
+        blocks.append(basis * values.reshape(-1) @ basis.T)
+    assert_equal(torch.block_diag(*blocks), precision.to_dense())

@@ -8,7 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.random import philox as philox_module
 from bayesopt_chain.random.philox import box_muller, philox, philox_normal
 from bayesopt_chain.random.philox_cpu import normals_kernel
-from bayesopt_chain.random.stream import new_key, normals, splitmix64
+from bayesopt_chain.random.stream import leaf_numbers, new_key, normals, splitmix64
 
 
 def words(values):
@@ -82,14 +82,15 @@ def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, thre
     try:
         for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
             streams = torch.tensor(key), torch.tensor(step)
-            mine = philox_module.philox_normals(*streams, sizes, 1 << 24, dtype)
+            draws = [(1 << 24 | i) * 0x9E3779B1 % 2**32 for i in range(len(sizes))]
+            mine = philox_module.philox_normals(*streams, sizes, draws, dtype)
             with monkeypatch.context() as without:
                 without.setattr(philox_module, "normals_kernel", lambda: None)
-                wants = philox_module.philox_normals(*streams, sizes, 1 << 24, dtype)
+                wants = philox_module.philox_normals(*streams, sizes, draws, dtype)
             for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
                 assert x.shape == (n,) and x.dtype == dtype
                 torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
-                assert torch.equal(x, philox_normal(*streams, n, 1 << 24 | i, dtype))
+                assert torch.equal(x, philox_normal(*streams, n, draws[i], dtype))
     finally:
         torch.set_num_threads(before)
 
@@ -154,7 +155,7 @@ def test_leaves_are_numbered_in_tree_order_whatever_the_dict_says():
     assert torch.equal(out[0]["a"], out[1]["a"]) and torch.equal(out[0]["b"], out[1]["b"])
 
 
-def test_counter_based_chains_draw_from_philox_on_a_cpu_and_nowhere_else():
+def test_philox_chains_draw_from_it_on_a_cpu_and_nowhere_else():
     """The noise of a flat loss, read off the update, is the stream's: leaf by leaf, step by step, in any group or mask."""
     params = {"a": torch.zeros(70), "b": torch.zeros(3)}
     plain = bc.partition({"all": bc.sgld(0.5, temperature=1.0, order=1)}, "all")
@@ -164,8 +165,8 @@ def test_counter_based_chains_draw_from_philox_on_a_cpu_and_nowhere_else():
     key = next(s.key for s in state if hasattr(s, "key"))
     for count in range(3):
         updates, state = tx.update(params, state, params=params, inplace=False)
-        for i, name in enumerate(params):
-            want = philox_normal(key, torch.tensor(count), params[name].numel(), i, torch.float32)
+        for name, number in zip(params, leaf_numbers(("['a']", "['b']"))):
+            want = philox_normal(key, torch.tensor(count), params[name].numel(), number, torch.float32)
             torch.testing.assert_close(updates[name], -want, rtol=1e-6, atol=1e-6)
 
 
@@ -198,3 +199,10 @@ def test_box_muller_covers_the_plane_evenly_and_finitely():
 def test_an_unknown_stream_is_refused():
     with pytest.raises(ValueError, match="stream"):
         bc.inject_langevin_noise(1.0, stream="mersenne")
+
+
+def test_leaves_are_numbered_by_their_paths_and_collisions_are_refused(monkeypatch):
+    a, b = leaf_numbers(("['a']", "['b']"))
+    assert leaf_numbers(("['b']",)) == (b,) != (a,)
+    with pytest.raises(ValueError, match=r"have one hash"):
+        leaf_numbers(("same", "other", "same ", "other "), hashed=lambda path: len(path.strip()))

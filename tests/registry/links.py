@@ -125,6 +125,6 @@ LINKS = (
         cold=lambda t: bc.partition({True: bc.sghmc(0.1, temperature=t), False: bc.adam(0.1, temperature=t)}, matrices),
     ),
     Transform(
-        "counter_based", lambda t: bc.counter_based(bc.sghmc(0.1, temperature=t)), lambda: torchopt.sgd(0.1, 0.9)
+        "with_stream", lambda t: bc.with_stream(bc.sghmc(0.1, temperature=t), "philox"), lambda: torchopt.sgd(0.1, 0.9)
     ),
 )

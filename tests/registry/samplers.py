@@ -36,21 +36,20 @@ def sampler(name, build, limit=None, order=None, **rest):
 def frozen_rms(state):
     """A pSGLD state frozen at ``P = 2``."""
     rms = state[0]
-    return (rms._replace(nu=(torch.full_like(rms.nu[0], 0.25),), count=(torch.tensor(10**6),)), *state[1:])
+    return state.replace(0, rms._replace(nu=(torch.full_like(rms.nu[0], 0.25),), count=(torch.tensor(10**6),)))
 
 
 def frozen_adam(state):
     """An Adam-SGHMC state long after it froze at ``P = 2`` (second moment 1/4 after its correction at one update)."""
     adam = state[0]
-    return (adam._replace(nu=(torch.full_like(adam.nu[0], 0.125),), count=(torch.tensor(10**6),)), *state[1:])
+    return state.replace(0, adam._replace(nu=(torch.full_like(adam.nu[0], 0.125),), count=(torch.tensor(10**6),)))
 
 
 def frozen_window(state):
     """An adaptive-SGHMC state frozen at ``P = 2``."""
     window = state[0]
-    return (
-        window._replace(square=(torch.full_like(window.square[0], 0.25),), count=(torch.tensor(10**6),)),
-        *state[1:],
+    return state.replace(
+        0, window._replace(square=(torch.full_like(window.square[0], 0.25),), count=(torch.tensor(10**6),))
     )
 
 
@@ -233,11 +232,7 @@ SAMPLERS = (
         lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
         Order(
             2,
-            lambda lr: Probe(
-                bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0),
-                reduce=lambda m, v: (v + m * math.sqrt(2 * 0.5 / (4 * lr)) / 4 / 0.5,),
-                keep=(1,),
-            ),
+            lambda lr: Probe(bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0)),
             (0.0025, 0.005, 0.01),
         ),
         skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),

@@ -17,7 +17,7 @@ TEMPERATURES = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
 
 
 def replica_rule(**kwargs):
-    return bc.samplers.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).rules[0]
+    return bc.samplers.replica_exchange(0.01, temperatures=TEMPERATURES.tolist(), **kwargs).links[0]
 
 
 def test_swaps_keep_the_joint_law_of_true_losses():
@@ -175,7 +175,7 @@ def test_contour_samples_reweigh_to_the_target_and_cross_more_often():
 
 def test_contour_needs_the_loss():
     tx, p = bc.samplers.contour_sgld(0.1, 0.0, 1.0, temperature=1.0), torch.zeros(2)
-    with pytest.raises(ValueError, match=r"contour: update needs loss=.*bc\.make_loss_step passes it"):
+    with pytest.raises(ValueError, match=r"contour: update needs loss=.*bc\.make_step passes it"):
         tx.update(torch.ones(2), tx.init(p), params=p)
 
 
@@ -240,10 +240,11 @@ def test_particles_settle_to_represent_the_target(temperature):
     assert x.var().item() == pytest.approx(temperature / 4, rel=0.1)
 
 
-def test_make_particle_step_differentiates_each_particle_alone():
-    step = bc.make_particle_step(lambda p, batch: ((p - batch) ** 2).sum() / 2, bc.sgd(0.5))
+def test_make_step_differentiates_each_particle_alone():
+    tx = bc.samplers.svgd(1.0, temperature=0.0, bandwidth=1e-3)  # no two particles within the kernel: u_i = g_i / n
+    step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum() / 2, tx)
     p = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
-    after, _, info = step(p, bc.sgd(0.5).init(p), torch.tensor([1.0, 1.0]))
+    after, _, info = step(p, tx.init(p), torch.tensor([1.0, 1.0]))
     torch.testing.assert_close(after, torch.tensor([[0.5, 0.5], [1.5, 2.5]]))
     torch.testing.assert_close(info.loss, torch.tensor([1.0, 5.0]))
 

@@ -91,7 +91,7 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
     params, batch = parameters(), torch.randn(5, 3)
     state = tx.init(params)
     bent = tuple(s + 0.1 * torch.randn_like(s) for s in state[0].scale)  # away from the start's symmetries
-    state = (state[0]._replace(scale=tuple(b.tril() if name == "dense" else b for b in bent)),)
+    state = state.replace(0, state[0]._replace(scale=tuple(b.tril() if name == "dense" else b for b in bent)))
     draw = tx.sample(state, params)
     points = (
         [draw.params] if samples == 1 else [optree.tree_map(lambda x, s=s: x[s], draw.params) for s in range(samples)]

@@ -96,7 +96,7 @@ def at_the_optimum(family):
         best = 1 / torch.linalg.inv(covariance).diagonal()
         tree = data.tree(0.5 * best.log())
         scale = tuple(tree[k] for k in sorted(tree))
-    return data, tx, params, (state[0]._replace(scale=scale),)
+    return data, tx, params, state.replace(0, state[0]._replace(scale=scale))
 
 
 def gradients_at(data, tx, params, state, draw):
@@ -143,7 +143,7 @@ def test_the_mean_fields_optimum_has_the_variance_one_over_lambda_ii():
     assert max(x.abs().max() for x in (*updates.values(), *by_scale)) < 1e-12
     variance = flatten(tx.posterior(state, params).marginal_variance, params)
     torch.testing.assert_close(variance, 1 / torch.linalg.inv(exact(data)[1]).diagonal(), rtol=1e-12, atol=0)
-    wider = (state[0]._replace(scale=tuple(s + 0.1 for s in state[0].scale)),)
+    wider = state.replace(0, state[0]._replace(scale=tuple(s + 0.1 for s in state[0].scale)))
     moved = {k: params[k] + (s + 0.1).exp() * z for k, s, z in zip(sorted(tree), state[0].scale, noise)}
     _, by_scale = gradients_at(data, tx, params, wider, draw._replace(params=moved))
     assert min(x.min() for x in by_scale) > 1e-4  # and not zero elsewhere

@@ -1,0 +1,78 @@
+"""torch.func with one type a function, and the kernels that can be differentiated in every way.
+
+Fused kernels (attention, recurrent nets) are fast and lack forward mode, batching rules, second derivatives, or, for
+mkldnn's LSTM in float32, a backward pass that the vmapped one can call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+from torch.overrides import TorchFunctionMode
+
+UNSUPPORTED = (RuntimeError, NotImplementedError)
+"""What torch raises where an operation lacks a derivative or a batching rule."""
+
+_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return ``(f(*primals), pull)``; ``pull(u)`` is a tuple, J^T u for every primal."""
+    result = torch.func.vjp(f, *primals)
+    return result[0], result[1]
+
+
+def vjp_with_aux(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any], Any]:
+    """Return ``(output, pull, aux)`` of a function that returns ``(output, aux)``."""
+    result: Any = torch.func.vjp(f, *primals, has_aux=True)
+    return result[0], result[1], result[2]
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Swap fused kernels (attention, recurrent nets) for plain ones, which can be differentiated in every way."""
+    with ExitStack() as stack:
+        stack.enter_context(attention.sdpa_kernel(attention.SDPBackend.MATH))
+        stack.enter_context(_plain_recurrence())
+        yield
+
+
+@contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    kept = [backend.enabled for backend in backends]
+    try:
+        for backend in backends:
+            backend.enabled = False
+        yield
+    finally:
+        for backend, enabled in zip(backends, kept):
+            backend.enabled = enabled
+
+
+def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a torch function, a recurrent one without its fused kernel."""
+    if func not in _RECURRENT:
+        return func(*args, **kwargs)
+    with _plain_recurrence():
+        return func(*args, **kwargs)
+
+
+class _PlainRecurrence(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call(func, args, kwargs or {})
+
+
+def without_fused_recurrence(forward: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return the same function, its recurrent layers computed without fused kernels; other layers keep theirs."""
+
+    def plain(params: Any, batch: Any) -> Tensor:
+        with _PlainRecurrence():
+            return forward(params, batch)
+
+    return plain

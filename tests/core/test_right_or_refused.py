@@ -1,0 +1,363 @@
+"""Nothing is silently wrong: what cannot be right is refused by name, with what to do instead."""
+
+import copy
+import math
+
+import optree
+import pytest
+import torch
+import torchopt
+from torchopt.base import GradientTransformation
+
+import bayesopt_chain as bc
+from bayesopt_chain.core.state import State
+from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
+from tests.registry import TreePrecision
+
+P = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
+T = 0.3
+
+OWN_NOISE = {
+    "ubu": lambda: bc.samplers.ubu(0.1, 1.0, temperature=T),
+    "lattice_walk": lambda: bc.samplers.lattice_walk(0.1, temperature=T),
+    "sgnht": lambda: bc.samplers.sgnht(0.1, temperature=T),
+    "badodab": lambda: bc.samplers.badodab(0.1, temperature=T),
+    "sgfs": lambda: bc.samplers.sgfs(0.1, temperature=T, batch_size=1),
+    "sghmc_euler": lambda: bc.samplers.sghmc_euler(0.1, temperature=T),
+    "cyclical, lr inside": lambda: bc.samplers.cyclical(0.1, 4, 1, temperature=T, lr_inside=True),
+}
+CHANGES = {
+    "gain": lambda: bc.scale(0.5),
+    "schedule": lambda: bc.scale_by_schedule(lambda count: 0.5),
+    "momentum": lambda: bc.add_momentum(0.5),
+    "diagonal": lambda: bc.scale_by_preconditioner(2 * torch.ones(1)),
+    "adam": lambda: bc.scale_by_adam(),
+    "unknown": lambda: GradientTransformation(lambda p: (), lambda u, s, *, params=None, inplace=True: (u, s)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", OWN_NOISE)
+def test_a_sampler_with_noise_of_its_own_refuses_what_would_change_its_law(name, change):
+    own, link = OWN_NOISE[name](), CHANGES[change]()
+    for links in ((own, link), (link, own)):
+        with pytest.raises(ValueError, match=r"noise of its own|nobody declared"):
+            bc.chain(*links).init(P)
+    with pytest.raises(ValueError, match="two samplers|noise of its own"):
+        bc.chain(own, OWN_NOISE["ubu"]()).init(P)
+    with pytest.raises(ValueError, match="leave inject_langevin_noise out"):
+        bc.chain(own, bc.inject_langevin_noise(T)).init(P)
+
+
+@pytest.mark.parametrize("name", OWN_NOISE)
+def test_clipping_and_decay_may_stand_before_a_sampler_with_noise_of_its_own_and_nothing_behind(name):
+    own, clip, decay = OWN_NOISE[name](), torchopt.clip_grad_norm(10.0), bc.add_decayed_weights(0.1)
+    bc.chain(clip, decay, own, bc.swag(rank=0)).init(P)
+    for behind in (clip, decay):
+        with pytest.raises(ValueError, match="noise of its own"):
+            bc.chain(own, behind).init(P)
+
+
+def test_weight_decay_before_ubu_is_a_prior():
+    curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    tx, plain = (
+        bc.chain(*links, bc.samplers.ubu(0.1, 1.0, temperature=T)) for links in ([bc.add_decayed_weights(0.5)], [])
+    )
+    eye = torch.eye(2, dtype=torch.float64)
+    got, want = stationary_covariance(tx, curvature), stationary_covariance(plain, curvature + 0.5 * eye)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def average(decay):
+    """An exponential average by hand, which returns its state as its update."""
+
+    def init(params):
+        return optree.tree_map(torch.zeros_like, params)
+
+    def update(updates, state, *, params=None, inplace=True):
+        state = optree.tree_map(lambda m, g: decay * m + (1 - decay) * g, state, updates)
+        return state, state
+
+    return bc.with_response(GradientTransformation(init, update), bc.response.Linear((1 - decay,), (1.0, -decay)))
+
+
+def test_a_declared_link_with_memory_follows_a_rising_learning_rate():
+    """After a jump of lr by 30 the variance is what the library's own momentum has, to rounding, path by path."""
+    lr = lambda count: torch.where(count % 20 < 10, 0.01, 0.3)  # noqa: E731
+    links = average(0.9), bc.add_momentum(0.9, 0.9)
+    paths = []
+    for link in links:
+        tx = bc.chain(link, bc.inject_langevin_noise(T), bc.scale_by_neg_lr(lr))
+        torch.manual_seed(0)
+        theta, path = torch.zeros(1000, dtype=torch.float64), []
+        state = tx.init(theta)
+        if link is links[1]:  # an average dampens its first gradient too
+            state = state.replace(0, state[0]._replace(count=tuple(c + 1 for c in state[0].count)))
+        for _ in range(60):
+            updates, state = tx.update(theta, state, params=theta, inplace=False)
+            theta = theta + updates
+            path.append(theta)
+        paths.append(torch.stack(path))
+    torch.testing.assert_close(paths[0], paths[1], rtol=1e-9, atol=1e-12)
+    assert paths[0].square().mean(1).max() < 5 * T
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_declared_link_may_return_its_state_as_its_update(inplace):
+    tx = bc.chain(average(0.7), bc.scale_by_neg_lr(0.1))
+    theta = [torch.ones(2, dtype=torch.float64)]
+    state, m = tx.init(theta), torch.zeros(2, dtype=torch.float64)
+    for k in range(3):
+        g = torch.full((2,), float(k + 1), dtype=torch.float64)
+        m = 0.7 * m + 0.3 * g
+        updates, state = tx.update([g.clone()], state, params=theta, inplace=inplace)
+        torch.testing.assert_close(updates[0], -0.1 * m, rtol=1e-12, atol=0)
+        torch.testing.assert_close(optree.tree_leaves(state[0])[0], m, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("first", [1 / 3, 0.2, 0.5])
+def test_two_momenta_whose_spectrum_touches_zero_sample_exactly(first):
+    second = (1 - first) / (1 + 3 * first)  # 1 - mu1 - mu2 - 3 mu1 mu2 = 0
+    curvature = torch.tensor([[0.3, 0.1], [0.1, 0.2]], dtype=torch.float64)
+    tx = bc.chain(bc.add_momentum(first), bc.sgd(0.1, second, temperature=T))
+    got = stationary_covariance(tx, curvature, tolerance=1e-8)
+    torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-8, atol=0)
+
+
+def test_tied_leaves_are_refused_where_they_would_get_noise_twice():
+    w = torch.ones(3)
+    for build in (lambda: bc.sghmc(0.1, temperature=T), OWN_NOISE["sgnht"]):
+        with pytest.raises(ValueError, match=r"\['a'\] and \['b'\] are one tensor"):
+            build().init({"a": w, "b": w})
+    bc.sgd(0.1).init({"a": w, "b": w})
+    flat = torch.ones(6)
+    bc.sghmc(0.1, temperature=T).init(list(flat.split(3)))  # neighbours in memory are two
+
+
+def test_with_stream_reaches_every_draw_and_keeps_the_transformations_methods():
+    tx = bc.with_stream(bc.vi.ivon(0.1, temperature=0.1), "philox")
+    assert type(tx) is type(bc.vi.ivon(0.1, temperature=0.1)) and tx.sample and tx.posterior
+    for build in OWN_NOISE.values():
+        keyed = [x for x in bc.with_stream(build(), "philox").links if hasattr(x, "stream")]
+        assert keyed and all(x.stream == "philox" for x in keyed)
+    with pytest.raises(ValueError, match="stream must be one of"):
+        bc.with_stream(bc.sgd(0.1), "mersenne")
+
+
+def test_freezing_a_leaf_leaves_the_noise_of_the_others_alone():
+    tx = bc.with_stream(bc.sgld(0.1, temperature=T), "philox")
+    params = {"a": torch.zeros(5), "b": torch.zeros(7)}
+    only = {"b": torch.zeros(7)}
+    torch.manual_seed(0)
+    both, _ = tx.update(params, tx.init(params), params=params, inplace=False)
+    torch.manual_seed(0)
+    one, _ = tx.update(only, tx.init(only), params=only, inplace=False)
+    torch.manual_seed(0)
+    part = bc.masked(tx, {"a": False, "b": True})
+    masked, _ = part.update(params, part.init(params), params=params, inplace=False)
+    assert torch.equal(both["b"], one["b"]) and torch.equal(both["b"], masked["b"])
+    assert not torch.equal(both["a"], both["b"][:5])
+
+
+def test_stacking_copies_of_a_state_is_refused_and_fork_gives_each_a_key_of_its_own():
+    tx, params = bc.sghmc(0.1, temperature=T), {"w": torch.zeros(4)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"one key.*bc\.fork"):
+        bc.stack([state, copy.deepcopy(state)])
+    optimizer = bc.SGD([torch.zeros(4, requires_grad=True)], lr=0.1, temperature=T)
+    with pytest.raises(ValueError, match=r"bc\.fork"):
+        bc.stack([optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())])
+    states = bc.fork(state, 3)
+    keys = [s[1].key.item() for s in states]
+    assert len(set(keys)) == 3 and all(type(s) is State for s in states)
+    stacked = bc.stack(states)
+    updates, _ = torch.vmap(lambda s: tx.update({"w": torch.ones(4)}, s, params=params, inplace=False))(stacked)
+    assert not torch.equal(updates["w"][0], updates["w"][1])
+    for twin in states:
+        assert_bitwise_equal(list(twin[0].trace), list(state[0].trace))
+    groups = bc.fork(optimizer.state_dict(), 2)
+    assert isinstance(groups[0], tuple) and groups[0][0][0].key != groups[1][0][0].key
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: bc.sghmc(0.1, temperature=T), lambda: bc.adam(0.1, temperature=T), lambda: bc.sgd(0.1, 0.9)]
+)
+def test_a_pure_update_with_a_missing_gradient_shares_no_memory_with_the_old_state(build):
+    tx = build()
+    state = tx.init(P)
+    _, after = tx.update({"w": torch.ones(2).double(), "b": None}, state, params=P, inplace=False)
+    old = {t.untyped_storage().data_ptr() for t in optree.tree_leaves(state) if t.numel()}
+    new = [t.untyped_storage().data_ptr() for t in optree.tree_leaves(after) if t.numel()]
+    assert not old.intersection(new) and len(set(new)) == len(new)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_torchopts_stop_gradient_takes_the_states_of_samplers(order, momentum):
+    tx = bc.sghmc(lambda count: 0.1, momentum, temperature=T, order=order)
+    for inplace in (False, True):
+        _, state = tx.update(optree.tree_map(torch.clone, P), tx.init(P), params=P, inplace=inplace)
+        torchopt.stop_gradient(state)
+        assert not any(t._is_view() for t in optree.tree_leaves(state))
+
+
+DIFFERENTIATED = {
+    "sgld, order 1": lambda lr, t: bc.sgld(lr, temperature=t, order=1),
+    "sgld": lambda lr, t: bc.sgld(lr, temperature=t),
+    "sghmc": lambda lr, t: bc.sghmc(lr, temperature=t),
+    "nesterov": lambda lr, t: bc.sgd(lr, 0.9, nesterov=True, temperature=t),
+    "adam": lambda lr, t: bc.adam(lr, temperature=t),
+    "rmsprop": lambda lr, t: bc.rmsprop(lr, momentum=0.5, temperature=t),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_derivatives_by_lr_temperature_and_data_at_positive_temperature_are_right(name):
+    """Autograd through three updates against central differences; the noise of one key is part of the function."""
+    params = [torch.tensor([0.3, -0.4], dtype=torch.float64)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        key = bc.sgld(0.1, temperature=T).init(params)[0].key
+
+    def value(lr, temperature, x):
+        tx, theta = DIFFERENTIATED[name](lr, temperature), params[0]
+        state = tx.init(params)
+        (i,) = [i for i, s in enumerate(state) if hasattr(s, "key")]
+        state = state.replace(i, state[i]._replace(key=key.clone()))
+        for _ in range(3):
+            (move,), state = tx.update([theta**3 + x], state, params=[theta], inplace=False)
+            theta = theta + move
+        return (theta * torch.tensor([1.0, 2.0], dtype=torch.float64)).sum()
+
+    at = [torch.tensor(v, dtype=torch.float64) for v in (0.1, 0.3, [0.5, -0.2])]
+    torch.autograd.gradcheck(value, [x.requires_grad_() for x in at], eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+def test_pure_updates_may_be_vmapped_over_gradients_at_zero_temperature_as_torchopts():
+    g = torch.randn(4, 2)
+    for tx in (
+        bc.sgd(0.1, 0.9),
+        bc.adam(0.1),
+        bc.rmsprop(0.1, centered=True),
+        bc.adamax(0.1),
+        torchopt.sgd(0.1, momentum=0.9),
+    ):
+        state = tx.init([torch.zeros(2)])
+
+        def one(x, tx=tx, state=state):
+            return tx.update([x], state, inplace=False)[0][0]
+
+        torch.testing.assert_close(torch.vmap(one)(g), torch.stack([one(x) for x in g]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("build", [lambda: bc.sghmc(0.1, temperature=T), OWN_NOISE["sgnht"]])
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_one_key_for_all_lanes_of_vmap_is_refused(build, randomness):
+    tx = build()
+    state = tx.init([torch.zeros(2)])
+    with pytest.raises(ValueError, match="one for all lanes of vmap"):
+        torch.vmap(lambda x: tx.update([x], state, inplace=False)[0][0], randomness=randomness)(torch.randn(4, 2))
+
+
+def test_meta_optimizers_extract_and_recover_replays_the_noise():
+    net = torch.nn.Linear(3, 1)
+    optimizer = bc.meta.MetaSGD(net, lr=0.1, temperature=T)
+    x = torch.randn(8, 3)
+    before = torchopt.extract_state_dict(optimizer), torchopt.extract_state_dict(net, by="copy")
+    outs = []
+    for _ in range(2):
+        torchopt.recover_state_dict(optimizer, before[0])
+        torchopt.recover_state_dict(net, before[1])
+        for _ in range(2):
+            optimizer.step(net(x).square().mean())
+        outs.append(net(x).detach())
+    assert torch.equal(*outs)
+
+
+def test_classes_have_their_state_from_the_start():
+    assert all(type(s) is State for s in bc.SGD([torch.zeros(2)], lr=0.1, momentum=0.9).state_groups)
+
+
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_a_loss_that_never_touches_params_is_refused(vmapped):
+    module = torch.nn.Linear(2, 1)
+    tx, params = bc.sghmc(0.1, temperature=T), dict(module.named_parameters())
+    params = {k: v.detach() for k, v in params.items()}
+    step = bc.make_step(lambda p, batch: module(batch).square().mean(), tx)  # the module's own parameters
+    batch = torch.ones(4, 2)
+    if vmapped:
+        chains = bc.parallel(step, 2)
+        stacked = {k: torch.stack([v, v]) for k, v in params.items()}
+        with pytest.raises(ValueError, match="does not depend on params"):
+            chains(stacked, chains.init(tx, stacked), batch)
+    else:
+        with pytest.raises(ValueError, match="does not depend on params"):
+            step(params, tx.init(params), batch)
+    used = bc.make_step(lambda p, b: torch.func.functional_call(module, p, (b,)).square().mean(), tx)
+    used(params, tx.init(params), batch)
+
+
+def test_the_generator_stream_says_that_it_keeps_32_bits():
+    assert "32 bits of each step's seed" in bc.inject_langevin_noise.__doc__
+    assert "32 bits" in bc.with_stream.__doc__
+
+
+def test_the_empty_chain_is_torchopts_identity_and_chain_flat_exists():
+    assert bc.chain() == torchopt.base.identity() and hash(bc.chain()) == hash(torchopt.base.identity())
+    assert bc.chain(bc.scale(2.0)) != torchopt.base.identity()
+    flat = bc.chain.flat(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+    assert flat == bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+
+
+def test_states_of_other_chains_other_leaves_and_other_orders_are_refused_with_both_sides_named():
+    tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1))
+    state = tx.init(P)
+    turned = bc.chain(bc.inject_langevin_noise(T), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+    with pytest.raises(ValueError, match=r"LangevinNoise, Momentum, Scale\), this chain has \(Momentum"):
+        tx.update(P, turned.init(P), params=P)
+    with pytest.raises(ValueError, match="this chain has"):
+        tx.update(P, bc.adam(0.1, temperature=T).init(P), params=P)
+    renamed = {"v": P["w"], "b": P["b"]}
+    with pytest.raises(ValueError, match=r"\['v'\].*\['w'\]"):
+        tx.update(renamed, state, params=renamed)
+
+
+def test_a_state_is_written_flat_by_name_and_read_back_in_place():
+    tx = bc.sghmc(0.1, temperature=T)
+    torch.manual_seed(0)
+    _, state = tx.update(optree.tree_map(torch.clone, P), tx.init(P), params=P, inplace=False)
+    flat = bc.state_dict(state)
+    assert "0.Momentum.trace['w']" in flat and "1.LangevinNoise.key" in flat
+    assert all(type(t) is torch.Tensor for t in flat.values())
+    fresh = tx.init(P)
+    kept = [t.data_ptr() for t in optree.tree_leaves(fresh)]
+    bc.load_state_dict(fresh, {k: t.clone() for k, t in flat.items()})
+    assert kept == [t.data_ptr() for t in optree.tree_leaves(fresh)]
+    assert_bitwise_equal(fresh, state)
+    before = copy.deepcopy(fresh)
+    with pytest.raises(ValueError, match=r"0\.Momentum\.trace\['w'\].*missing"):
+        bc.load_state_dict(fresh, {k: t for k, t in flat.items() if "'w'" not in k})
+    with pytest.raises(ValueError, match=r"1\.LangevinNoise\.key"):
+        bc.load_state_dict(fresh, {**flat, "1.LangevinNoise.key": torch.zeros(2)})
+    assert_bitwise_equal(fresh, before)
+
+
+def test_a_dense_preconditioner_refuses_a_missing_gradient_and_changes_nothing():
+    tx = bc.samplers.langevin_with_precision(TreePrecision(), 0.1, 0.5, temperature=T)
+    state = tx.init(P)
+    before = copy.deepcopy(state)
+    with pytest.raises(ValueError, match=r"every parameter needs a gradient.*\['b'\] has none"):
+        tx.update({"w": P["w"].clone(), "b": None}, state, params=P)
+    assert_bitwise_equal(state, before)
+
+
+def test_a_dense_preconditioner_takes_schedules_and_stands_before_the_momentum():
+    curvature = torch.tensor([[2.0, 0.3, 0.0], [0.3, 1.0, 0.1], [0.0, 0.1, 0.7]], dtype=torch.float64)
+    for lr, t in ((0.3, T), (lambda c: 0.3, T), (torch.tensor(0.3), torch.tensor(T, dtype=torch.float64))):
+        tx = bc.samplers.langevin_with_precision(TreePrecision(), lr, 0.8, temperature=t)
+        got = stationary_covariance(tx, curvature, P)
+        torch.testing.assert_close(got, T * torch.linalg.inv(curvature), rtol=1e-9, atol=1e-11)
+    late = bc.chain(bc.add_momentum(0.5), bc.scale_by_preconditioner(TreePrecision()), bc.sgd(0.1, temperature=T))
+    with pytest.raises(ValueError, match="before the momentum"):
+        late.init(P)
+    assert math.isfinite(T)
