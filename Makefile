@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 .PHONY: demo test quick docs lint types processors clean
 
 # Rooms without a type error; `make types` looks at all of them.
-TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optimizers \
+TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optim optimizers \
 	predict random schedules.py testing tracing.py version.py)
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers,trainers]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -43,5 +43,10 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
+# Executed in place, outputs kept; BAYESOPT_CHAIN_SCALE=smoke for a quick look, BAYESOPT_CHAIN_DATA for the data sets.
+notebooks: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks,benchmarks]' nbconvert
+	cd notebooks && PYTHONPATH=.. ../$(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace *.ipynb
+
 clean:
-	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
+	rm -rf $(VENV) docs/_build docs/api docs/notebooks docs/results.md build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache

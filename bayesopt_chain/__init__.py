@@ -5,10 +5,23 @@ links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``,
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
-from bayesopt_chain import curvature, diagnostics, likelihoods, meta, precision, predict, samplers, schedules, testing
+from bayesopt_chain import (
+    curvature,
+    diagnostics,
+    likelihoods,
+    meta,
+    optim,
+    precision,
+    predict,
+    samplers,
+    schedules,
+    testing,
+)
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
 from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
@@ -66,6 +79,7 @@ __all__ = [
     "delay",
     "diagnostics",
     "ekf",
+    "epochs",
     "fit_laplace",
     "flip_sign_and_add_weight_decay",
     "fork",
@@ -80,6 +94,7 @@ __all__ = [
     "make_step",
     "masked",
     "meta",
+    "optim",
     "parallel",
     "partition",
     "precision",
@@ -109,6 +124,7 @@ __all__ = [
     "skip_nonfinite",
     "stack",
     "state_dict",
+    "suggest_lr",
     "swag",
     "testing",
     "tune_by_evidence",

@@ -11,6 +11,7 @@ import torchopt
 
 import bayesopt_chain as bc
 from bayesopt_chain.fused import sgd as sweep
+from bayesopt_chain.random.stream import seeded_generator
 
 LR, MOMENTUM, TEMPERATURE = 1e-6, 0.9, 1e-6
 
@@ -96,3 +97,47 @@ def posteriors_sghmc(params, grads) -> Callable:
             sghmc.grad_and_value = theirs
 
     return run
+
+
+NETWORKS = {"cnn": "CNN of 2 convolutions, batch 32", "mlp": "MLP 64-32-8, batch 64"}
+
+
+def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A small network, inputs and labels."""
+    nn = torch.nn
+    torch.manual_seed(0)
+    if kind == "mlp":
+        model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 64)
+    else:
+        model = nn.Sequential(
+            *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(32 * 49, 8)),
+        )
+        x = torch.randn(32, 1, 28, 28)
+    return model, x, torch.randint(0, 8, (len(x),))
+
+
+def training_step(kind: str, make: Callable) -> Callable[[], None]:
+    """One step of an ordinary loop with the optimizer that ``make(params)`` gives."""
+    model, x, y = network(kind)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def draw_alone(kind: str) -> Callable[[], None]:
+    """A step's normals, one generator and one draw for all leaves."""
+    flat = torch.empty(sum(p.numel() for p in network(kind)[0].parameters()))
+    count = [0]
+
+    def draw() -> None:
+        count[0] += 1
+        flat.normal_(generator=seeded_generator(1, count[0]))
+
+    return draw

@@ -296,8 +296,39 @@ def dispatch() -> Row:
     return Row("dispatch: a chain of 5 links, 1e5 parameters", times, {("chain of 5 links", "by hand"): 1.1})
 
 
+def whole_step(kind: str, target: float) -> Row:
+    """A training step with its gradient: the class at T > 0 against torch's class and the stream's draw alone."""
+    draw = c.draw_alone(kind)
+    torchs = c.training_step(kind, lambda p: torch.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False))
+
+    def torchs_and_draw() -> None:
+        torchs()
+        draw()
+
+    times = take_turns(
+        {
+            "bc.optim.SGHMC": c.training_step(kind, lambda p: bc.optim.SGHMC(p, c.LR, temperature=c.TEMPERATURE)),
+            "bc.optim.SGD, T = 0": c.training_step(kind, lambda p: bc.optim.SGD(p, c.LR, c.MOMENTUM, foreach=False)),
+            "torch.optim.SGD": torchs,
+            "torch.optim.SGD + draw": torchs_and_draw,
+        },
+        rounds=101,
+    )
+    targets = {("bc.optim.SGHMC", "torch.optim.SGD + draw"): target, ("bc.optim.SGD, T = 0", "torch.optim.SGD"): 1.05}
+    return Row(f"{c.NETWORKS[kind]}, whole step with gradient", times, targets)
+
+
+def whole_step_cnn() -> Row:
+    return whole_step("cnn", 1.10)
+
+
+def whole_step_mlp() -> Row:
+    return whole_step("mlp", 1.25)
+
+
 def rows(quick: bool) -> dict[str, Callable[[], Row]]:
     """The rows by name, each measured when called."""
     chains = partial(five_thousand_chains, steps=50, rounds=5) if quick else five_thousand_chains
     plain = (optimizer, sixty_leaves, noise, dispatch, small_model, sampler, sampler_on_all_threads)
+    plain += (whole_step_cnn, whole_step_mlp)
     return {row.__name__: row for row in plain} | {"five_thousand_chains": chains}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import shutil
 import types
 from pathlib import Path
 
@@ -44,6 +45,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
 TITLES = {
     "bayesopt_chain": "Chains, links, loops",
     "samplers": "Samplers",
@@ -106,4 +108,13 @@ def write_api() -> None:
         (folder / "index.md").write_text(index)
 
 
+def copy_pages() -> None:
+    """The executed notebooks and the page of results, which live elsewhere, as pages of the site."""
+    (HERE / "notebooks").mkdir(exist_ok=True)
+    for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        shutil.copyfile(source, HERE / "notebooks" / source.name)
+    shutil.copyfile(ROOT / "benchmarks" / "RESULTS.md", HERE / "results.md")
+
+
 write_api()
+copy_pages()

@@ -1,15 +1,28 @@
-"""The README's figures are those of the files that the benchmarks wrote."""
+"""The figures of the README and of the page on speed are those of the files that the benchmarks wrote."""
 
 from pathlib import Path
 
-from benchmarks.table import table, when
+from benchmarks.table import short, table, when
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SPEED = (ROOT / "docs" / "speed.md").read_text()
 
 
-def test_the_table_of_speed_is_the_measured_one():
-    assert table() in README, "run `python -m benchmarks.table` and put its output into the README"
+def test_the_tables_of_speed_are_the_measured_ones():
+    assert short() in README, "run `python -m benchmarks.table` and put its first table into the README"
+    assert table() in SPEED, "run `python -m benchmarks.table` and put its last table into docs/speed.md"
 
 
 def test_machine_and_date_are_those_of_the_measurement():
-    assert when() in README.replace("\n", " ")
+    assert when() in SPEED
+
+
+def test_the_readme_is_a_screen_or_two_and_names_two_commands():
+    assert len(README.splitlines()) < 110
+    assert "make demo" in README and "make test" in README
+
+
+def test_every_file_that_the_readme_links_to_is_there():
+    links = [part.split(")")[0] for part in README.split("](")[1:]]
+    assert links and all((ROOT / link).exists() for link in links), links

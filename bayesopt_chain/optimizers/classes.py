@@ -17,7 +17,9 @@ import torchopt
 
 from bayesopt_chain.optimizers import functional
 
-DOC = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
+DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_chain.optim.{torchs}`).
+
+    The chain is :func:`bayesopt_chain.{function}`.
 
     Takes the parameters first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
 
@@ -30,6 +32,7 @@ DOC = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{func
         >>> bool((w > 0).all())
         True
     """
+TORCHS = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}  # spelled otherwise
 META = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
 
     Takes the module first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
@@ -74,7 +77,9 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         base.__init__(self, target, build(**settings))
 
     __init__.__signature__ = signature
-    doc = (META if is_meta else DOC).format(name=namesake.__name__, function=build.__name__)
+    template = META if is_meta else DOC
+    name = namesake.__name__
+    doc = template.format(name=name, function=build.__name__, torchs=TORCHS.get(name, name))
     return type(
         namesake.__name__,
         (base,),

@@ -302,8 +302,8 @@ EXPERIMENT = Experiment(
         | {"gradients": 400, "truth": 60, "nuts": 40, "warmup": 30, "chains": 20, "parallel_steps": 40, "vi_steps": 50}
         | {"draws": 200, "minibatch_share": 20, "momenta": (0.9,), "fractions": (0.1,)},
         "small": GRID
-        | {"gradients": 20_000, "truth": 8000, "nuts": 2000, "warmup": 500, "chains": 5000, "parallel_steps": 200}
-        | {"vi_steps": 3000, "draws": 20_000, "minibatch_share": 5},
+        | {"gradients": 10_000, "truth": 4000, "nuts": 1000, "warmup": 300, "chains": 5000, "parallel_steps": 150}
+        | {"vi_steps": 2000, "draws": 20_000, "minibatch_share": 10},
         "full": GRID
         | {"gradients": 200_000, "truth": 50_000, "nuts": 5000, "warmup": 1000, "chains": 5000, "parallel_steps": 1000}
         | {"vi_steps": 20_000, "draws": 100_000, "minibatch_share": 1},

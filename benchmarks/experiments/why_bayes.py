@@ -241,10 +241,10 @@ EXPERIMENT = Experiment(
         "small": {
             "data": 100,
             "hidden": 20,
-            "steps": 3000,
+            "steps": 1500,
             "draws": 500,
-            "chains": 20,
-            "sghmc_steps": 10_000,
+            "chains": 16,
+            "sghmc_steps": 4000,
             "lr": (2e-4, 2e-2),
         },
         "full": {

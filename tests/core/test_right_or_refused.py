@@ -12,7 +12,7 @@ from torchopt.base import GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain.core.state import State
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
-from tests.registry import TreePrecision
+from tests.registry.samplers import TreePrecision
 
 P = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
 T = 0.3

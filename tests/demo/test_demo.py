@@ -18,37 +18,23 @@ from bayesopt_chain.demo import digits
 METHODS = ["SGD", "SGHMC", "Deep ensemble", "Parallel SGHMC"]
 
 
-def test_draws_that_agree_have_only_aleatoric_uncertainty():
-    one = torch.tensor([[0.5, 0.5], [0.9, 0.1]], dtype=torch.float64)
-    aleatoric, epistemic = digits.split_uncertainty(one.expand(4, 2, 2))
-    assert aleatoric[0].item() == pytest.approx(math.log(2))
-    torch.testing.assert_close(epistemic, torch.zeros_like(epistemic), rtol=0, atol=1e-15)
-
-
-def test_sure_draws_that_disagree_have_only_epistemic_uncertainty():
-    aleatoric, epistemic = digits.split_uncertainty(torch.eye(3, dtype=torch.float64)[:, None])
-    assert aleatoric.item() == 0
-    assert epistemic.item() == pytest.approx(math.log(3))
-
-
-def test_the_two_parts_add_up_to_the_entropy_of_the_mean():
-    p = torch.rand(5, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    total = torch.special.entr(p.mean(0)).sum(-1)
-    torch.testing.assert_close(sum(digits.split_uncertainty(p)), total)
-
-
-def test_a_single_draw_has_no_epistemic_uncertainty_to_the_last_bit():
-    p = torch.rand(1, 50, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    assert digits.split_uncertainty(p)[1].count_nonzero() == 0
-
-
 def test_no_unseen_digit_is_trained_on_and_train_and_test_are_disjoint():
     (train, labels), (test, test_labels) = digits.load(seed=3)
     assert labels.max() < digits.SEEN <= test_labels.max()
-    assert len(train) + len(test) == 1797
+    assert len(train) == 400 and len(train) + len(test) == 1797
 
 
-@pytest.mark.parametrize("option", ["--steps", "--chains", "--draws"])
+def test_a_share_of_the_training_labels_is_random_and_no_test_label_is():
+    clean, noisy = digits.load(seed=3, wrong=0.0), digits.load(seed=3, wrong=0.3)
+    assert torch.equal(clean.test[1], noisy.test[1]) and torch.equal(clean.train[0], noisy.train[0])
+    changed = (clean.train[1] != noisy.train[1]).double().mean().item()
+    expected = 0.3 * 7 / 8  # one in eight is replaced by itself
+    assert (
+        abs(changed - expected) < 4 * (expected * (1 - expected) / 400) ** 0.5
+    )  # false alarms 6e-5; the seed is fixed
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--steps", "--chains", "--draws", "--data"])
 def test_an_option_below_one_is_refused_by_name(option, capsys):
     with pytest.raises(SystemExit):
         digits.main([option, "0"])
@@ -64,24 +50,32 @@ def test_a_missing_package_names_the_extra_to_install():
     assert 'pip install "bayesopt_chain[demo]"' in result.stderr
 
 
+def test_more_draws_than_the_second_half_of_a_chain_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        digits.main(["--steps", "10", "--draws", "6"])
+    assert "--draws 6 exceeds half of --steps 10" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_figure_and_json(tmp_path):
     figure, table = tmp_path / "demo.png", tmp_path / "demo.json"
-    size = ["--steps", "250", "--chains", "3", "--draws", "10"]
+    size = ["--steps", "600", "--chains", "4", "--draws", "10", "--seeds", "2", "--seed", "20"]
     command = [sys.executable, "-m", "bayesopt_chain.demo", *size, "--figure", figure, "--json", table]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.stat().st_size > 20_000
-    rows = json.loads(table.read_text())["methods"]
-    assert list(rows) == METHODS
-    assert [row["draws"] for row in rows.values()] == [1, 10, 3, 30]
-    for name, row in rows.items():
-        assert f"\n{name:16}{row['draws']:7d}" in result.stdout
-        assert all(math.isfinite(value) for value in row.values())
-        assert 0.8 < row["accuracy"] <= 1  # chance is 1 / 8
-        assert 0 < row["nll"] < 1
-        assert 0 <= row["ece"] < 0.3
-        assert 0.6 < row["auroc_total"] <= 1
-    assert rows["SGD"]["auroc_epistemic"] == 0.5
-    assert rows["Parallel SGHMC"]["auroc_epistemic"] > 0.8
+    tables = json.loads(table.read_text())["tables"]
+    assert len(tables) == 2
+    for rows in tables:
+        assert list(rows) == METHODS
+        for name, row in rows.items():
+            assert f"\n{name:16}" in result.stdout
+            assert all(math.isfinite(value) for value in row.values())
+            assert 0.5 < row["accuracy"] <= 1  # chance is 1 / 8
+            assert 0 < row["nll"] < 1.5
+            assert 0 <= row["ece"] < 0.5
+        assert rows["SGD"]["auroc_epistemic"] == 0.5
+        assert rows["Parallel SGHMC"]["auroc_epistemic"] > 0.7
+        assert rows["Parallel SGHMC"]["nll"] < rows["SGD"]["nll"]
+    assert "Parallel SGHMC: lower NLL than the single network in 2 of 2 seeds" in result.stdout

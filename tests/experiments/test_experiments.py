@@ -1,19 +1,29 @@
 """Every experiment runs at its smoke scale, and the page of results is made of the records."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.experiments import report
+from benchmarks.experiments import mnist, pima, report
 from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import SCALES, averaged, keep, record
 from benchmarks.experiments.double_well import Truth, modes
+
+DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "mnist": "mnist/mnist.npz"}
+PACKAGES = {"pima": ("pyro", "posteriors", "blackjax"), "mnist": ("torchmetrics", "sklearn")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path):
+    for package in PACKAGES.get(name, ()):
+        pytest.importorskip(package)
+    folder = os.environ.get("BAYESOPT_CHAIN_DATA", "")
+    if name in DATA and not (folder and (Path(folder) / DATA[name]).exists()):
+        pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
     result = record(experiment(name), "smoke")
     assert set(experiment(name).settings) == set(experiment(name).seeds) == set(SCALES)
     path = keep(result, tmp_path)
@@ -21,6 +31,14 @@ def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in result["tables"][0].values())
     assert len(experiment(name).says(averaged(result))) > 40
     assert experiment(name).title in report.section(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(DATA))
+def test_without_the_data_it_says_which_variable_to_set(name, monkeypatch):
+    monkeypatch.setenv("BAYESOPT_CHAIN_DATA", "")
+    read = {"pima": pima.read, "mnist": lambda: mnist.read(2)}[name]
+    with pytest.raises(FileNotFoundError, match="BAYESOPT_CHAIN_DATA"):
+        read()
 
 
 def test_the_page_is_what_the_records_say():
@@ -35,3 +53,18 @@ def test_distances_vanish_for_the_truth_and_not_for_one_mode():
     assert truth.wasserstein(exact) < 2e-3 and modes(exact) < 0.01
     one = exact.abs()
     assert truth.wasserstein(one) == pytest.approx(2 * (x.abs().mean() / 2).item(), rel=1e-2) and modes(one) == 0.75
+
+
+def test_noisy_labels_are_replaced_in_the_training_set_alone(monkeypatch):
+    n = 4000
+    images, labels = torch.zeros(n, 4), torch.arange(n) % 10
+    monkeypatch.setattr(mnist, "read", lambda pool: (images, labels, images, labels))
+    settings = {"pool": 14, "data": 2000, "few": 10, "noisy": 2000, "share": 0.3, "test": 800}
+    clean, noisy = (mnist.make_task(name, settings, 0) for name in ("clean", "noisy"))
+    changed = (clean.train[1] != noisy.train[1]).double().mean().item()
+    expected = 0.3 * 7 / 8
+    assert (
+        abs(changed - expected) < 5 * (expected * (1 - expected) / 2000) ** 0.5
+    )  # false alarms below 1e-6; the seed is fixed
+    assert torch.equal(clean.test[1], noisy.test[1]) and clean.train[1].max() < mnist.SEEN
+    assert len(mnist.make_task("few", settings, 0).train[1]) == 10

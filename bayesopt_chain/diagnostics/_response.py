@@ -1,0 +1,350 @@
+r"""What a chain does to gradients, to parameters and to its noise, read off the chain itself.
+
+For one element ``theta`` of a leaf every linear chain is a small system. With ``s`` the numbers that the state keeps
+for that element, ``g`` its gradient and ``xi`` its normal draws,
+
+    s'     = A s + b g + u theta + E xi
+    theta' = theta + c s - d g - w theta + f xi.
+
+Impulses through ``tx.update`` give these numbers, whatever links the chain is made of. Elements differ by a gain ``G``,
+the displacement that a unit gradient causes in the end (``lr / (1 - mu)`` for momentum, times the preconditioner). In
+the coordinates ``phi = theta / sqrt(G)`` the gradient is ``sqrt(G) g``, and all elements on which the same links act
+have the same system, of gain one: a *group*. A learned preconditioner is taken as it stands in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.testing._lyapunov import NormalProbe, _solve_lyapunov
+
+STEPS = 6  # of an impulse's response that are compared
+SIZE = 2.0**-26  # of the impulses: clipping does not see them, and scaling by it is exact
+TOLERANCE = 1e-6  # relative
+MEMORY = 32  # numbers that a state may keep for an element
+DRIFT = 0.01  # by which a response may change from one step to the next
+
+
+class Group(NamedTuple):
+    """The system of one element of ``leaves``, in coordinates in which its gain is one."""
+
+    leaves: tuple[int, ...]
+    A: Tensor
+    b: Tensor
+    u: Tensor
+    E: Tensor
+    c: Tensor
+    d: Tensor
+    w: Tensor
+    f: Tensor
+    places: tuple[tuple[int, int], ...] = ()  # of the numbers ``s`` in the state: entry, element
+    draws: tuple[int, ...] = ()  # the numbers of the draws ``xi`` among those of a step
+
+    @property
+    def prior(self) -> float:
+        """The curvature that weight decay adds."""
+        return float(self.w - self.c @ torch.linalg.solve(_eye(self.A) - self.A, self.u))
+
+    @property
+    def temperature(self) -> float:
+        """The variance times the curvature, prior included, as the learning rate goes to 0."""
+        return 2.0 * self._warmth(5e-6) - self._warmth(1e-5)  # what white noise adds is linear in the curvature
+
+    def _warmth(self, curvature: float) -> float:
+        k = len(self.b)
+        M = torch.zeros(k + 1, k + 1, dtype=torch.float64)
+        M[0, 0] = 1.0 - self.d * curvature - self.w
+        M[0, 1:], M[1:, 0], M[1:, 1:] = self.c, self.b * curvature + self.u, self.A
+        noise = torch.cat([self.f[None], self.E])
+        return float(stationary(M, noise @ noise.T)[0, 0]) * (curvature + self.prior)
+
+
+class Response(NamedTuple):
+    """``gains``: ``G``, float64, like each leaf, zero where the chain never moves it; ``groups``: what moves."""
+
+    gains: tuple[Tensor, ...]
+    groups: tuple[Group, ...]
+
+
+def stationary(M: Tensor, Q: Tensor) -> Tensor:
+    """The solution of ``X = M X M^T + Q``; ``Unstable`` where there is none."""
+    return _solve_lyapunov(M, Q)
+
+
+def read(tx: Any, params: Any, state: Any = None) -> Response:
+    """The response of ``tx`` as it stands in ``state`` (default: two steps after ``init``).
+
+    Raises:
+        ValueError: ``tx`` is not linear at that state, or its elements act on each other in ways that no gain
+            describes.
+    """
+    probe = _Probe(tx, params, state)
+    first, second = probe.response("gradient", 0), probe.response("gradient", 1)
+    decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)
+    noise = probe.response("noise", 0)
+    if any(_differ(x, y) for x, y in zip(noise, probe.response("noise", 0, 1.0))):
+        raise ValueError(
+            "the chain's own draws change how it answers later ones, as a thermostat's do; its heating by minibatches is "
+            "that of no linear chain: compare bc.sghmc at the same lr and momentum"
+        )
+    later = _Probe(tx, params, probe.next_state).response("gradient", 0)
+    if any(_differ(x, y, tolerance=DRIFT) for x, y in zip(first, later)):
+        raise ValueError(
+            "the chain answers a gradient otherwise from one step to the next at this state; pass the state of "
+            "a run, after its burn-in, as state="
+        )
+    gains = [torch.zeros_like(p) for p in probe.params]
+    groups: list[tuple[Tensor, list[int]]] = []
+    for j, h in enumerate(first):
+        if _differ(h, second[j]) or _differ(decay[j], other_decay[j], 1.0):
+            raise ValueError(
+                "the chain's response is not linear, or its elements act on each other; freeze an adaptive preconditioner "
+                "(freeze_after) and pass the state of a run, after its burn-in, as state="
+            )
+        if not h.any():
+            continue
+        at = int(h.abs().amax(1).argmax())
+        peak = -h[at]
+        if not bool((peak > 0).all()):
+            raise ValueError(
+                "the chain climbs the loss, or leaves single elements of a leaf where they are; pass the loss that it "
+                "descends, and mask whole leaves"
+            )
+        shape = torch.cat([h / peak, decay[j], noise[j] / peak.sqrt()])
+        if _differ(shape, shape[:, :1]):
+            raise ValueError(
+                "elements of one leaf differ by more than a gain, as weight decay in front of a preconditioner makes them; put "
+                "that prior into the loss, so that its curvature is measured with the rest"
+            )
+        gains[j] = peak.reshape(gains[j].shape)
+        for known, leaves in groups:
+            if not _differ(shape[:, 0], known):
+                leaves.append(j)
+                break
+        else:
+            groups.append((shape[:, 0], [j]))
+    systems = []
+    for shape, leaves in groups:
+        peak = float(gains[leaves[0]].reshape(-1)[0])
+        system, gain = probe.system(leaves[0], shape, peak)
+        for j in leaves:
+            gains[j] *= gain / peak
+        systems.append(system._replace(leaves=tuple(leaves)))
+    return Response(tuple(gains), tuple(systems))
+
+
+def reread(known: Response, tx: Any, params: Any, state: Any = None) -> Response:
+    """The response of the same chain at another learning rate, by impulses where :func:`read` found its numbers."""
+    probe = _Probe(tx, params, state)
+    gains, groups = list(known.gains), []
+    for group in known.groups:
+        system, gain = probe.at(group.leaves[0], group.places, group.draws)
+        before = _first(gains[group.leaves[0]])
+        for j in group.leaves:
+            gains[j] = gains[j] * (gain / before)
+        groups.append(system._replace(leaves=group.leaves))
+    return Response(tuple(gains), tuple(groups))
+
+
+class _Probe:
+    """Impulses through one update, everything else that the state holds being kept."""
+
+    def __init__(self, tx: Any, params: Any, state: Any) -> None:
+        self.tx = tx
+        leaves, self.spec = optree.tree_flatten(params)
+        self.params = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
+        at_rest = optree.tree_unflatten(self.spec, self.params)
+        with torch.random.fork_rng(devices=[]):
+            fresh = tx.init(at_rest)
+        entries, self.state_spec = optree.tree_flatten(fresh)
+        if state is None:
+            state = fresh
+            with NormalProbe():
+                for _ in range(2):
+                    _, state = tx.update(at_rest, state, params=at_rest, inplace=False)
+        given = optree.tree_leaves(state)
+        if len(given) != len(entries):
+            raise ValueError("state: it is not that of this chain; pass the state that this tx made")
+        entries = given  # in the structure of a float64 state
+        self.entries = [
+            t.detach().to(torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t for t in entries
+        ]
+        self.moving = [i for i, t in enumerate(self.entries) if torch.is_tensor(t) and t.is_floating_point()]
+        self.base, self.next_state, self.drawn = self._update(None, None, None, None)
+
+    def _update(self, g: Any, theta: Any, change: Any, xi: Tensor | None) -> tuple[list[Tensor], Any, int]:
+        """Moves and what moves of the next state, that state, and the number of draws; ``None`` is rest."""
+        entries = list(self.entries)
+        for i, x in zip(self.moving, change or ()):
+            entries[i] = entries[i] + x
+        with NormalProbe(xi) as probe, torch.no_grad():
+            updates, new = self.tx.update(
+                optree.tree_unflatten(self.spec, g or self.params),
+                optree.tree_unflatten(self.state_spec, entries),
+                params=optree.tree_unflatten(self.spec, theta or self.params),
+                inplace=False,
+            )
+        moves = [u.detach() for u in optree.tree_leaves(updates)]
+        after = optree.tree_leaves(new)
+        return [*moves, *(after[i].detach() for i in self.moving)], new, probe.drawn
+
+    def __call__(self, g: Any = None, theta: Any = None, change: Any = None, xi: Tensor | None = None):
+        """Differences from rest: moves of the parameters, and of the state."""
+        out = [x - y for x, y in zip(self._update(g, theta, change, xi)[0], self.base)]
+        return out[: len(self.params)], out[len(self.params) :]
+
+    def response(self, kind: str, seed: int, size: float = SIZE) -> list[Tensor]:
+        """Moves ``[STEPS, size]`` of every leaf to an impulse in each element, of another height for each."""
+        heights = [torch.full_like(p, size) for p in self.params]
+        if kind != "noise":
+            generator = torch.Generator().manual_seed(seed)
+            for x in heights:
+                x.mul_((1.0 + torch.rand(x.shape, generator=generator, dtype=torch.float64)).to(x.device))
+        impulse: dict[str, Any] = {
+            "gradient": {"g": heights},
+            "parameter": {"theta": heights},
+            "noise": {"xi": torch.full((self.drawn,), size, dtype=torch.float64)},
+        }[kind]
+        rows: list[list[Tensor]] = [[] for _ in self.params]
+        moves, change = self(**impulse)
+        for _ in range(STEPS):
+            for row, move, height in zip(rows, moves, heights):
+                row.append((move / height).reshape(-1))
+            moves, change = self(change=change)
+        return [torch.stack(row).cpu() for row in rows]
+
+    def system(self, j: int, shape: Tensor, peak: float) -> tuple[Group, float]:
+        """The system of the first element of leaf ``j``, and its gain; checked against its responses."""
+
+        def late(pulse: dict[str, Any]) -> tuple[bool, set[tuple[int, int]]]:
+            """Whether a pulse ever moves the element, and which places of the state it reaches."""
+            moves, change = self(**pulse)
+            moved, places = bool(_first(moves[j])), set()
+            for _ in range(STEPS):
+                places |= _places(change)
+                moves, change = self(change=change)
+                moved |= bool(_first(moves[j]))
+            return moved, places
+
+        draws = self._draws_of(range(self.drawn), lambda pulse: late(pulse)[0])
+        pulses = [self._pulse(j), self._pulse(j, "theta"), *(self._draws([n]) for n in draws)]
+        places = set().union(*(late(pulse)[1] for pulse in pulses))
+        if len(places) > MEMORY:
+            raise ValueError(
+                f"the chain's elements act on each other: one gradient reaches {len(places)} numbers of its state"
+            )
+        columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]] = {}
+        for place in places:
+            moves, after = self(change=self._change(*place))
+            columns[place] = _first(moves[j]) / SIZE, {(i, n): float(after[i].view(-1)[n]) / SIZE for i, n in places}
+        group, gain = self.at(j, sorted(_influence(columns)), draws)
+        root = gain**0.5
+        A, c, E = group.A, group.c * root, group.E
+        built = torch.cat(
+            [
+                _run(A, group.b * root, c, -group.d * gain) / peak,
+                _run(A, group.u / root, c, -group.w),
+                _run(A, E.sum(1), c, group.f.sum() * root) / peak**0.5,
+            ]
+        )
+        if _differ(built, shape):
+            raise ValueError("the chain's response could not be read: a linear system does not reproduce it")
+        return group, gain
+
+    def at(self, j: int, places: Sequence[tuple[int, int]], draws: Sequence[int]) -> tuple[Group, float]:
+        """The system of the first element of leaf ``j`` whose memory is at these places of the state, and its gain."""
+
+        def column(**pulse: Any) -> tuple[Tensor, Tensor]:
+            moves, after = self(**pulse)
+            s = [float(after[i].view(-1)[n]) / SIZE for i, n in places]
+            return torch.tensor(_first(moves[j]) / SIZE, dtype=torch.float64), torch.tensor(s, dtype=torch.float64)
+
+        def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+            if not columns:
+                return torch.zeros(0, dtype=torch.float64), torch.zeros(len(places), 0, dtype=torch.float64)
+            return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
+
+        c, A = matrix([column(change=self._change(*place)) for place in places])
+        f, E = matrix([column(**self._draws([n])) for n in draws])
+        (d, b), (w, u) = column(**self._pulse(j)), column(**self._pulse(j, "theta"))
+        if len(places) and float(torch.linalg.eigvals(A).abs().amax()) >= 1.0:
+            raise ValueError("the chain's own memory does not fade: its momentum must lie below 1")
+        gain = float(-d - c @ torch.linalg.solve(_eye(A) - A, b))
+        if not gain > 0:
+            raise ValueError("the chain climbs the loss: a constant gradient moves the parameters along it")
+        root = gain**0.5
+        group = Group((j,), A, b / root, u * root, E, c / root, -d / gain, -w, f / root, tuple(places), tuple(draws))
+        return group, gain
+
+    def _pulse(self, j: int, name: str = "g") -> dict[str, Any]:
+        """A pulse in the first element of leaf ``j``."""
+        leaves = [torch.zeros_like(p) for p in self.params]
+        leaves[j].view(-1)[0] = SIZE
+        return {name: leaves}
+
+    def _change(self, i: int, n: int) -> list[Tensor]:
+        """A pulse in place ``n`` of the ``i``-th moving entry of the state."""
+        change = [torch.zeros_like(self.entries[entry]) for entry in self.moving]
+        change[i].view(-1)[n] = SIZE
+        return change
+
+    def _draws(self, chosen: Sequence[int]) -> dict[str, Any]:
+        xi = torch.zeros(self.drawn, dtype=torch.float64)
+        xi[list(chosen)] = SIZE
+        return {"xi": xi}
+
+    def _draws_of(self, among: range, moves: Callable[[dict[str, Any]], bool]) -> list[int]:
+        """The numbers of the draws that move an element, by bisection; heights differ lest two cancel."""
+        if not among:
+            return []
+        xi = torch.zeros(self.drawn, dtype=torch.float64)
+        xi[among.start : among.stop] = SIZE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64)
+        if not moves({"xi": xi}):
+            return []
+        if len(among) == 1:
+            return [among.start]
+        middle = (among.start + among.stop) // 2
+        return [
+            *self._draws_of(range(among.start, middle), moves),
+            *self._draws_of(range(middle, among.stop), moves),
+        ]
+
+
+def _places(change: list[Tensor]) -> set[tuple[int, int]]:
+    """The places of the state that a pulse has reached."""
+    return {(i, int(n)) for i, x in enumerate(change) for n in x.reshape(-1).nonzero()[: MEMORY + 1]}
+
+
+def _run(A: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """The first moves after a unit impulse."""
+    moves = [d]
+    for _ in range(STEPS - 1):
+        moves.append(c @ b)
+        b = A @ b
+    return torch.stack(moves)
+
+
+def _influence(columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]]) -> set[tuple[int, int]]:
+    """The places that move the parameter, now or later."""
+    found = {i for i, (move, _) in columns.items() if move}
+    while wider := {i for i, (_, after) in columns.items() if i not in found and any(after[n] for n in found)}:
+        found |= wider
+    return found
+
+
+def _differ(x: Tensor, y: Tensor, scale: float = 0.0, tolerance: float = TOLERANCE) -> bool:
+    """Whether two responses differ; NaN does."""
+    return not bool(((x - y).abs() <= tolerance * max(scale, float(y.abs().amax()))).all())
+
+
+def _first(x: Tensor) -> float:
+    return float(x.reshape(-1)[0])
+
+
+def _eye(A: Tensor) -> Tensor:
+    return torch.eye(len(A), dtype=A.dtype)

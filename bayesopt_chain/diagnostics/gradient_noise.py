@@ -1,0 +1,191 @@
+r"""The covariance of minibatch gradients, from a few of them, with nothing of size P x P.
+
+``g_1 .. g_m`` are the gradients of ``m`` batches at the same parameters, ``N`` data making ``K = N / b`` batches of
+``b``; ``s^2`` is the covariance of one datum's gradient. Two covariances are in use,
+
+    C = s^2 / b            of a batch drawn with replacement,
+    B = C (1 - 1 / K)      of a batch of different data, which is what an epoch and :func:`bayesopt_chain.epochs` give.
+
+The gradients of batches that share no datum have ``sum (g - mean)(g - mean)^T / (m - 1)`` equal to ``C`` in the
+mean (those of several epochs are centred epoch by epoch).
+``C`` has rank ``m - 1`` at most, and its eigenvectors are combinations of the rows ``R = (g - mean) / sqrt(m - 1)``,
+
+    G^(1/2) C G^(1/2) v = lambda v,     v = G^(1/2) R^T a / sqrt(lambda),     (R G R^T) a = lambda a,
+
+with the gain ``G`` of a chain with a preconditioner. The matrix ``R G R^T`` is ``m x m``.
+
+A model that draws (dropout) adds noise that does not sum to zero over an epoch. Its batches are gone through twice,
+``g`` and ``g'``: the rows ``(g - g') / sqrt(2 m)`` have its covariance ``D``, and those of the means of the two have
+``C + D / 2``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.diagnostics._response import read
+from bayesopt_chain.trees import gram
+
+
+class GradientNoise(NamedTuple):
+    """What :func:`gradient_noise` found.
+
+    Attributes:
+        rows: centred gradients, a tree of leaves ``[m, *leaf.shape]`` with ``rows^T rows = C`` (``C + D / 2`` beside
+            ``draws``).
+        draws: the same of the model's own draws, ``draws^T draws = D``; ``None`` for a loss that draws nothing.
+        mean: the mean gradient, like the parameters.
+        eigenvalues: the largest of ``G^(1/2) (C + D) G^(1/2)``, descending, float64 ``[rank]``.
+        trace: the sum of all of them.
+        batches: how many there were, ``m``.
+        steps_per_epoch: ``K``, where the batches said it.
+        order: their order, where they said it.
+    """
+
+    rows: Any
+    draws: Any
+    mean: Any
+    eigenvalues: Tensor
+    trace: float
+    batches: int
+    steps_per_epoch: float | None
+    order: str | None
+
+    @property
+    def rank(self) -> int:
+        """Number of directions kept."""
+        return len(self.eigenvalues)
+
+
+def gradient_noise(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    tx: Any = None,
+    state: Any = None,
+    rank: int = 8,
+    max_batches: int = 100,
+) -> GradientNoise:
+    """Audit the noise of minibatch gradients at ``params``.
+
+    Its eigenvalues stand against ``2 T / lr_eff``, the noise that the chain injects: :func:`heating` says what comes of
+    it.
+
+    Args:
+        loss: as for :func:`bayesopt_chain.make_step`. Draws of the model (dropout) are counted, and kept apart.
+        params: where to look; after burn-in.
+        batches: ``bc.epochs(...)`` (whose position stays) or any iterable of batches of one size.
+            Batches of an iterable must share no datum, as those of a shuffled ``DataLoader`` do not.
+        tx: a chain whose preconditioner and learning rates weigh the parameters; default: none, ``G = 1``.
+        state: its state (default: that of ``init``).
+        rank: how many directions to keep.
+        max_batches: use at most so many. All ``m`` gradients are held: ``m`` times the parameters' memory.
+
+    Returns:
+        :class:`GradientNoise`. From few batches the largest eigenvalues come out too large, and those after them too
+        small.
+
+    Raises:
+        ValueError: fewer than two batches; ``rank`` below 1; a ``tx`` that is not linear.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w - batch).square().mean() / 2
+        >>> batches = [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])]
+        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), batches)
+        >>> noise.eigenvalues, noise.mean
+        (tensor([2.], dtype=torch.float64), tensor(-1.5000))
+    """
+    if rank < 1:
+        raise ValueError(f"gradient_noise: rank must be at least 1, got {rank}")
+    blocks, steps_per_epoch, order = take(batches, max_batches)
+    used = [batch for block in blocks for batch in block]
+    freedom = len(used) - len(blocks)
+    if freedom < 1:
+        raise ValueError(f"gradient_noise: needs at least two batches an epoch, got {max(map(len, blocks), default=0)}")
+    devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        first = [gradients(loss, params, batch) for batch in used]
+        again = gradients(loss, params, used[0])
+        drawing = not all(torch.equal(x, y) for x, y in zip(first[0], again))
+        second = [again, *(gradients(loss, params, batch) for batch in used[1:])] if drawing else None
+    m, spec = len(used), optree.tree_structure(params)
+    averages = first if second is None else [[(x + y) / 2 for x, y in zip(*pair)] for pair in zip(first, second)]
+    stacked = [torch.stack(leaf) for leaf in zip(*averages)]
+    means = [leaf.mean(0) for leaf in stacked]
+    sizes = [len(block) for block in blocks]
+    # batches of an epoch share no datum; independent ones do, and have B instead of C
+    share = 1.0 - 1.0 / steps_per_epoch if order == "independent" and steps_per_epoch else 1.0
+    rows = [
+        torch.cat([part - part.mean(0) for part in leaf.split(sizes)]) / math.sqrt(freedom * share) for leaf in stacked
+    ]
+    draws = None
+    if second is not None:
+        draws = [
+            torch.stack([(x - y) / math.sqrt(2 * m) for x, y in zip(xs, ys)])
+            for xs, ys in zip(zip(*first), zip(*second))
+        ]
+    gains = [torch.ones((), device=leaf.device) for leaf in means] if tx is None else read(tx, params, state).gains
+    total = rows if draws is None else [torch.cat([x, y / math.sqrt(2)]) for x, y in zip(rows, draws)]
+    values = torch.linalg.eigvalsh(weighted_gram(total, gains)).flip(0).clamp(min=0.0)
+    return GradientNoise(
+        optree.tree_unflatten(spec, rows),
+        None if draws is None else optree.tree_unflatten(spec, draws),
+        optree.tree_unflatten(spec, means),
+        values[: min(rank, freedom + (0 if draws is None else m))],
+        float(values.sum()),
+        m,
+        steps_per_epoch,
+        order,
+    )
+
+
+def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | None, str | None]:
+    """At most so many batches, in blocks that share no datum; the steps of an epoch and the order, where they say them.
+
+    ``epochs`` give their current epoch and, where that is shorter, following ones, and stay where they are.
+    """
+    if not isinstance(batches, Epochs):
+        return [list(islice(batches, most))], None, None
+    length = min(most, len(batches))
+    stride = 2 if batches.order == "palindrome" else 1
+    numbers = range(
+        batches.epoch, batches.epoch + (1 if batches.order == "fixed" else stride * (most // length)), stride
+    )
+    blocks = [[batches.batch(epoch, k) for k in range(length)] for epoch in numbers]
+    if batches.order == "independent":
+        blocks = [[batch for block in blocks for batch in block]]
+    return blocks, batches.size / batches.batch_size, batches.order
+
+
+def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[Tensor]:
+    """The gradient of each leaf; zeros where the loss does not use it."""
+    leaves, spec = optree.tree_flatten(params)
+    with torch.enable_grad():
+        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        value = scalar(loss, optree.tree_unflatten(spec, chosen), batch)
+        return list(torch.autograd.grad(value, chosen, materialize_grads=True))
+
+
+def scalar(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
+    """The loss without its auxiliary output."""
+    out = loss(params, batch)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:
+    """``R G R^T`` in float64."""
+    return sum(
+        (gram(row.double() * gain.to(row.device).sqrt()).cpu() for row, gain in zip(rows, gains)),
+        torch.zeros(len(rows[0]), len(rows[0]), dtype=torch.float64),
+    )

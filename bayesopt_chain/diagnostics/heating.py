@@ -1,0 +1,399 @@
+r"""How far minibatches heat a chain: its stationary covariance under their noise, against the one without.
+
+In the coordinates of :mod:`._response` (gain one, ``phi = theta / sqrt(G)``) let ``H`` be the curvature, ``C`` the
+noise of a batch drawn with replacement, ``K = N / b`` the steps of an epoch and ``L`` its whole part. Parameters and
+state ``x = (phi, s)`` follow
+
+    x_{t+1} = M x_t - Gamma n_t + F xi_t,            n_t the noise of the batch gradient,
+
+with ``M, Gamma, F`` from the chain's own response to gradients, parameters and draws. Let ``S_t = sum_{i<t} M^i Gamma C
+Gamma^T M^iT`` and ``R_t = sum_{i<t} M^i Gamma``. What the batches add to the covariance of ``x`` is, for each order,
+
+    independent    X = M X M^T + (1 - 1/K) Gamma C Gamma^T
+    reshuffled     X_0 = M^L X_0 M^LT + Q_L,   X_t = M^t X_0 M^tT + Q_t,      Q_t = S_t - R_t C R_t^T / K
+    palindrome     the same over 2 L steps, where step L + i uses the batch of step L + 1 - i again:
+                   Q_{L+t} = M^t S_L M^tT + S_t + Z_t + Z_t^T - R_{L+t} C R_{L+t}^T / K,
+                   Z_t = sum_{i<=t} M^{t+i-1} Gamma C Gamma^T M^{t-i}T
+                   (the last term with R of the L different batches, each used twice)
+    fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1, averaged over what the
+    order may be
+
+since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C``
+alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides
+``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
+draws (dropout) are independent in every order.
+
+One group of parameters without preconditioner needs no more than each curvature alone. Several groups are coupled by
+``H``: the equations are then solved in the span of the largest eigenvectors of ``H`` and ``C``, split into the groups,
+times the state; exact where ``H`` keeps that span, and a Galerkin projection else. Directions without curvature have no
+stationary variance and are left out.
+
+For momentum and independent batches the answer is ``rho 2(1+mu) / (2(1+mu) - y)``, ``rho = lr_eff B / (2T)``, ``y = lr
+k``; for reshuffled ones about ``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / kappa^2)`` where ``B = K T H`` and ``mu =
+0``, ``kappa = K lr_eff k``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.data.epochs import Order
+from bayesopt_chain.diagnostics._response import Group, Response, read, stationary
+from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
+from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.precision._algebra import Precision
+from bayesopt_chain.testing import Unstable
+from bayesopt_chain.trees import Tree, common_dtype, flatten, unflatten
+
+SMALL = 1e-7  # relative size of what counts as nothing
+
+
+@dataclass(frozen=True)
+class Heating:
+    """What :func:`heating` predicts, for directions in descending order of curvature.
+
+    Attributes:
+        excess: the variance that minibatches add, over the variance without them; mean over the steps of an epoch,
+            ``[r]``.
+        at_end: the same at the ends of epochs alone, ``[r]``.
+        worst: the largest ``excess`` of all directions in the span looked at.
+        rho: share of the noise budget that the batches spend, ``lr_eff B / (2 T)``, ``[r]``.
+        kappa: relaxations an epoch, ``K lr_eff k``, ``[r]``.
+        directions: unit vectors, a tree of leaves ``[r, *leaf.shape]``: the ratio of variances is that of ``<direction,
+            theta>``.
+        order, steps_per_epoch: as given.
+        assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
+            has it.
+    """
+
+    excess: Tensor
+    at_end: Tensor
+    worst: float
+    rho: Tensor
+    kappa: Tensor
+    directions: Any
+    order: str
+    steps_per_epoch: float
+    assumed: bool
+
+    def __str__(self) -> str:
+        source = "assumed: C = K T H, a well-specified model" if self.assumed else "given"
+        lines = [
+            f"minibatch heating, {self.order} batches, {self.steps_per_epoch:.6g} steps an epoch; curvature {source}",
+            f"worst direction: variance +{self.worst:.1%} on average over an epoch",
+            "  kappa     rho       mean      at end",
+        ]
+        for row in zip(self.kappa.tolist(), self.rho.tolist(), self.excess.tolist(), self.at_end.tolist()):
+            lines.append("  {:<9.3g} {:<9.3g} {:<+9.1%} {:<+9.1%}".format(*row))
+        return "\n".join(lines)
+
+
+def heating(
+    tx: Any,
+    noise: GradientNoise,
+    *,
+    order: Order | None = None,
+    steps_per_epoch: float | None = None,
+    curvature: Any = None,
+    state: Any = None,
+) -> Heating:
+    """Predict how far minibatches heat the chain ``tx``.
+
+    Args:
+        tx: any linear chain at a temperature above 0: momentum, Nesterov, dampening, decay, schedules and
+            preconditioners as they stand, groups.
+        noise: from :func:`gradient_noise`, at the parameters of interest.
+        order: of the batches; default: that of the ``bc.epochs`` which ``noise`` came from.
+        steps_per_epoch: ``K = N / b``, at least 1; default likewise. Infinite for independent batches drawn with
+            replacement.
+        curvature: of the mean loss per datum: a matrix ``[P, P]``, a :mod:`bayesopt_chain.precision` summed over its
+            data, or a product ``v -> H v`` on trees, such as :func:`hessian_product`. Negative curvature is left out.
+            Default: assume ``C = K T H``, and say so.
+        state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
+
+    Returns:
+        :class:`Heating`; ``print`` it.
+
+    Raises:
+        ValueError: a chain without noise, one that is not linear or diverges; an unknown order; ``K`` missing.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> def loss(w, batch):
+        ...     return (w - batch).square().mean() / 2
+        >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
+        >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), data)
+        >>> report = bc.diagnostics.heating(bc.sghmc(0.002, temperature=1 / 1000), noise)   # kappa = 50 * 0.02 * curvature
+        >>> report.assumed, bool(0.05 < report.worst < 0.12)
+        (True, True)
+    """
+    response = read(tx, noise.mean, state)
+    order, steps = _order(order or noise.order, steps_per_epoch or noise.steps_per_epoch)
+    if not any(group.temperature > 0 for group in response.groups):
+        raise ValueError(
+            "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
+        )
+    system = reduce(response, noise, product(curvature, noise.mean), steps)
+    return predict(system, order, steps)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Curvature and noise in the span that is looked at, in coordinates of gain one, group by group."""
+
+    response: Response
+    groups: tuple[Group, ...]  # those with a share in the span
+    bases: tuple[Tensor, ...]  # rows [q, P], orthonormal, zero outside their group
+    H: Tensor
+    C: Tensor
+    D: Tensor
+    like: Any
+    assumed: bool
+
+
+def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tree] | None, steps: float) -> Reduced:
+    """Project curvature and noise onto the span of their largest directions."""
+    like = noise.mean
+    roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
+    dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
+    roots = roots.to(dtype)
+    rows = flatten(noise.rows, like).to(dtype) * roots
+    draws = rows[:0] if noise.draws is None else flatten(noise.draws, like).to(dtype) * roots
+    total = torch.cat([rows, draws / 2**0.5])
+    values, vectors = torch.linalg.eigh((total @ total.T).double())
+    largest = vectors[:, values > 1e-10 * values[-1]][:, -noise.rank :]
+    span = largest.T.to(dtype) @ total
+
+    def curved(v: Tensor) -> Tensor:
+        assert curve is not None
+        return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
+
+    if curve is not None:
+        span = torch.cat([span, lanczos(curved, roots, noise.rank)[1]])
+    sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
+    owner = torch.cat(
+        [
+            torch.full((n,), next((i for i, g in enumerate(response.groups) if j in g.leaves), -1))
+            for j, n in enumerate(sizes)
+        ]
+    )
+    groups, bases = [], []
+    for i, group in enumerate(response.groups):
+        basis = _orthonormal(span * (owner == i).to(span))
+        if len(basis):
+            groups.append(group)
+            bases.append(basis)
+    Q = torch.cat(bases)
+    inside = (Q @ rows.T).double()
+    within = (Q @ draws.T).double()
+    D = within @ within.T
+    C = _positive(inside @ inside.T - D / 2)
+    if curve is not None:
+        images = torch.stack([curved(q) for q in Q])
+        H = _positive((Q @ images.T).double())
+    else:
+        temperatures = {round(g.temperature, 12) for g in groups}
+        if max(temperatures) - min(temperatures) > 1e-6 * max(temperatures):
+            raise ValueError(
+                f"heating: the groups have the temperatures {sorted(temperatures)}, so that the curvature cannot be taken "
+                "from the noise; pass curvature=bc.diagnostics.hessian_product(loss, params, batches)"
+            )
+        H = C / (steps * groups[0].temperature)
+    return Reduced(response, tuple(groups), tuple(bases), H, C, D, like, curve is None)
+
+
+def rescaled(system: Reduced, response: Response) -> Reduced:
+    """The same for a chain whose groups have other gains, such as another learning rate."""
+    scale = []
+    groups = []
+    for group, basis in zip(system.groups, system.bases):
+        j = group.leaves[0]
+        ratio = float((response.gains[j] / system.response.gains[j]).reshape(-1)[0])
+        groups.append(next(g for g in response.groups if j in g.leaves))
+        scale.append(torch.full((len(basis),), ratio**0.5, dtype=torch.float64))
+    s = torch.cat(scale)
+    outer = s[:, None] * s
+    return replace(system, groups=tuple(groups), H=system.H * outer, C=system.C * outer, D=system.D * outer)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``x' = M x - Gamma n + F xi``, ``x`` holding the curved directions first, the rows of ``V``."""
+
+    M: Tensor
+    Gamma: Tensor
+    F: Tensor
+    V: Tensor
+    prior: Tensor
+
+    @property
+    def radius(self) -> float:
+        """Spectral radius; the chain is stable below 1."""
+        return float(torch.linalg.eigvals(self.M).abs().amax())
+
+
+def loop(system: Reduced) -> Loop:
+    """The closed loop of chain and curvature."""
+    sizes = [len(basis) for basis in system.bases]
+    q = sum(sizes)
+
+    def spread(of: Callable[[Group], Tensor]) -> Tensor:
+        """Block-diagonal, a block ``of(group) x 1`` for each group."""
+        return torch.block_diag(
+            *(torch.kron(of(g), torch.eye(n, dtype=torch.float64)) for g, n in zip(system.groups, sizes))
+        )
+
+    A, b, u, E = (
+        spread(lambda g: g.A),
+        spread(lambda g: g.b[:, None]),
+        spread(lambda g: g.u[:, None]),
+        spread(lambda g: g.E),
+    )
+    c, d, w, f = (spread(lambda g, name=name: getattr(g, name).reshape(1, -1)) for name in ("c", "d", "w", "f"))
+    prior = spread(lambda g: torch.tensor([[g.prior]], dtype=torch.float64))
+    values, V = torch.linalg.eigh(system.H + prior)
+    V = V[:, values > SMALL * values.amax().clamp(min=1e-300)].flip(1)
+    M = torch.cat(
+        [
+            torch.cat([V.T @ (torch.eye(q, dtype=torch.float64) - d @ system.H - w) @ V, V.T @ c], dim=1),
+            torch.cat([(b @ system.H + u) @ V, A], dim=1),
+        ]
+    )
+    return Loop(M, torch.cat([V.T @ d, -b]), torch.cat([V.T @ f, E]), V, prior)
+
+
+def predict(system: Reduced, order: Order, steps: float) -> Heating:
+    """Solve the equations of the module."""
+    closed = loop(system)
+    r = closed.V.shape[1]
+    try:
+        full = stationary(closed.M, closed.F @ closed.F.T)[:r, :r]
+    except Unstable:
+        raise ValueError(
+            f"heating: the chain diverges at this curvature (spectral radius {closed.radius:.6g}); lower the learning rate"
+        ) from None
+    mean, end = added(closed, system.C, system.D, order, steps)
+    mean, end = mean[:r, :r], end[:r, :r]
+    values, vectors = torch.linalg.eigh(full)
+    keep = values > SMALL * values.amax()
+    whitening = vectors[:, keep] / values[keep].sqrt()
+    curvature = (closed.V.T @ (system.H + closed.prior) @ closed.V).diagonal()
+    noise = (closed.V.T @ (system.C * (1.0 - 1.0 / steps) + system.D) @ closed.V).diagonal()
+    variance = full.diagonal()
+    return Heating(
+        excess=mean.diagonal() / variance,
+        at_end=end.diagonal() / variance,
+        worst=float(torch.linalg.eigvalsh(whitening.T @ mean @ whitening).amax()),
+        rho=noise / (2.0 * variance * curvature),
+        kappa=steps * curvature,
+        directions=_directions(system, closed.V),
+        order=order,
+        steps_per_epoch=steps,
+        assumed=system.assumed,
+    )
+
+
+def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tuple[Tensor, Tensor]:
+    """What batches add to the covariance of ``x``: the mean over the phases of a period, and at its end."""
+    M, gamma = closed.M, closed.Gamma
+    own = stationary(M, gamma @ D @ gamma.T)
+    if order == "independent":
+        X = stationary(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own
+        return X, X
+    L = int(steps + 1e-9)
+    S, R = torch.zeros_like(M), torch.zeros_like(gamma)
+    sums = [(S, R)]
+    for _ in range(L):
+        S, R = M @ S @ M.T + gamma @ C @ gamma.T, M @ R + gamma
+        sums.append((S, R))
+    added_by = [S - R @ C @ R.T / steps for S, R in sums[1:]]
+    if order == "fixed":
+        W = torch.linalg.inv(torch.eye(len(M), dtype=M.dtype) - torch.linalg.matrix_power(M, L))
+        X = W @ added_by[-1] @ W.T + own
+        return X, X
+    if order == "palindrome":
+        power, Z = M, torch.zeros_like(M)
+        S_L, R_L = sums[L]
+        for S, R in sums[1:]:
+            # power = M^(2t-1) and Z = Z_t at the t-th step back
+            Z = M @ Z @ M.T + power @ gamma @ C @ gamma.T
+            power = M @ M @ power
+            S_L, R_L = M @ S_L @ M.T, M @ R_L
+            both = R_L + R
+            added_by.append(S_L + S + Z + Z.T - both @ C @ both.T / steps)
+    X = stationary(torch.linalg.matrix_power(M, len(added_by)), added_by[-1])
+    total = torch.zeros_like(M)
+    for Q in added_by:
+        X = M @ X @ M.T
+        total += X + Q
+    return total / len(added_by) + own, X + added_by[-1] + own
+
+
+def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
+    """The curvature of the mean loss as a product on trees."""
+    if curvature is None or (callable(curvature) and not torch.is_tensor(curvature)):
+        return curvature
+    if isinstance(curvature, Precision):
+        count = float(curvature.count)
+        if not count > 0:
+            raise ValueError("heating: this curvature has seen no data; pass a precision summed over a batch")
+
+        def quadratic(leaves: list[Tensor]) -> Tensor:
+            return curvature.quad(optree.tree_unflatten(optree.tree_structure(like), leaves)).sum() / (2.0 * count)
+
+        gradient = torch.func.grad(quadratic)
+        return lambda tree: optree.tree_unflatten(optree.tree_structure(like), gradient(optree.tree_leaves(tree)))
+    size = sum(leaf.numel() for leaf in optree.tree_leaves(like))
+    if not torch.is_tensor(curvature) or tuple(curvature.shape) != (size, size):
+        came = tuple(curvature.shape) if torch.is_tensor(curvature) else type(curvature).__name__
+        raise TypeError(
+            f"heating: curvature must be a [{size}, {size}] matrix, a precision or a product on trees, got {came}"
+        )
+    matrix = curvature
+
+    def times(tree: Tree) -> Tree:
+        v = flatten(tree, like)
+        return unflatten((matrix.to(v) @ v), like)
+
+    return times
+
+
+def _order(order: str | None, steps: float | None) -> tuple[Order, float]:
+    known = next((name for name in get_args(Order) if name == order), None)
+    if known is None:
+        raise ValueError(f"heating: order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    if steps is None or not steps >= 1:
+        raise ValueError(f"heating: steps_per_epoch must be at least 1, N / batch size, got {steps}")
+    if steps == float("inf") and order != "independent":
+        raise ValueError(f"heating: order={order!r} has epochs; give steps_per_epoch, or order='independent'")
+    return known, float(steps)
+
+
+def _directions(system: Reduced, V: Tensor) -> Any:
+    like = system.like
+    spec = optree.tree_structure(like)
+    roots = flatten(optree.tree_unflatten(spec, [g.sqrt() for g in system.response.gains]), like)
+    Q = torch.cat(system.bases)
+    rows = V.T.to(Q) @ Q / torch.where(roots > 0, roots, 1.0).to(Q)
+    return unflatten(rows / rows.norm(dim=1, keepdim=True), like)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """An orthonormal basis of the span of some rows, as rows."""
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    values, vectors = torch.linalg.eigh((rows @ rows.T).double())
+    keep = values > 1e-10 * values.amax().clamp(min=1e-300)
+    basis = vectors[:, keep].T.to(rows) @ rows / values[keep].sqrt()[:, None].to(rows)
+    return torch.linalg.qr(basis.T).Q.T.contiguous()
+
+
+def _positive(matrix: Tensor) -> Tensor:
+    """Without its negative eigenvalues."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return (vectors * values.clamp(min=0.0)) @ vectors.T

@@ -1,0 +1,80 @@
+"""The normals of :mod:`bayesopt_chain.optim`: a function of (key, leaf, count), whatever else the optimizer holds.
+
+The one place where this package meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's
+name, or of its index where the optimizer was given bare tensors, so that freezing, regrouping or leaving out one
+parameter leaves the noise of the others alone. torch's generator is reseeded for each leaf with ``splitmix64`` of key,
+number and count; Philox takes the three as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.random.philox import philox_normals
+from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
+
+Stream = Literal["generator", "philox"]
+
+__all__ = ["STREAMS", "Normals", "Stream", "draw_number", "fresh_key", "leaf_numbers", "splits", "step_seed"]
+
+
+def fresh_key(generator: torch.Generator | None = None) -> int:
+    """A random 63-bit key from ``generator`` or from torch's global generator."""
+    return int(new_key(generator, torch.device("cpu")))
+
+
+def step_seed(key: int, count: int) -> int:
+    """A seed that is a function of a key and a count."""
+    return splitmix64(splitmix64(key) + count)
+
+
+def splits(stream: Stream | None, device: torch.device) -> bool:
+    """Whether a leaf's draw may be made piece after piece: torch's generator, on a CPU only."""
+    return device.type == "cpu" and stream != "philox"
+
+
+class Normals:
+    """Fills tensors with the standard normals of (key, leaf, count). Keeps a generator and device keys, no state."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator()
+        self._own: dict[tuple[int, int], int] = {}  # splitmix64(key + leaf)
+        self._keys: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device) -> Callable:
+        """``fill(out)``: with the generator ``out`` may be filled piece after piece, with Philox it is the whole leaf.
+
+        A filler is good until the next one is asked for.
+        """
+        if splits(stream, device):
+            self._seed(key, leaf, count)
+            return lambda out: out.normal_(generator=self._generator)
+        return lambda out: self._philox([out], key, [leaf], count)
+
+    def fill(self, draws: list[Tensor], key: int, leaves: list[int], count: int, stream: Stream | None) -> None:
+        """Fill the draws of several leaves of one device and dtype."""
+        if splits(stream, draws[0].device):
+            for draw, leaf in zip(draws, leaves):
+                self._seed(key, leaf, count)
+                draw.normal_(generator=self._generator)
+        else:
+            self._philox(draws, key, leaves, count)
+
+    def _seed(self, key: int, leaf: int, count: int) -> None:
+        own = self._own.get((key, leaf))
+        if own is None:
+            own = self._own[key, leaf] = splitmix64(key + leaf)
+        self._generator.manual_seed(splitmix64(own + count))
+
+    def _philox(self, draws: list[Tensor], key: int, leaves: list[int], count: int) -> None:
+        device = draws[0].device
+        if (key, device) not in self._keys:
+            self._keys[key, device] = torch.tensor(key, device=device)
+        step = torch.full((), count, dtype=torch.int64, device=device)
+        pieces = philox_normals(self._keys[key, device], step, [x.numel() for x in draws], leaves, draws[0].dtype)
+        for draw, piece in zip(draws, pieces):
+            draw.copy_(piece.view(draw.shape))

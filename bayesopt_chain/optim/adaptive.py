@@ -1,0 +1,226 @@
+r"""torch's adaptive optimizers with a temperature: Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad.
+
+Each divides by a diagonal ``D = 1/P`` that it makes of the clean gradients. The noise comes behind torch's step,
+coloured by ``P``, into the first moment (the velocity) and the parameter, and never into what ``D`` is made of: noise
+there would heat itself.
+
+    theta <- (1 - s) theta - h V / D,     V <- V + D^(1/2) e,     theta <- theta - h D^(-1/2) e
+
+with ``e`` by the rule of :mod:`bayesopt_chain.optim._rule` for the numbers that each class gives in ``_linear``; Adam's
+bias correction is a step size that falls to ``lr (1 - b1)``, and the rule follows it.
+
+**What is sampled.** For a frozen ``P`` exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients the target
+is roughly ``P^-1 exp(-loss / T)``, and worse as lr falls. ``freeze_after=n`` stops ``P`` after ``n`` updates of a
+parameter, which is the only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too.
+A decoupled weight decay (AdamW) samples, exactly for a frozen ``P``, the prior of precision ``weight_decay D / T``. A
+parameter whose gradient has always been zero has ``P = 1 / eps`` and the noise that goes with it: raise ``eps`` at
+T > 0. (Adagrad leaves such parameters where they are.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.optim._rule import Linear
+from bayesopt_chain.optim._sampling import Sampling
+
+_COMMON = """
+    At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed
+    by noise of the first moment and the parameter; the equations, what is sampled while the preconditioner learns, and
+    what freezing it costs are in :mod:`bayesopt_chain.optim.adaptive`.
+
+    Args:
+        params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
+        temperature: a number or a 0-d tensor (read at every step); ``1 / N`` for the posterior of ``N`` data where the
+            loss is a mean. Default 0.
+        generator, stream: see :class:`SGD`.
+        freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact.
+            Default: never.
+        The others are torch's, in torch's order.
+
+    Raises:
+        ValueError: at T > 0, ``differentiable``, ``capturable``, complex or sharded parameters.
+"""
+
+
+class _TwoMoments(Sampling):
+    """What Adam and its kin share: ``exp_avg`` averages the gradient with decay ``b1``."""
+
+    adaptive = True
+
+    def _first_moment(self, group: dict[str, Any], step_size: float, **kwargs: float) -> Linear:
+        b1 = self._check_momentum(float(group["betas"][0]), "betas[0]")
+        shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
+        return Linear(step_size, b1, 1.0 - b1, "exp_avg", shrink=shrink, **kwargs)
+
+    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** updates))
+
+
+class _Adam(_TwoMoments):
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        correction = (1.0 - float(group["betas"][1]) ** updates) ** 0.5
+        square = get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
+        return square.sqrt().div_(correction).add_(group["eps"])
+
+
+class Adam(_Adam, torch.optim.Adam):
+    __doc__ = f"""``torch.optim.Adam`` with a temperature (TorchOpt's is :class:`bayesopt_chain.Adam`).
+
+    ``D = (v / (1 - b2^t))^(1/2) + eps``, ``h = lr / (1 - b1^t)``; with ``amsgrad`` the largest ``v`` so far.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> optimizer = bc.optim.Adam([theta], lr=0.1, temperature=1e-3, freeze_after=100)
+        >>> (0.5 * theta.square().sum()).backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[theta])
+        ['exp_avg', 'exp_avg_sq', 'noise', 'noise_before', 'step']
+    """
+
+
+class AdamW(_Adam, torch.optim.AdamW):
+    __doc__ = f"""``torch.optim.AdamW`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdamW`).
+
+    Adam with decoupled decay, ``theta <- (1 - lr wd) theta - h V / D``: the level of its noise is that of
+    Adam times ``1 + b1 lr wd / (1 - b1)``, and the prior that is sampled has precision ``wd D / T``.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.AdamW([theta], lr=0.1, temperature=1e-3).param_groups[0]["weight_decay"]
+        0.01
+    """
+
+
+class Adamax(_TwoMoments, torch.optim.Adamax):
+    __doc__ = f"""``torch.optim.Adamax`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaMax`).
+
+    ``D`` is the running maximum ``exp_inf``, ``h = lr / (1 - b1^t)``.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.Adamax([theta], temperature=1e-3).param_groups[0]["lr"]
+        0.002
+    """
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        return get("exp_inf").clone()
+
+
+class RAdam(_TwoMoments, torch.optim.RAdam):
+    __doc__ = f"""``torch.optim.RAdam`` with a temperature (TorchOpt's is :class:`bayesopt_chain.RAdam`).
+
+    ``D = (v^(1/2) + eps) / (r (1 - b2^t)^(1/2))`` with RAdam's rectification ``r``, and ``D = 1`` before it sets in.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.RAdam([theta], temperature=1e-3).param_groups[0]["lr"]
+        0.001
+    """
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        b2 = float(group["betas"][1])
+        correction = 1.0 - b2**updates
+        limit = 2.0 / (1.0 - b2) - 1.0
+        rho = limit - 2.0 * updates * b2**updates / correction
+        if rho <= 5.0:
+            return torch.ones_like(get("exp_avg_sq"))
+        rectify = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)) ** 0.5
+        return get("exp_avg_sq").sqrt().add_(group["eps"]).div_(rectify * correction**0.5)
+
+
+class NAdam(_TwoMoments, torch.optim.NAdam):
+    __doc__ = f"""``torch.optim.NAdam`` with a temperature.
+
+    Adam with Nesterov's momentum: ``theta <- theta - (h_1 g + h V) / D``, two branches with a noise each. With
+    ``mu_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and the product ``Pi_t`` of these, ``h_1 = lr (1 - mu_t) / (1 -
+    Pi_t)`` and ``h = lr mu_{{t+1}} / (1 - Pi_{{t+1}})``. 8 bytes a parameter more than NAdam itself.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.NAdam([theta], temperature=1e-3).param_groups[0]["lr"]
+        0.002
+    """
+
+    def _momenta(self, group: dict[str, Any], updates: int) -> tuple[float, float]:
+        b1, decay = float(group["betas"][0]), float(group["momentum_decay"])
+        now, then = (b1 * (1.0 - 0.5 * 0.96 ** (t * decay)) for t in (updates, updates + 1))
+        return now, then
+
+    def _clock(self, state: dict[str, Any]) -> tuple:
+        return (*super()._clock(state), float(state["mu_product"]) if "mu_product" in state else 1.0)
+
+    def _linear(self, group: dict[str, Any], updates: int, product: float = 1.0) -> Linear:
+        lr, (now, then) = float(group["lr"]), self._momenta(group, updates)
+        product *= now
+        direct = lr * (1.0 - now) / (1.0 - product)
+        return self._first_moment(group, lr * then / (1.0 - product * then), direct=direct)
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        return get("exp_avg_sq").div(1.0 - float(group["betas"][1]) ** updates).sqrt_().add_(group["eps"])
+
+    def _tick(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._tick(state, group)
+        state["mu_product"] *= self._momenta(group, int(state["step"]))[0]
+
+
+class RMSprop(Sampling, torch.optim.RMSprop):
+    __doc__ = f"""``torch.optim.RMSprop`` with a temperature (TorchOpt's is :class:`bayesopt_chain.RMSProp`).
+
+    ``D = v^(1/2) + eps``, centred ``(v - m^2)^(1/2) + eps``. Momentum stands behind the scaling: ``V <- mu V + g / D``,
+    ``theta <- theta - lr V``, and the noise of ``V`` is ``D^(-1/2) e``. Without momentum this is pSGLD.
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.RMSprop([theta], temperature=1e-3).param_groups[0]["lr"]
+        0.01
+    """
+
+    adaptive = True
+    averages_scaled = True
+
+    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        if not momentum:
+            return Linear(lr)
+        return Linear(lr, self._check_momentum(momentum, "momentum"), velocity="momentum_buffer")
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        square = get("square_avg")
+        if group["centered"]:
+            return square.addcmul(get("grad_avg"), get("grad_avg"), value=-1.0).sqrt_().add_(group["eps"])
+        return square.sqrt().add_(group["eps"])
+
+
+class Adagrad(Sampling, torch.optim.Adagrad):
+    __doc__ = f"""``torch.optim.Adagrad`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaGrad`).
+
+    ``D`` is the root of the summed squares plus eps, ``h = lr / (1 + (t - 1) lr_decay)``, no momentum. ``D`` grows for
+    ever, so that the chain slows down unless it is frozen. Elements that have had no gradient yet do not move.
+   
+    {_COMMON}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> bc.optim.Adagrad([theta], temperature=1e-3).param_groups[0]["lr"]
+        0.01
+    """
+
+    adaptive = True
+
+    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+        return Linear(float(group["lr"]) / (1.0 + (updates - 1) * float(group["lr_decay"])))
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        total = get("sum")
+        return torch.where(total > 0.0, total.sqrt().add_(group["eps"]), float("inf"))

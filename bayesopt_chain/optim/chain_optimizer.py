@@ -1,0 +1,162 @@
+"""Any chain of gradient transformations as a ``torch.optim.Optimizer``.
+
+The step is ``updates, state = tx.update(grads, state, params=params, inplace=False)`` and ``params + updates``, one
+chain for each parameter group, bit for bit what the functional form gives. Gradients stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torchopt.base import GradientTransformation
+
+MakeChain = Callable[[dict[str, Any]], GradientTransformation]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` that runs a chain, one for each parameter group.
+
+    Args:
+        params: tensors, ``named_parameters()``, or dicts (groups), as in torch.
+        make_chain: ``make_chain(group)`` returns the chain of a group; it is called once for each, with the group's
+            hyperparameters (without its parameters). A number that it reads is built into the chain, so that changing
+            it later is an error; a 0-d tensor is read at every step, and torch's schedulers fill such a tensor in
+            place: ``lr=torch.tensor(0.1)``.
+        defaults: hyperparameters of groups that do not name their own.
+
+    ``state_dict()`` holds the chain's tensors in the group, as a list in optree's order, and loads with
+    ``weights_only=True``. Parameters without a gradient are handed to the chain with gradient ``None``.
+
+    Raises:
+        TypeError: ``make_chain`` gives no gradient transformation.
+        ValueError: at a step, a hyperparameter that was built into the chain has changed; on loading, another chain's
+            state.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.ones(2, requires_grad=True)
+        >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.samplers.ubu(0.1, 1.0, temperature=group["t"]), t=0.1)
+        >>> (0.5 * theta.square().sum()).backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(self, params: Any, make_chain: MakeChain, **defaults: Any) -> None:
+        self._make_chain = make_chain
+        self._chains: list[_Built] = []
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with a chain of their own."""
+        super().add_param_group(param_group)
+        try:
+            self._chains.append(_Built(self._make_chain, self.param_groups[-1]))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every group.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, built in zip(self.param_groups, self._chains):
+            built.check(group)
+        with torch.no_grad():
+            for group, built in zip(self.param_groups, self._chains):
+                built.step(group["params"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format; ``chain_state`` in each group lists the tensors of its chain's state."""
+        out = super().state_dict()
+        for group, built in zip(out["param_groups"], self._chains):
+            group["chain_state"] = optree.tree_leaves(built.state)
+        return out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of the same chains on the same parameters."""
+        saved = [dict(group) for group in state_dict["param_groups"]]
+        states = [group.pop("chain_state", None) for group in saved]
+        if len(states) == len(self._chains):
+            for built, state in zip(self._chains, states):
+                built.accepts(state)
+        mine = [{k: v for k, v in group.items() if torch.is_tensor(v)} for group in self.param_groups]
+        super().load_state_dict({**state_dict, "param_groups": saved})
+        for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
+            for name, tensor in tensors.items():  # the chain reads these very tensors
+                tensor.fill_(float(group[name]))
+                group[name] = tensor
+            built.load(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_make_chain": self._make_chain, "_chains": self._chains}
+
+
+class _Built:
+    """The chain of one group, its state, and the numbers that were built into it."""
+
+    def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
+        seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        self.tx = make_chain(seen)
+        if not isinstance(self.tx, GradientTransformation):
+            raise TypeError(
+                f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
+            )
+        self.numbers = {k: group[k] for k in seen.read if k in group and not torch.is_tensor(group[k])}
+        self.state = self.tx.init(group["params"])
+
+    def check(self, group: dict[str, Any]) -> None:
+        for name, value in self.numbers.items():
+            if group[name] != value:
+                raise ValueError(
+                    f"bc.optim.Optimizer: {name} changed from {value} to {group[name]}, but was built into the chain as a "
+                    f"number; give {name}=torch.tensor({value}), which is read at every step and filled in place by schedulers"
+                )
+
+    def step(self, params: list[Tensor]) -> None:
+        grads = [p.grad for p in params]
+        if all(g is None for g in grads):
+            return
+        updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
+        for p, u in zip(params, updates):
+            if u is not None:
+                p.add_(u)
+
+    def accepts(self, saved: list[Tensor] | None) -> None:
+        mine = optree.tree_leaves(self.state)
+        shapes = None if saved is None else [tuple(x.shape) for x in saved]
+        if shapes != [tuple(x.shape) for x in mine]:
+            raise ValueError(
+                f"bc.optim.Optimizer: the state dict holds a chain state of shapes {shapes}, this chain's has "
+                f"{[tuple(x.shape) for x in mine]}; load a state of the same chain and parameters"
+            )
+
+    def load(self, saved: list[Tensor]) -> None:
+        leaves, spec = optree.tree_flatten(self.state)
+        fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, saved)]
+        self.state = optree.tree_unflatten(spec, fresh)
+
+
+class _Reads(dict):
+    """A dict that remembers which keys were read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)

@@ -1,0 +1,59 @@
+"""torch's optimizers for which no matched noise is known: theirs at temperature 0, refused by name above."""
+
+from __future__ import annotations
+
+import torch
+
+from bayesopt_chain.optim._sampling import Sampling
+
+
+class Adadelta(Sampling, torch.optim.Adadelta):
+    """``torch.optim.Adadelta``; a temperature above 0 is refused: its scale is fed by its own updates, noise included."""
+
+    refusal = "Adadelta's scale is fed by its own updates, noise included, and would heat itself; use bc.optim.RMSprop or Adam"
+
+
+class Adafactor(Sampling, torch.optim.Adafactor):
+    """``torch.optim.Adafactor``; a temperature above 0 is refused: its step depends on the parameters' size and is clipped."""
+
+    refusal = (
+        "Adafactor's step size depends on the parameters and clips its update, which is no linear function of the gradient; "
+        "use bc.optim.Adam"
+    )
+
+
+class ASGD(Sampling, torch.optim.ASGD):
+    """``torch.optim.ASGD``; a temperature above 0 is refused: its average of the iterates would miss the noise."""
+
+    refusal = (
+        "ASGD averages its iterates inside its step, before noise could enter; use bc.optim.SGLD and average the draws"
+    )
+
+
+class LBFGS(Sampling, torch.optim.LBFGS):
+    """``torch.optim.LBFGS``; a temperature above 0 is refused: a line search has no stationary law."""
+
+    refusal = "LBFGS searches along lines and evaluates the loss several times a step; use bc.optim.SGHMC"
+
+
+class Muon(Sampling, torch.optim.Muon):
+    """``torch.optim.Muon``; a temperature above 0 is refused: momentum stands before a non-linear map."""
+
+    refusal = (
+        "Muon orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched; "
+        "use bc.optim.SGHMC"
+    )
+
+
+class Rprop(Sampling, torch.optim.Rprop):
+    """``torch.optim.Rprop``; a temperature above 0 is refused: only the gradient's sign enters."""
+
+    refusal = "Rprop uses the gradient's sign alone, which no temperature belongs to; use bc.optim.RMSprop"
+
+
+class SparseAdam(Sampling, torch.optim.SparseAdam):
+    """``torch.optim.SparseAdam``; a temperature above 0 is refused: rows without a gradient would have to move too."""
+
+    refusal = (
+        "SparseAdam moves only rows that have a gradient, while a sample moves all; use bc.optim.Adam with sparse=False"
+    )

@@ -1,0 +1,152 @@
+r"""SGD and heavy-ball momentum with a temperature: SGD, SGLD, SGHMC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim._rule import Linear
+from bayesopt_chain.optim._sampling import Sampling
+
+
+class SGD(Sampling, torch.optim.SGD):
+    r"""``torch.optim.SGD`` with a temperature (TorchOpt's is :class:`bayesopt_chain.SGD`).
+
+    At ``temperature=0`` this is torch's own step, to the last bit, whichever of torch's implementations runs. At a
+    temperature ``T > 0`` noise follows torch's step (:mod:`bayesopt_chain.optim._rule`), such that at constant
+    hyperparameters the parameters sample ``exp(-loss / T)``, exactly for every quadratic loss and stable lr. With
+    ``V`` the momentum buffer, ``b = 1 - dampening`` and ``xi_t`` standard normals,
+
+        V <- mu V + b g,    theta <- theta - lr V                                                    (torch)
+        e = (b T (1 - mu) / (2 lr))^(1/2) (xi_t + xi_{t-1}),    V <- V + e,    theta <- theta - lr e
+
+    Nesterov is ``theta <- theta - lr g - lr mu V``: two branches with a noise each, the second of step size ``lr mu``.
+    Weight decay is in the gradient: an exact Gaussian prior of precision ``weight_decay / T``. ``maximize`` samples
+    ``exp(+loss / T)``.
+
+    Everything in a parameter group is read at every step, ``temperature`` included. Under an lr, momentum or
+    temperature that moves the noise follows the rule of :mod:`bayesopt_chain.optim._rule`: on quadratic losses under
+    cosine cycles with restarts the variance is off by -21 % to +37 % at the restart itself, under 7 % RMS. ``lr = 0``
+    moves nothing.
+
+    Args:
+        params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The noise of a parameter is numbered by
+            its name, bare ones by their index.
+        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused: torch's.
+        temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data
+            ``1 / N`` samples the posterior.
+        generator: source of the noise's key (default: torch's global generator), used once, and only at T > 0.
+        stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
+            among ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices)
+            has none; on a CPU it pays for leaves of 10^4 elements and more, where a C++ compiler is found.
+
+    State: in float32, 8 bytes a parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
+
+    Raises:
+        ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
+            lr or weight decay that requires grad, complex or sharded parameters; a negative or infinite temperature.
+            Nothing has moved then.
+
+    The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it
+    too.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = bc.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, temperature=1e-3)
+        >>> model(torch.ones(2, 3)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight])
+        ['momentum_buffer', 'noise', 'noise_before']
+    """
+
+    def _clock(self, state: dict[str, Any]) -> tuple:
+        return (1,)  # no number of its step depends on the count
+
+    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        if not momentum:
+            return Linear(lr)
+        self._check_momentum(momentum, "momentum")
+        gain = 1.0 - float(group["dampening"])
+        if gain <= 0.0:
+            raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")
+        if group["nesterov"]:
+            return Linear(lr * momentum, momentum, gain, "momentum_buffer", direct=lr)
+        return Linear(lr, momentum, gain, "momentum_buffer")
+
+
+class SGHMC(SGD):
+    """SGD with momentum 0.9 that samples; :func:`bayesopt_chain.sghmc` as a ``torch.optim.Optimizer``.
+
+    The one-line change from ``torch.optim.SGD(params, lr, momentum=0.9)``. See :class:`SGD` for the equations, the
+    other arguments and what may change while it runs. 8 bytes of state a parameter in float32, the parameters not
+    copied.
+
+    Args:
+        params: as in :class:`SGD`.
+        lr: learning rate.
+        momentum: in [0, 1).
+        temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        kwargs: further arguments of :class:`SGD`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.zeros(2, requires_grad=True)
+        >>> optimizer = bc.optim.SGHMC([theta], lr=0.1, temperature=0.5)
+        >>> (0.5 * theta.square().sum()).backward()
+        >>> optimizer.step()
+        >>> optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["temperature"]
+        (0.9, 0.5)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        *,
+        temperature: float | Tensor,
+        generator: torch.Generator | None = None,
+        stream: _noise.Stream | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, temperature=temperature, generator=generator, stream=stream, **kwargs)
+
+
+class SGLD(SGD):
+    """SGD that samples: Langevin dynamics; :func:`bayesopt_chain.sgld` as a ``torch.optim.Optimizer``.
+
+    ``theta <- theta - lr g - (T lr / 2)^(1/2) (xi_t + xi_{t-1})``, exact on quadratic losses at every stable lr. Mixes
+    slowly: :class:`SGHMC` costs 4 bytes more a parameter. See :class:`SGD` for the other arguments.
+
+    Args:
+        params: as in :class:`SGD`.
+        lr: learning rate.
+        temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        kwargs: further arguments of :class:`SGD`.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> theta = torch.zeros(2, requires_grad=True)
+        >>> optimizer = bc.optim.SGLD([theta], lr=0.1, temperature=0.5)
+        >>> (0.5 * theta.square().sum()).backward()
+        >>> optimizer.step()
+        >>> bool(theta.any())
+        True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        *,
+        temperature: float | Tensor,
+        generator: torch.Generator | None = None,
+        stream: _noise.Stream | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, temperature=temperature, generator=generator, stream=stream, **kwargs)

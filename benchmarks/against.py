@@ -1,0 +1,158 @@
+"""``python -m benchmarks.against OTHER_CHECKOUT``: this commit against another, case by case in one paired run.
+
+One process for each commit; they take turns at every case, and the ratios of neighbouring turns are kept. The other
+checkout only lends its package: ``git worktree add ../before COMMIT`` makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "against.json"
+
+
+def leaves(sizes: list[int]) -> list[torch.Tensor]:
+    return [torch.randn(n) for n in sizes]
+
+
+def update_and_apply(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Callable[[], None]]:
+    """``update`` in place and ``apply_updates``."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        import torchopt
+
+        tx, params, grads = make(bc), leaves(sizes), leaves(sizes)
+        state = [tx.init(params)]
+
+        def run() -> None:
+            updates, state[0] = tx.update([g.clone() for g in grads], state[0], params=params, inplace=True)
+            torchopt.apply_updates(params, updates, inplace=True)
+
+        return run
+
+    return case
+
+
+def step(make: Callable[[Any], Any], sizes: list[int], inplace: bool) -> Callable[[Any], Callable[[], None]]:
+    """``make_step`` on a quadratic loss."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        tx, params = make(bc), leaves(sizes)
+        run_step = bc.make_step(lambda p, batch: sum((x * x).sum() for x in p), tx, inplace=inplace)
+        now = [params, tx.init(params)]
+
+        def run() -> None:
+            now[0], now[1], _ = run_step(now[0], now[1], None)
+
+        return run
+
+    return case
+
+
+def philox(bc: Any, tx: Any) -> Any:
+    """The counter-based stream, by the name it has in either commit."""
+    return bc.with_stream(tx, "philox") if hasattr(bc, "with_stream") else bc.counter_based(tx)
+
+
+SMALL, LARGE = [1000] * 60, [10**6] * 10
+CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
+    "sgd momentum, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.sgd(1e-3, 0.9), SMALL),
+    "sgd momentum, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.sgd(1e-3, 0.9), LARGE),
+    "adam, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.adam(1e-3), SMALL),
+    "adam, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.adam(1e-3), LARGE),
+    "sghmc, update + apply, 60 leaves of 1e3": update_and_apply(lambda bc: bc.sghmc(1e-3, temperature=1e-4), SMALL),
+    "sghmc, update + apply, 10 leaves of 1e6": update_and_apply(lambda bc: bc.sghmc(1e-3, temperature=1e-4), LARGE),
+    "sghmc philox, update + apply, 60 leaves of 1e3": update_and_apply(
+        lambda bc: philox(bc, bc.sghmc(1e-3, temperature=1e-4)), SMALL
+    ),
+    "sghmc scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
+        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), SMALL
+    ),
+    "adam at T > 0, update + apply, 60 leaves of 1e3": update_and_apply(
+        lambda bc: bc.adam(1e-3, temperature=1e-4), SMALL
+    ),
+    "sghmc, step in place, 60 leaves of 1e3": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), SMALL, True),
+    "sghmc, step in place, 10 leaves of 1e6": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), LARGE, True),
+    "sghmc, pure step, 1 leaf of 10": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), [10], False),
+    "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10], False),
+}
+
+
+def work() -> None:
+    """Answer with the seconds of a call for each line: a case and a number of calls."""
+    import bayesopt_chain as bc
+
+    torch.set_num_threads(1)
+    made: dict[str, Callable[[], None]] = {}
+    for line in sys.stdin:
+        name, calls = json.loads(line)
+        if name not in made:
+            made.clear()
+            torch.manual_seed(0)
+            made[name] = CASES[name](bc)
+            made[name]()
+        start = time.perf_counter()
+        for _ in range(calls):
+            made[name]()
+        print(json.dumps((time.perf_counter() - start) / calls), flush=True)
+
+
+class Worker:
+    """A process that runs the cases with the package of one checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__)), "--work"]
+        self.process = subprocess.Popen(
+            command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def seconds(self, name: str, calls: int) -> float:
+        """Seconds a call."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps((name, calls)) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def main() -> None:
+    from benchmarks.measure import environment
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path, help="a checkout of the other commit")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    here, there = Worker(Path(__file__).parents[1]), Worker(arguments.other.resolve())
+    rows = []
+    for name in [case for case in CASES if arguments.only in case]:
+        calls = max(1, int(0.05 / max(here.seconds(name, 3), 1e-6)))
+        there.seconds(name, calls)
+        pairs = [(here.seconds(name, calls), there.seconds(name, calls)) for _ in range(arguments.rounds)]
+        low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        shortest = min(a for a, _ in pairs) / min(b for _, b in pairs)
+        rows.append({"case": name, "ratio": median, "low": low, "high": high, "of_shortest": shortest})
+        print(f"{name:52} {median:.3f} ({low:.3f} to {high:.3f}), shortest {shortest:.3f}")
+
+    def commit(path: Path) -> str:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=path, capture_output=True, text=True
+        ).stdout.strip()
+
+    both = {"this": commit(Path(__file__).parent), "other": commit(arguments.other)}
+    RESULTS.write_text(json.dumps({"commits": both, "environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    work() if "--work" in sys.argv else main()

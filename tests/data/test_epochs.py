@@ -1,0 +1,198 @@
+"""Orders of minibatches: what each promises, and that every position resumes."""
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bayesopt_chain as bc
+
+ORDERS = ("independent", "reshuffled", "palindrome", "fixed")
+
+
+def make(data, batch_size, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bc.epochs(data, batch_size, **settings)
+
+
+def rows_of(data, epochs):
+    """Row numbers of so many epochs, a list of lists of batches."""
+    return [[batch.tolist() for batch in data] for _ in range(epochs)]
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def test_a_reshuffled_epoch_uses_every_datum_once_and_the_next_in_another_order():
+    first, second = rows_of(bc.epochs(torch.arange(60), 6), 2)
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(60))
+    assert first != second
+
+
+def test_a_palindrome_goes_back_the_way_it_came_and_then_takes_another():
+    forward, backward, other, _ = rows_of(bc.epochs(torch.arange(60), 6, order="palindrome"), 4)
+    assert backward == forward[::-1] and other not in (forward, backward)
+
+
+def test_a_fixed_order_is_that_of_the_data_and_warns():
+    with pytest.warns(UserWarning, match="fixed order biases the mean"):
+        data = bc.epochs(torch.arange(6), 2, order="fixed")
+    assert rows_of(data, 2) == [[[0, 1], [2, 3], [4, 5]]] * 2
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(60, 6), (7, 5), (10_000, 50)])
+def test_an_independent_batch_has_no_datum_twice(size, batch_size):
+    for batch in bc.epochs(torch.arange(size), batch_size, order="independent"):
+        assert len(set(batch.tolist())) == batch_size
+
+
+def test_the_remainder_sits_out_one_epoch_and_not_every_one():
+    left_out = [set(range(11)) - set(flat(epoch)) for epoch in rows_of(bc.epochs(torch.arange(11), 4), 12)]
+    assert all(len(left) == 3 for left in left_out) and set.union(*left_out) == set(range(11))
+
+
+def test_permutations_are_uniform():
+    """Chi-square over the 24 permutations of 4 data in 4,800 epochs; 23 degrees of freedom, false alarms 1e-4 (58.6 is
+    6e-5)."""
+    data = bc.epochs(torch.arange(4), 4)
+    counts: dict[tuple, int] = {}
+    for epoch in range(4_800):
+        key = tuple(data.rows(epoch, 0).tolist())
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 24 and sum((n - 200) ** 2 / 200 for n in counts.values()) < 58.6
+
+
+def test_independent_subsets_are_uniform():
+    """Chi-square over the 66 pairs of 12 data in 6,600 draws; 65 degrees of freedom, 118 has probability 7e-5."""
+    data = bc.epochs(torch.arange(12), 2, order="independent")
+    counts: dict[tuple, int] = {}
+    for step in range(6_600):
+        key = tuple(sorted(data.rows(*divmod(step, 6)).tolist()))
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 66 and sum((n - 100) ** 2 / 100 for n in counts.values()) < 118
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(position=st.integers(0, 40), seed=st.integers(-(2**64), 2**64))
+def test_any_position_resumes(order, position, seed):
+    whole = make(torch.arange(12), 2, order=order, seed=seed)
+    reference = flat(rows_of(whole, 8))
+    data = make(torch.arange(12), 2, order=order, seed=seed)
+    stream = itertools.chain.from_iterable(itertools.repeat(data))
+    for _ in range(position):
+        next(stream)
+    resumed = make(torch.arange(12), 2, order=order, seed=seed)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(data.state_dict())))
+    assert (resumed.epoch, resumed.offset, resumed.at_end) == (data.epoch, data.offset, data.at_end)
+    rest = flat(rows_of(resumed, 8))
+    assert rest[: 48 - position] == reference[position:]
+
+
+def test_an_interrupted_epoch_goes_on_where_it_was_left():
+    data = bc.epochs(torch.arange(12), 3)
+    whole = [data.rows(0, k).tolist() for k in range(4)]
+    seen = []
+    for batch in data:
+        seen.append(batch.tolist())
+        if len(seen) == 2:
+            break
+    assert seen + [batch.tolist() for batch in data] == whole
+
+
+def test_a_copy_goes_on_by_itself():
+    data = bc.epochs(torch.arange(12), 3)
+    next(iter(data))
+    other = copy.deepcopy(data)
+    assert [b.tolist() for b in other] == [data.rows(0, k).tolist() for k in (1, 2, 3)]
+    assert (data.epoch, data.offset) == (0, 1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_at_end_is_the_end_of_what_sums_to_zero(order):
+    data = make(torch.arange(6), 2, order=order)
+    ends = [data.at_end for _ in range(4) for _ in data]
+    period = 6 if order == "palindrome" else 3
+    assert ends == [(k + 1) % period == 0 for k in range(12)]
+
+
+def test_chains_have_orders_of_their_own_that_do_not_depend_on_their_number():
+    x = torch.arange(12.0)
+    one, three, five = (bc.epochs({"x": x}, 4, seed=3, chains=n) for n in (None, 3, 5))
+    a, b, c = (data.batch(1, 2)["x"] for data in (one, three, five))
+    assert a.shape == (4,) and b.shape == (3, 4) and c.shape == (5, 4)
+    assert torch.equal(a, b[0]) and torch.equal(b, c[:3]) and not torch.equal(b[0], b[1])
+
+
+def test_parallel_chains_take_their_own_batches():
+    x = torch.arange(12.0)
+    step = bc.make_step(lambda w, batch: (w - batch).square().mean() / 2, bc.sgd(1.0))
+    chains = bc.parallel(step, 3, batch_dim=0)
+    data = bc.epochs(x, 4, chains=3)
+    many = torch.zeros(3)
+    many, *_ = chains(many, chains.init(bc.sgd(1.0), many), data.batch(0, 0))
+    assert torch.allclose(many, x[data.rows(0, 0)].mean(1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_indices_are_a_batch_sampler(workers):
+    x = torch.arange(40.0)
+    order = bc.epochs(x, 8, seed=5)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x), batch_sampler=bc.epochs(x, 8, seed=5).indices, num_workers=workers
+    )
+    assert len(loader) == 5
+    for _ in range(2):
+        for (batch,), wanted in zip(loader, order, strict=True):
+            assert torch.equal(batch, wanted)
+
+
+def test_a_loader_with_workers_resumes_at_the_number_of_batches_used():
+    x = torch.arange(40.0)
+    order = bc.epochs(range(40), 8)
+    order.seek(7)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_sampler=order.indices, num_workers=1)
+    wanted = bc.epochs(x, 8)
+    assert [b.tolist() for (b,) in loader] == [wanted.batch(1, k).tolist() for k in (2, 3, 4)]
+
+
+def test_batches_keep_structure_dtype_and_rows_together():
+    data = {"a": torch.arange(10), "b": (torch.arange(10.0)[:, None], torch.arange(10) > 4)}
+    batch = next(iter(bc.epochs(data, 5)))
+    assert torch.equal(batch["a"].double(), batch["b"][0][:, 0].double()) and batch["b"][1].dtype == torch.bool
+    assert torch.equal(batch["b"][1], batch["a"] > 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: bc.epochs(torch.arange(4), 5), ValueError, "between 1 and the 4 data"),
+        (lambda: bc.epochs(torch.arange(4), 0), ValueError, "between 1 and the 4 data"),
+        (lambda: bc.epochs(torch.arange(4), 2, order="shuffled"), ValueError, "reshuffled"),
+        (lambda: bc.epochs(torch.arange(5), 2, order="fixed"), ValueError, "never use the last 1 of 5"),
+        (lambda: bc.epochs((torch.arange(5), torch.arange(4)), 2), ValueError, "one entry a datum"),
+        (lambda: bc.epochs(torch.tensor(1.0), 1), ValueError, "one entry a datum"),
+        (lambda: bc.epochs({"x": [1, 2]}, 1), TypeError, "int"),
+        (lambda: bc.epochs(torch.arange(4), 2, chains=0), ValueError, "at least 1"),
+        (lambda: bc.epochs(torch.arange(4), 2, chains=2).indices, ValueError, "one chain"),
+        (lambda: next(iter(bc.epochs(range(4), 2))), TypeError, "batch_sampler"),
+        (lambda: bc.epochs(torch.arange(4), 2).rows(0, 2), IndexError, "an epoch has 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(build, error, words):
+    with pytest.raises(error, match=words):
+        build()
+
+
+def test_the_position_of_other_batches_is_refused_and_changes_nothing():
+    data = bc.epochs(torch.arange(12), 3, seed=1)
+    next(iter(data))
+    with pytest.raises(ValueError, match="seed=2"):
+        data.load_state_dict(bc.epochs(torch.arange(12), 3, seed=2).state_dict())
+    assert (data.epoch, data.offset) == (0, 1)

@@ -1,0 +1,72 @@
+"""The notebooks are kept executed from top to bottom, and run at their smoke scale."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "a_network_one_trusts": "mnist/mnist.npz"}
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_the_six_notebooks_are_there():
+    expected = {"five_minutes", "why_bayes", "double_well", "pima", "write_your_own_sampler", "a_network_one_trusts"}
+    assert expected <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_was_executed_once_from_top_to_bottom(name):
+    cells = code(read(name))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [o for cell in cells for o in cell.outputs if o.output_type == "error"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_shows_figures_and_says_what_can_go_wrong(name):
+    notebook = read(name)
+    figures = [o for cell in code(notebook) for o in cell.outputs if "image/png" in o.get("data", {})]
+    assert len(figures) >= 2
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_outputs_name_no_folder_of_the_machine_that_ran_it(name):
+    outputs = " ".join(str(cell.outputs) for cell in code(read(name)))
+    assert "/home/" not in outputs and "/work/" not in outputs and "site-packages" not in outputs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_functions_are_about_its_subject_and_few(name):
+    """A notebook with a helper that predicts, measures or loops wants a function of the library."""
+    tree = ast.parse("\n".join(cell.source for cell in code(read(name))))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lengths = [node.end_lineno - node.lineno + 1 for node in functions]
+    assert len(functions) <= 12 and max(lengths, default=0) <= 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_at_smoke_scale(name, monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    for package in {"pima": ["pyro", "posteriors"], "a_network_one_trusts": ["torchmetrics", "sklearn"]}.get(name, []):
+        pytest.importorskip(package)
+    data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
+    if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
+        pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
+    monkeypatch.setenv("BAYESOPT_CHAIN_SCALE", "smoke")
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    resources = {"metadata": {"path": str(FOLDER)}}
+    nbclient.NotebookClient(read(name), timeout=600, kernel_name="python3", resources=resources).execute()

@@ -1,0 +1,128 @@
+"""``bc.optim.Optimizer``: any chain, bit for bit what ``update`` and ``apply_updates`` give."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torchopt
+from torch import nn
+
+import bayesopt_chain as bc
+
+CHAINS = {
+    "sghmc": lambda g: bc.sghmc(0.1, temperature=0.2),
+    "sgd": lambda g: bc.sgd(0.1, momentum=0.9),
+    "adam": lambda g: bc.adam(0.1, temperature=0.2),
+    "ubu": lambda g: bc.samplers.ubu(0.1, 1.0, temperature=0.2),
+    "torchopt": lambda g: torchopt.adam(0.1),
+}
+
+
+def gradients(params):
+    return [0.5 * p.detach() + 0.1 for p in params]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_it_is_update_and_apply_updates_bitwise(name):
+    start = [torch.linspace(-1, 1, 7), torch.ones(2, 2)]
+    params = [p.clone() for p in start]
+    tx = CHAINS[name]({})
+    torch.manual_seed(4)
+    state = tx.init(params)
+    for _ in range(6):
+        updates, state = tx.update(gradients(params), state, params=params, inplace=False)
+        params = torchopt.apply_updates(params, updates, inplace=False)
+    theirs, leaves = params, [p.clone().requires_grad_() for p in start]
+    torch.manual_seed(4)
+    optimizer = bc.optim.Optimizer(leaves, CHAINS[name])
+    for _ in range(6):
+        for p, g in zip(leaves, gradients(leaves)):
+            p.grad = g
+        optimizer.step()
+    assert all(map(torch.equal, [p.detach() for p in leaves], theirs))
+
+
+def test_gradients_are_left_as_they_were():
+    theta = torch.ones(3, requires_grad=True)
+    optimizer = bc.optim.Optimizer([theta], CHAINS["sghmc"])
+    theta.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    assert torch.equal(theta.grad, torch.full((3,), 2.0))
+
+
+def test_each_group_has_its_own_chain_and_tensors_follow_torchs_schedulers():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.Optimizer(
+        [{"params": [a], "lr": torch.tensor(0.5)}, {"params": [b], "lr": torch.tensor(0.1)}], lambda g: bc.sgd(g["lr"])
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    for _ in range(2):
+        a.grad, b.grad = torch.ones(2), torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(a.detach(), torch.full((2,), 1.0 - 0.5 - 0.05))
+    torch.testing.assert_close(b.detach(), torch.full((2,), 1.0 - 0.1 - 0.01))
+
+
+def test_a_number_built_into_the_chain_that_changes_is_refused_before_anything_moves():
+    theta = torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.Optimizer([theta], lambda g: bc.sgd(g["lr"]), lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.05
+    theta.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"lr changed from 0.1 to 0.05.*torch.tensor\(0.1\)"):
+        optimizer.step()
+    assert torch.equal(theta.detach(), torch.ones(2))
+
+
+def test_its_state_dict_loads_without_code_and_goes_on_bit_for_bit():
+    def fresh(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 2)
+        make = lambda g: bc.sghmc(g["lr"], temperature=0.2)  # noqa: E731
+        return model, bc.optim.Optimizer(model.named_parameters(), make, lr=torch.tensor(0.1))
+
+    def walk(model, optimizer):
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = 0.5 * p.detach()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    model, optimizer = fresh(0)
+    walk(model, optimizer)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    twin = copy.deepcopy((model, optimizer))
+    expected = walk(model, optimizer)
+    assert torch.equal(walk(*twin), expected)
+    saved = torch.load(buffer, weights_only=True)
+    model, optimizer = fresh(1)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert torch.equal(walk(model, optimizer), expected)
+    assert optimizer._chains[0].tx is not None and optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
+
+
+def test_the_state_of_another_chain_is_refused():
+    theta = torch.ones(2, requires_grad=True)
+    one = bc.optim.Optimizer([theta], lambda g: bc.sgd(0.1))
+    other = bc.optim.Optimizer([theta], lambda g: bc.sghmc(0.1, temperature=0.2))
+    with pytest.raises(ValueError, match="load a state of the same chain"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_what_is_no_transformation_is_refused():
+    nothing: Any = lambda g: None  # noqa: E731
+    with pytest.raises(TypeError, match="must return a gradient transformation"):
+        bc.optim.Optimizer([torch.ones(2, requires_grad=True)], nothing)
+
+
+def test_parameters_without_gradient_are_handed_on_as_none():
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.Optimizer([used, unused], CHAINS["sghmc"])
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(unused.detach(), torch.ones(2)) and not torch.equal(used.detach(), torch.ones(2))

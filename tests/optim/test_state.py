@@ -1,0 +1,166 @@
+"""State dicts: torch's format, no code in them, noise included, bit for bit in another process."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+
+SAMPLING = {
+    "SGD": dict(lr=0.1, momentum=0.9, nesterov=True),
+    "SGHMC": dict(lr=0.1),
+    "SGLD": dict(lr=0.1),
+    "Adam": dict(amsgrad=True, freeze_after=4),
+    "AdamW": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": dict(momentum=0.9, centered=True),
+    "Adagrad": {},
+}
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def make(name, seed=0, named=True, **kwargs):
+    torch.manual_seed(seed)
+    model = nn.Linear(5, 3)
+    params = model.named_parameters() if named else model.parameters()
+    return model, getattr(bc.optim, name)(params, temperature=0.3, **{**SAMPLING.get(name, {}), **kwargs})
+
+
+def walk(model, optimizer, steps):
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = 0.5 * p.detach()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_loaded_state_goes_on_bit_for_bit(name, named):
+    model, optimizer = make(name, named=named)
+    walk(model, optimizer, 5)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    expected = walk(model, optimizer, 5)
+    model, optimizer = make(name, seed=1, named=named)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert torch.equal(walk(model, optimizer, 5), expected)
+
+
+SCRIPT = """
+import torch, sys
+from tests.optim.test_state import make, walk
+saved, out = torch.load(sys.argv[1], weights_only=True), {}
+for name in saved:
+    model, optimizer = make(name, seed=7)
+    model.load_state_dict(saved[name]["model"])
+    optimizer.load_state_dict(saved[name]["optimizer"])
+    out[name] = walk(model, optimizer, 5)
+torch.save(out, sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_goes_on_bit_for_bit(tmp_path):
+    runs, saved = {name: make(name) for name in SAMPLING}, {}
+    for name, (model, optimizer) in runs.items():
+        walk(model, optimizer, 5)
+        saved[name] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "saved.pt")
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "saved.pt", tmp_path / "result.pt"]
+    subprocess.run(command, check=True, timeout=300)
+    result = torch.load(tmp_path / "result.pt", weights_only=True)
+    for name, run in runs.items():
+        assert torch.equal(result[name], walk(*run, 5)), name
+
+
+def test_a_key_survives_loading_into_parameters_of_any_dtype():
+    theta = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.3)
+    theta.grad = torch.ones_like(theta)
+    optimizer.step()
+    key, before = optimizer.param_groups[0]["noise_key"], optimizer.state[theta]["noise_before"]
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["noise_key"] == key > 2**32
+    assert optimizer.state[theta]["noise_before"] == before
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"])
+def test_a_state_dict_of_torch_is_taken_over_and_the_temperature_stays(name):
+    kwargs = {"SGD": dict(lr=0.1, momentum=0.9), "RMSprop": dict(momentum=0.9)}.get(name, {})
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    trained = getattr(torch.optim, name)(model.parameters(), **kwargs)
+    walk(model, trained, 5)
+    cold, hot = (getattr(bc.optim, name)(model.parameters(), temperature=t, **kwargs) for t in (0.0, 0.3))
+    key = hot.param_groups[0]["noise_key"]
+    for optimizer in (cold, hot):
+        optimizer.load_state_dict(trained.state_dict())
+    for p in model.parameters():
+        for entry, value in trained.state[p].items():
+            assert torch.equal(hot.state[p][entry], value)
+    assert hot.param_groups[0]["temperature"] == 0.3 and hot.param_groups[0]["noise_key"] == key is not None
+    twin, theirs = copy.deepcopy((model, trained)), copy.deepcopy((model, cold))
+    assert torch.equal(walk(*twin, 3), walk(*theirs, 3))
+    cold_end = walk(*copy.deepcopy((model, trained)), 1)
+    hot_end = walk(model, hot, 1)
+    assert hot_end.isfinite().all() and not torch.equal(hot_end, cold_end)
+
+
+def test_a_saved_temperature_replaces_the_number_and_fills_the_tensor():
+    _, saved = make("SGHMC")
+    _, number = make("SGHMC")
+    number.param_groups[0]["temperature"] = 0.1
+    number.load_state_dict(saved.state_dict())
+    assert number.param_groups[0]["temperature"] == 0.3
+    dial = torch.tensor(0.1)
+    theta = nn.Linear(5, 3)
+    optimizer = bc.optim.SGHMC(theta.named_parameters(), 0.1, temperature=dial)
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["temperature"] is dial and dial.item() == pytest.approx(0.3)
+
+
+def test_a_state_dict_of_ours_loads_into_torchs_class():
+    model, optimizer = make("SGHMC")
+    walk(model, optimizer, 2)
+    theirs = torch.optim.SGD(model.named_parameters(), 0.1, 0.9)
+    theirs.load_state_dict(optimizer.state_dict())
+    walk(model, theirs, 1)
+    for p in model.parameters():
+        assert "momentum_buffer" in theirs.state[p]
+
+
+def test_two_parameters_of_one_name_are_refused():
+    a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    optimizer = bc.optim.SGLD([("w", a), ("w", b)], 0.1, temperature=0.3)
+    a.grad = b.grad = torch.zeros(2)
+    with pytest.raises(ValueError, match="same name"):
+        optimizer.step()
+    assert not a.any()
+
+
+def test_groups_made_from_the_same_state_dict_in_another_order_of_construction_keep_their_noise():
+    """Leaves are numbered by name: regrouping parameters does not change their noise."""
+
+    def run(split):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        named = list(model.named_parameters())
+        groups = [{"params": named[:1]}, {"params": named[1:]}] if split else named
+        optimizer = bc.optim.SGHMC(groups, 0.1, temperature=0.3, generator=torch.Generator().manual_seed(3))
+        return walk(model, optimizer, 4)
+
+    assert torch.equal(run(True), run(False))

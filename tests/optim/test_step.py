@@ -1,0 +1,118 @@
+"""``bc.optim.as_step``: a model and an optimizer as the step of this library's loops."""
+
+import copy
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+
+
+def loss(model, batch):
+    x, y = batch
+    return (model(x).squeeze(1) - y).square().mean()
+
+
+BATCH = (torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(0, 1, 8))
+MAKE = {
+    "SGHMC": lambda model: bc.optim.SGHMC(model.named_parameters(), 0.05, temperature=1e-3),
+    "Adam": lambda model: bc.optim.Adam(model.parameters(), 0.01, temperature=1e-3),
+    "torch Adam": lambda model: torch.optim.Adam(model.parameters(), 0.01),
+    "chain": lambda model: bc.optim.Optimizer(model.parameters(), lambda g: bc.sghmc(0.05, temperature=1e-3)),
+}
+SCHEDULERS = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.5, total_iters=3), torch.optim.lr_scheduler.MultiStepLR(o, [2, 3])],
+        milestones=[3],
+    ),
+    None: lambda o: None,
+}
+
+
+def built(name, schedule, seed=0):
+    model = network(seed)
+    optimizer = MAKE[name](model)
+    return bc.optim.as_step(model, optimizer, loss, scheduler=SCHEDULERS[schedule](optimizer))
+
+
+def flat(params):
+    return torch.cat([params[name].flatten() for name in sorted(params)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@pytest.mark.parametrize("name", MAKE)
+def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedule):
+    if name == "chain" and schedule:
+        schedule = None  # its lr is a number
+    step = built(name, schedule)
+    params, state = step.params, step.state
+    for _ in range(4):
+        params, state, _ = step(params, state, BATCH)
+    kept = copy.deepcopy((params, state))
+    for _ in range(4):
+        params, state, _ = step(params, state, BATCH)
+    params, state, info = step(params, state, BATCH)
+    expected, last = flat(params).clone(), info.loss.clone()
+    step = built(name, schedule, seed=1)
+    params, state = kept
+    for _ in range(4):
+        params, state, _ = step(params, state, BATCH)
+    params, state, info = step(params, state, BATCH)
+    assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
+
+
+def test_the_state_holds_tensors_only():
+    step = built("SGHMC", "cosine")
+    tree: Any = step(step.params, step.state, BATCH)[1]
+    assert all(torch.is_tensor(x) for x in optree.tree_leaves(tree))
+
+
+def test_it_is_an_ordinary_loop_where_the_model_draws_nothing():
+    def quadratic(model, batch):
+        return model(batch).square().mean(), {"size": batch.shape[0]}
+
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in models]
+    step, x = bc.optim.as_step(models[0], optimizers[0], quadratic), torch.ones(2, 3)
+    params, state = step.params, step.state
+    info = None
+    for _ in range(3):
+        params, state, info = step(params, state, x)
+        optimizers[1].zero_grad()
+        models[1](x).square().mean().backward()
+        optimizers[1].step()
+    assert all(torch.equal(p, q.detach()) for p, q in zip(params.values(), models[1].parameters()))
+    assert info is not None and info.aux == {"size": 2}
+
+
+def test_the_global_generator_is_left_alone():
+    step = built("SGHMC", None)
+    before = torch.get_rng_state()
+    step(step.params, step.state, BATCH)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_foreign_params_are_refused_with_both_sides_named():
+    step = built("SGHMC", None)
+    with pytest.raises(ValueError, match=r"params are \['w'\], the model's parameters are"):
+        step({"w": torch.ones(1)}, step.state, BATCH)
+    wrong = {**step.params, "0.bias": torch.ones(9)}
+    with pytest.raises(ValueError, match=r"0.bias has shape \(9,\), the model's \(4,\)"):
+        step(wrong, step.state, BATCH)
+
+
+def test_a_loss_that_does_not_depend_on_the_model_is_refused():
+    step = bc.optim.as_step(model := nn.Linear(1, 1), MAKE["SGHMC"](model), lambda model, batch: torch.ones(()))
+    with pytest.raises(ValueError, match="depends on the model's parameters"):
+        step(step.params, step.state, None)

@@ -1,0 +1,467 @@
+"""At temperature 0 the classes are torch's, to the last bit, and torch's users find what they expect at any temperature."""
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import bayesopt_chain as bc
+
+CLASSES = [
+    name for name in bc.optim.__all__ if name not in ("as_step", "Optimizer", "SGLD", "SGHMC", "LBFGS", "SparseAdam")
+]
+SAMPLING = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"]
+
+HYPER = {
+    "SGD": dict(
+        momentum=st.sampled_from([0.0, 0.5, 0.9]),
+        weight_decay=st.sampled_from([0.0, 0.1]),
+        nesterov=st.booleans(),
+        dampening=st.sampled_from([0.0, 0.3]),
+        maximize=st.booleans(),
+    ),
+    "Adam": dict(amsgrad=st.booleans(), weight_decay=st.sampled_from([0.0, 0.1]), maximize=st.booleans()),
+    "AdamW": dict(amsgrad=st.booleans(), weight_decay=st.sampled_from([0.0, 0.1]), maximize=st.booleans()),
+    "Adamax": dict(weight_decay=st.sampled_from([0.0, 0.1])),
+    "NAdam": dict(decoupled_weight_decay=st.booleans(), weight_decay=st.sampled_from([0.0, 0.1])),
+    "RAdam": dict(decoupled_weight_decay=st.booleans(), weight_decay=st.sampled_from([0.0, 0.1])),
+    "RMSprop": dict(momentum=st.sampled_from([0.0, 0.9]), centered=st.booleans()),
+    "Adagrad": dict(lr_decay=st.sampled_from([0.0, 0.1]), weight_decay=st.sampled_from([0.0, 0.1])),
+    "Adadelta": dict(rho=st.sampled_from([0.9, 0.5])),
+    "Adafactor": dict(),
+    "ASGD": dict(),
+    "Muon": dict(),
+    "Rprop": dict(),
+}
+IMPLEMENTATIONS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+SCHEDULERS = [
+    None,
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+]
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def train(cls, groups_lr, accumulate, scheduler, steps=8, clip=None, **kwargs):
+    """Parameters after a few steps of an ordinary loop: two groups, dropout, accumulation, a scheduler."""
+    model = network()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    groups = [{"params": matrices[:1]}, {"params": matrices[1:], "lr": groups_lr}]
+    if cls.__name__ != "Muon":
+        groups[1]["params"] += [p for p in model.parameters() if p.ndim == 1]
+    optimizer = cls(groups, **kwargs)
+    plan = scheduler(optimizer) if scheduler else None
+    x, y = torch.randn(16, 4), torch.randn(16, 2)
+    for _ in range(steps):
+        for xs, ys in zip(x.chunk(accumulate), y.chunk(accumulate)):
+            ((model(xs) - ys) ** 2).mean().div(accumulate).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if plan:
+            plan.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), optimizer
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_at_temperature_0_every_class_is_torchs_bitwise(name, data):
+    ours, theirs = getattr(bc.optim, name), getattr(torch.optim, name)
+    kwargs = {key: data.draw(values, key) for key, values in HYPER[name].items()}
+    if kwargs.get("nesterov") and (not kwargs["momentum"] or kwargs["dampening"]):
+        kwargs["nesterov"] = False
+    offered = inspect.signature(theirs).parameters
+    kwargs.update(data.draw(st.sampled_from([i for i in IMPLEMENTATIONS if set(i) <= set(offered)] or [{}])))
+    scheduler = data.draw(st.sampled_from(SCHEDULERS))
+    if name not in ("SGD", "Adam", "AdamW") and scheduler is SCHEDULERS[2]:
+        scheduler = None  # OneCycleLR wants a momentum or betas
+    if name == "SGD" and not kwargs["momentum"] and scheduler is SCHEDULERS[2]:
+        kwargs["momentum"] = 0.9
+    shape = dict(
+        groups_lr=data.draw(st.sampled_from([0.003, 0.03])),
+        accumulate=data.draw(st.sampled_from([1, 4])),
+        scheduler=scheduler,
+        clip=data.draw(st.sampled_from([None, 0.5])),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, _ = train(theirs, lr=0.01, **shape, **kwargs)
+        got, optimizer = train(ours, lr=0.01, **shape, temperature=0.0, **kwargs)
+    assert torch.equal(got, expected)
+    assert isinstance(optimizer, theirs) and optimizer.param_groups[0]["noise_key"] is None
+
+
+def test_lbfgs_and_sparse_adam_are_torchs_at_temperature_0():
+    def quadratic(cls):
+        theta = torch.tensor([1.0, -2.0], requires_grad=True)
+        optimizer = cls([theta], lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (theta**2).sum()
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure)
+        return theta.detach(), first
+
+    for ours, theirs in zip(quadratic(bc.optim.LBFGS), quadratic(torch.optim.LBFGS)):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+    def rows(cls):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 2, sparse=True)
+        optimizer = cls(table.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(torch.tensor([1, 3])).square().sum().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    assert torch.equal(rows(bc.optim.SparseAdam), rows(torch.optim.SparseAdam))
+
+
+def test_temperature_0_draws_nothing_from_the_global_generator():
+    before = torch.get_rng_state()
+    theta = torch.ones(3, requires_grad=True)
+    optimizer = bc.optim.SGD([theta], 0.1, 0.9)
+    theta.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(before, torch.get_rng_state())
+    assert sorted(optimizer.state[theta]) == ["momentum_buffer"]
+
+
+@pytest.mark.parametrize("name", [n for n in bc.optim.__all__ if n not in ("as_step", "Optimizer", "SGLD", "SGHMC")])
+def test_signatures_are_torchs_and_then_ours(name):
+    ours = inspect.signature(getattr(bc.optim, name)).parameters
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert all(ours[k].default == theirs[k].default for k in theirs)
+    extra = [ours[k] for k in list(ours)[len(theirs) :]]
+    assert [p.name for p in extra][:3] == ["temperature", "generator", "stream"]
+    assert all(p.kind is p.KEYWORD_ONLY for p in extra)
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "ASGD", "LBFGS", "Muon", "Rprop", "SparseAdam"])
+def test_optimizers_without_matched_noise_refuse_a_temperature_by_name(name):
+    cls, theta = getattr(bc.optim, name), torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(ValueError, match=f"bc.optim.{name}: no temperature above 0: .*use bc.optim"):
+        cls([theta], temperature=0.1)
+    optimizer = cls([theta])
+    optimizer.param_groups[0]["temperature"] = 0.1
+    theta.grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="no temperature above 0"):
+        optimizer.step(lambda: theta.sum())
+    assert torch.equal(theta.detach(), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_at_a_temperature_the_three_implementations_agree_to_rounding(name, implementation):
+    cls = getattr(bc.optim, name)
+    if not set(implementation) <= set(inspect.signature(cls).parameters):
+        pytest.skip("torch has no such implementation")
+
+    def run(**how):
+        torch.manual_seed(0)
+        theta = torch.linspace(-1, 1, 33, dtype=torch.float64).requires_grad_()
+        optimizer = cls([theta], lr=0.01, temperature=0.1, **how)
+        for _ in range(5):
+            theta.grad = theta.detach().clone() + 0.1
+            optimizer.step()
+        return theta.detach()
+
+    torch.testing.assert_close(run(**implementation), run(foreach=False), rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_run_once_for_each_step_even_after_torchs_own_class_was_used():
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)  # torch patches its class on first use
+    theta, calls = torch.ones(2, requires_grad=True), []
+    for temperature in (0.0, 0.1):
+        optimizer = bc.optim.SGD([theta], lr=0.1, temperature=temperature)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        theta.grad = torch.ones(2)
+        optimizer.step()
+    assert calls == ["pre", "post"] * 2
+
+
+def test_a_closure_is_called_once_with_gradients_enabled_and_its_loss_returned():
+    theta, calls = torch.ones(2, requires_grad=True), []
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1)
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = theta.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True] and loss.item() == 2.0
+
+
+def test_parameters_without_gradient_get_no_noise_and_no_state():
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = bc.optim.SGHMC([used, unused], 0.1, temperature=0.1)
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(unused.detach(), torch.ones(2)) and unused not in optimizer.state
+
+
+def test_groups_have_temperatures_of_their_own_and_may_come_later():
+    cold, hot, late = (torch.zeros(3, requires_grad=True) for _ in range(3))
+    optimizer = bc.optim.SGD([{"params": [cold]}, {"params": [hot], "temperature": 0.5}], lr=0.1)
+    optimizer.add_param_group({"params": [late], "temperature": 0.2, "lr": 0.01})
+    for p in (cold, hot, late):
+        p.grad = torch.zeros(3)
+    optimizer.step()
+    assert not cold.any() and hot.any() and late.any()
+    assert [g["noise_count"] for g in optimizer.param_groups] == [0, 1, 1]
+    assert len({g["noise_key"] for g in optimizer.param_groups}) == 1
+
+
+def test_a_tensor_temperature_is_read_at_every_step():
+    theta, dial = torch.zeros(3, requires_grad=True), torch.tensor(0.0)
+    optimizer = bc.optim.SGLD([theta], 0.1, temperature=dial)
+    theta.grad = torch.zeros(3)
+    optimizer.step()
+    assert not theta.any()
+    dial.fill_(0.5)
+    optimizer.step()
+    assert theta.all()
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_temperature_is_an_error_before_anything_moves(bad):
+    theta = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="temperature must be non-negative and finite"):
+        bc.optim.SGD([theta], 0.1, temperature=bad)
+    optimizer = bc.optim.SGD([theta], 0.1, 0.9, temperature=0.1)
+    optimizer.param_groups[0]["temperature"] = bad
+    theta.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="temperature must be non-negative"):
+        optimizer.step()
+    assert torch.equal(theta.detach(), torch.ones(2)) and not optimizer.state[theta]
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (dict(momentum=1.0), "momentum must lie"),
+        (dict(momentum=0.9, dampening=1.0), "dampening must be below 1"),
+        (dict(lr=float("nan")), "lr must be non-negative and finite"),
+        (dict(lr=torch.tensor(0.1, requires_grad=True), differentiable=True), "lr that requires grad"),
+    ],
+)
+def test_what_has_no_matched_noise_is_refused_by_name(kwargs, words):
+    theta = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match=words):
+        optimizer = bc.optim.SGD([theta], temperature=0.1, **{"lr": 0.1, **kwargs})
+        theta.grad = torch.ones(2)
+        optimizer.step()
+    assert torch.equal(theta.detach(), torch.ones(2))
+
+
+def test_adaptive_classes_refuse_derivatives_and_graphs_at_a_temperature():
+    theta = torch.ones(2, requires_grad=True)
+    refused: list[dict[str, Any]] = [{"differentiable": True}, {"capturable": True}]
+    for kwargs in refused:
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            bc.optim.Adam([theta], temperature=0.1, **kwargs)
+
+
+def test_complex_sparse_and_repeated_parameters_are_refused_at_a_temperature():
+    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    z.grad = torch.ones_like(z)
+    with pytest.raises(ValueError, match="complex"):
+        bc.optim.SGLD([z], 0.1, temperature=0.1).step()
+    table = nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        bc.optim.SGHMC(table.parameters(), 0.1, temperature=0.1).step()
+    bc.optim.SGLD(table.parameters(), 0.1, temperature=0.1).step()  # all rows move
+    assert not torch.equal(table.weight[0], table.weight[2])
+    theta = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="twice"):
+        warnings.simplefilter("ignore")
+        bc.optim.SGLD([theta, theta], 0.1, temperature=0.1)
+
+
+def test_the_derivative_by_the_start_goes_through_differentiable_steps_at_a_temperature():
+    def final(start, generator):
+        theta = start * 1.0
+        optimizer = bc.optim.SGLD([theta], 0.1, temperature=0.1, differentiable=True, generator=generator)
+        for _ in range(3):
+            (theta.grad,) = torch.autograd.grad((theta.clone() ** 3).sum(), theta, create_graph=True)
+            optimizer.step()
+        return (theta**2).sum()
+
+    def seeded(start):
+        return final(start, torch.Generator().manual_seed(5))
+
+    start = torch.tensor([0.5, -0.3], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(seeded, start)
+
+
+def test_low_precision_parameters_warn_where_noise_rounds_away():
+    theta = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    theta.grad = torch.zeros_like(theta)
+    with pytest.warns(UserWarning, match="keep float32 parameters"):
+        bc.optim.SGHMC([theta], 1e-3, temperature=1e-6).step()
+
+
+def test_autocast_and_a_gradient_scaler_leave_float32_parameters_and_skip_overflows_with_their_noise():
+    model = network()
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for overflow in (False, True):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.randn(5, 4)).float().square().mean()
+        scaler.scale(loss).backward()
+        before = copy.deepcopy([p.detach() for p in model.parameters()])
+        if overflow:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        unmoved = [torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
+        assert all(unmoved) if overflow else not any(unmoved)
+    assert optimizer.param_groups[0]["noise_count"] == 1
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_gradient_scaler_leaves_unscaling_to_the_fused_kernel_at_temperature_0():
+    def run(cls):
+        model = network()
+        optimizer = cls(model.parameters(), 0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        torch.manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(5, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer._step_supports_amp_scaling
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(run(bc.optim.SGD), run(torch.optim.SGD))
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_large_leaf_gets_the_same_noise_block_by_block(name, monkeypatch):
+    def run():
+        torch.manual_seed(0)
+        theta = torch.zeros(1000, dtype=torch.float64, requires_grad=True)
+        optimizer = getattr(bc.optim, name)([theta], lr=0.01, temperature=0.1)
+        for _ in range(3):
+            theta.grad = theta.detach() + 1.0
+            optimizer.step()
+        return theta.detach()
+
+    whole = run()
+    monkeypatch.setattr("bayesopt_chain.optim._sampling.BLOCK", 64)
+    assert torch.equal(run(), whole)
+
+
+def test_memory_is_one_velocity_and_one_draw_and_no_copy_of_the_parameters():
+    theta = torch.zeros(100_000, requires_grad=True)
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1)
+    theta.grad = torch.zeros_like(theta)
+    for _ in range(3):
+        optimizer.step()
+    tensors = [x for x in optimizer.state[theta].values() if torch.is_tensor(x)]
+    assert sum(x.untyped_storage().nbytes() for x in tensors) == 8 * theta.numel()
+    assert not any(torch.is_tensor(x) for x in optimizer.param_groups[0].values())
+
+
+def test_noise_is_numbered_by_name_so_that_leaving_one_parameter_out_leaves_the_others_noise_alone():
+    def noise(skip=(), freeze=()):
+        model = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in "abc"})
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        named = [(n, p) for n, p in model.named_parameters() if n not in skip]
+        optimizer = bc.optim.SGLD(named, 0.1, temperature=0.1, generator=torch.Generator().manual_seed(1))
+        for n, p in named:
+            p.grad = None if n in freeze else torch.zeros_like(p)
+        optimizer.step()
+        return {n: p.detach() for n, p in named}
+
+    full = noise()
+    for other in (noise(skip=("a.weight",)), noise(freeze=("a.weight",))):
+        assert torch.equal(full["b.weight"], other["b.weight"]) and torch.equal(full["c.weight"], other["c.weight"])
+    assert not torch.equal(full["a.weight"], full["b.weight"])
+
+
+def test_deepcopy_goes_on_with_the_same_noise_and_fork_does_not():
+    model = network()
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1)
+
+    def step(model, optimizer):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    step(model, optimizer)
+    (m1, o1), (m2, o2) = copy.deepcopy((model, optimizer)), copy.deepcopy((model, optimizer))
+    o2.fork()
+    ours, first, second = step(model, optimizer), step(m1, o1), step(m2, o2)
+    assert torch.equal(ours, first) and not torch.equal(ours, second)
+
+
+def test_the_philox_stream_may_be_asked_for_and_does_not_depend_on_the_generator():
+    def run(stream):
+        theta = torch.zeros(2000, requires_grad=True)
+        optimizer = bc.optim.SGLD(
+            [theta], 0.5, temperature=1.0, stream=stream, generator=torch.Generator().manual_seed(0)
+        )
+        theta.grad = torch.zeros(2000)
+        optimizer.step()
+        return theta.detach()
+
+    draw = run("philox")
+    assert torch.equal(draw, run("philox")) and not torch.equal(draw, run("generator"))
+    assert 0.4 < draw.var() / 0.5 < 1.6  # sd of the ratio 0.03
+
+
+def test_torchopts_and_torchs_class_name_each_other_in_their_first_lines():
+    for theirs, ours in (("SGD", "SGD"), ("Adam", "Adam"), ("RMSProp", "RMSprop"), ("AdaGrad", "Adagrad")):
+        assert f"bayesopt_chain.optim.{ours}`" in getattr(bc, theirs).__doc__.splitlines()[0]
+        assert f"bayesopt_chain.{theirs}`" in getattr(bc.optim, ours).__doc__.splitlines()[0]
+
+
+def test_a_parameter_that_sat_out_goes_on_from_its_own_last_step():
+    always, sometimes = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bc.optim.SGHMC([always, sometimes], 0.1, temperature=0.1)
+    for lr, present in ((0.1, True), (0.05, False), (0.02, False)):
+        optimizer.param_groups[0]["lr"] = lr
+        always.grad, sometimes.grad = torch.ones(2), torch.ones(2) if present else None
+        optimizer.step()
+    levels = [optimizer.state[p]["noise_before"][0] for p in (always, sometimes)]
+    assert levels == pytest.approx([1 / 0.02, 1 / 0.1])
+
+
+def test_sharded_or_wrapped_parameters_are_refused_at_a_temperature():
+    class Wrapped(torch.Tensor):
+        pass
+
+    theta = torch.ones(2).as_subclass(Wrapped).requires_grad_()
+    theta.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="a parameter of type Wrapped at temperature > 0"):
+        bc.optim.SGLD([theta], 0.1, temperature=0.1).step()
