@@ -49,7 +49,7 @@ POSTERIORS = (
     variational("von", lambda t: bc.vi.von(0.1, temperature=t, weight_decay=0.1), curvature=unit_diagonal),
     variational("vogn", lambda t: bc.vi.vogn(0.1, temperature=t, weight_decay=0.1), per_sample_gradients=per_sample),
     filter_("dense", lambda: bc.ekf.dense(0.5), two_rows),
-    filter_("dense, forgetting", lambda: bc.ekf.dense(transition_noise=0.1, forgetting=0.9), two_rows),
+    filter_("dense, forgetting", lambda: bc.ekf.dense(0.1, transition_noise=0.01, forgetting=0.9), two_rows),
     filter_("diagonal", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), unit_rows, joint=False),
     filter_("diagonal, mixed rows", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), two_rows),
     filter_("low_rank", lambda: bc.ekf.low_rank(0.5, rank=3, transition_noise=0.1), two_rows),

@@ -125,7 +125,7 @@ class DenseRoot(Structure):
             force = flatten(batch.force, leaves).to(root.dtype)
             solved = torch.linalg.solve_triangular(upper.mT, force[:, None], upper=False)
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
-        after = DenseFilterState(upper.mT.contiguous(), state.count + batch.count)
+        after = DenseFilterState(upper.mT.clone(memory_format=torch.contiguous_format), state.count + batch.count)
         return optree.tree_leaves(unflatten(moves, leaves)), after
 
     def shapes(self, state: Any) -> int:
@@ -238,7 +238,7 @@ class LowRankInformation(Structure):
         moves = LowRank(diagonal, joint, batch.count).factorised().solve(force)
         kept, overflow = compress(joint, self.rank)
         after = tuple(y + x for y, x in zip(diagonal, overflow))
-        return moves, LowRankFilterState(after, tuple(kept), state.count + batch.count)
+        return moves, LowRankFilterState(after, tuple(row.clone() for row in kept), state.count + batch.count)
 
     def precision(self, state: Any, params: Any) -> LowRank:
         diagonal, rows = (optree.tree_unflatten(optree.tree_structure(params), x) for x in state[:2])
