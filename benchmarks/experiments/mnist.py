@@ -51,13 +51,13 @@ def make_task(name: str, s: Mapping[str, Any], seed: int) -> Task:
     g = torch.Generator().manual_seed(seed)
     seen = (y < SEEN).nonzero().squeeze(1)
     rows = seen[torch.randperm(len(seen), generator=g)[: s["data" if name == "clean" else name]]]
-    known, unknown = (y_test < SEEN).nonzero().squeeze(1), (y_test >= SEEN).nonzero().squeeze(1)
-    known = known[torch.randperm(len(known), generator=g)[: s["test"]]]
-    unknown = unknown[torch.randperm(len(unknown), generator=g)[: s["test"] // 4]]
     x, y = x[rows], y[rows].clone()
     if name == "noisy":
         wrong = torch.rand(len(y), generator=g) < s["share"]
         y = torch.where(wrong, torch.randint(SEEN, (len(y),), generator=g), y)
+    known, unknown = (y_test < SEEN).nonzero().squeeze(1), (y_test >= SEEN).nonzero().squeeze(1)
+    known = known[torch.randperm(len(known), generator=g)[: s["test"]]]
+    unknown = unknown[torch.randperm(len(unknown), generator=g)[: s["test"] // 4]]
     return Task((x, y), (x_test[known], y_test[known]), x_test[unknown])
 
 
