@@ -52,6 +52,7 @@ def chain(*links: GradientTransformation) -> Chain:
     return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)], lower)
 
 
+Chain.compose = staticmethod(chain)
 chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -165,6 +165,7 @@ class Chain(GradientTransformation):
     """
 
     links: tuple[Link, ...]
+    compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
     def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Chain:
         self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
@@ -192,9 +193,7 @@ class Chain(GradientTransformation):
 
     def chain(self, next: GradientTransformation) -> Chain:
         """This chain followed by ``next``."""
-        from bayesopt_chain.compose import chain  # the layer above: it knows what others wrote
-
-        return chain(self, next)
+        return self.compose(self, next)
 
     def _replace(self, **kwargs: Any) -> GradientTransformation:
         return GradientTransformation(self.init, self.update)._replace(**kwargs)

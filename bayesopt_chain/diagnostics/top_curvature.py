@@ -48,17 +48,17 @@ def hessian_product(
     if not used:
         raise ValueError("hessian_product: needs at least one batch")
     leaves, spec = optree.tree_flatten(params)
-    here = tuple(leaf.detach() for leaf in leaves)
+    here = [leaf.detach() for leaf in leaves]
 
     def product(tree: Any) -> Any:
-        along = tuple(optree.tree_leaves(tree))
+        along = optree.tree_leaves(tree)
         total: list[Tensor] | None = None
         for batch in used:
 
-            def value(*chosen: Tensor, batch: Any = batch) -> Tensor:
-                return scalar(loss, optree.tree_unflatten(spec, list(chosen)), batch)
+            def value(chosen: list[Tensor], batch: Any = batch) -> Tensor:
+                return scalar(loss, optree.tree_unflatten(spec, chosen), batch)
 
-            _, mine = curvature.hvp(value, here, along)
+            _, mine = curvature.hvp(value, (here,), (along,))
             total = list(mine) if total is None else [x + y for x, y in zip(total, mine)]
         assert total is not None
         return optree.tree_unflatten(spec, [x.detach() / len(used) for x in total])

@@ -214,7 +214,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
 
     def renewed(entry: Any) -> Any:
         if _is_keyed(entry):
-            inner = optree.tree_map(torch.clone, entry._replace(key=()))
+            inner: Any = optree.tree_map(torch.clone, entry._replace(key=()))
             return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))
         return entry.clone() if isinstance(entry, Tensor) else entry
 

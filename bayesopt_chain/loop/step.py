@@ -9,7 +9,8 @@ What a transformation asks for besides the gradient it says itself, by the keywo
     per_sample_gradients    the gradient of every datum
     loss                    its value where the gradient was taken
 
-and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each: going from one method to another changes the transformation and nothing else.
+and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each: going from one method to
+another changes the transformation and nothing else.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ T = 0 and moves away from it as the square root of T; ``stationary_covariance`` 
 samples; :mod:`bayesopt_chain.testing.strategies` draws trees, gradients and hyperparameters for Hypothesis.
 """
 
+from bayesopt_chain.testing._composition import assert_composes
 from bayesopt_chain.testing._laws import LAWS, assert_laws
 from bayesopt_chain.testing._lyapunov import NormalProbe, Unstable, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
@@ -14,6 +15,7 @@ __all__ = [
     "NormalProbe",
     "Unstable",
     "assert_bitwise_equal",
+    "assert_composes",
     "assert_laws",
     "assert_zero_temperature_limit",
     "stationary_covariance",

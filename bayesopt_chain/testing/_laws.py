@@ -12,7 +12,11 @@ from typing import Any
 
 import optree
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesopt_chain.compose import with_stream
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.state import State
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, example_params, run, smooth_gradient
 
@@ -187,6 +191,89 @@ def updates_can_be_differentiated(build: Build) -> None:
         assert torch.isfinite(g).all() and (g != 0).any(), "no gradient flows through the update"
 
 
+def states_hold_no_views(build: Build) -> None:
+    """Every tensor of a state is a tensor of its own, so that TorchOpt's ``stop_gradient`` may detach it in place."""
+    for inplace in (False, True):
+        tx, params, state = _underway(build)
+        for missing in ({}, {"scale": None}):
+            _, state = tx.update({**smooth_gradient(params), **missing}, state, params=params, inplace=inplace)
+            for t in optree.tree_leaves(state):
+                assert not t._is_view(), f"the state holds a view of shape {tuple(t.shape)}"
+
+
+def nothing_shares_memory(build: Build) -> None:
+    """A pure update's results share no memory with each other, nor with the state they came from."""
+    for missing in ({}, {"scale": None}):
+        tx, params, state = _underway(build)
+        updates, new = tx.update({**smooth_gradient(params), **missing}, state, params=params, inplace=False)
+        seen: dict[int, str] = {}
+        for name, tree in (("the old state", state), ("the new state", new), ("the update", updates)):
+            for t in optree.tree_leaves(tree):
+                if t.numel():
+                    other = seen.setdefault(t.untyped_storage().data_ptr(), name)
+                    assert other == name, f"{name} shares memory with {other}"
+
+
+def derivatives_agree_with_differences(build: Build) -> None:
+    """Autograd through two updates, noise included, against a central difference along one direction of the data."""
+    tx, params, state = _underway(build)
+    leaves, spec = optree.tree_flatten(smooth_gradient(params))
+    generator = torch.Generator().manual_seed(1)
+    direction, weight = ([torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in leaves] for _ in range(2))
+
+    def value(h: torch.Tensor) -> torch.Tensor:
+        now, total = state, torch.zeros((), dtype=torch.float64)
+        for _ in range(2):
+            grads = optree.tree_unflatten(spec, [x + h * d for x, d in zip(leaves, direction)])
+            updates, now = tx.update(grads, now, params=params, inplace=False)
+            total = total + torch.stack([(u * w).sum() for u, w in zip(optree.tree_leaves(updates), weight)]).sum()
+        return total
+
+    h = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(value(h), h)
+    eps = torch.tensor(1e-6, dtype=torch.float64)
+    with torch.no_grad():
+        difference = (value(eps) - value(-eps)) / (2 * eps)
+    torch.testing.assert_close(slope, difference, rtol=1e-4, atol=1e-6)
+
+
+def the_stream_reaches_every_draw(build: Build) -> None:
+    """No draw comes from a generator once the stream is Philox, and torch's global generator is never touched."""
+    tx, params, state = _underway(build)
+    before = torch.random.get_rng_state()
+    tx.update(smooth_gradient(params), state, params=params, inplace=False)
+    assert torch.equal(before, torch.random.get_rng_state()), "an update drew from torch's global generator"
+    if isinstance(tx, Chain):
+        tx = with_stream(tx, "philox")
+        with _NoGenerator():
+            tx.update(smooth_gradient(params), state, params=params, inplace=False)
+
+
+class _NoGenerator(TorchDispatchMode):
+    """Refuses every operation that draws from a generator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.nondeterministic_seeded not in func.tags, f"a draw from a generator: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+def foreign_states_are_refused(build: Build) -> None:
+    """The state of other links, or over leaves of other names, is a ``ValueError`` at the first update."""
+    tx, params, state = _underway(build)
+    if not isinstance(state, State):
+        return
+    layout = state.layout
+    for other in (
+        layout._replace(kinds=("Another", *layout.kinds)),
+        layout._replace(paths=tuple(f"{path}['x']" for path in layout.paths)),
+    ):
+        try:
+            tx.update(smooth_gradient(params), State(state, other), params=params, inplace=False)
+        except ValueError:
+            continue
+        raise AssertionError("a foreign state was taken")
+
+
 LAWS: tuple[Callable[[Build], None], ...] = (
     updates_keep_dtype_and_shape,
     states_hold_only_tensors,
@@ -203,6 +290,11 @@ LAWS: tuple[Callable[[Build], None], ...] = (
     stacked_equals_looped,
     unknown_keywords_are_refused,
     updates_can_be_differentiated,
+    states_hold_no_views,
+    nothing_shares_memory,
+    derivatives_agree_with_differences,
+    the_stream_reaches_every_draw,
+    foreign_states_are_refused,
 )
 
 

@@ -147,8 +147,8 @@ def networks(kind):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["cnn", "transformer"])
 def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
-    """From a mode, 3,000 steps at the suggested rate: the mean excess of the loss over that of full gradients at the same
-    settings is within the 5 % asked for and four standard errors of both runs (false alarms 6e-5)."""
+    """From a mode, 1,500 steps at the suggested rate with batches, and the same with full gradients and the same noise: the
+    loss rises by no more than the 5 % asked for and four standard errors of the difference (false alarms 6e-5)."""
     model, x, y = networks(kind)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     N = len(x)
@@ -167,23 +167,19 @@ def test_networks_neither_diverge_nor_heat_at_the_suggested_rate(kind):
     found = bc.suggest_lr(make, loss, params, data)
     assert 0 < found.lr <= found.stability / 2 and found.report.worst <= 0.05 * 1.01
 
-    def mean_loss(lr, batches, steps):
-        p, tx = params, bc.with_stream(make(lr), "philox")
+    def losses(batches):
+        torch.manual_seed(7)  # the same noise in both runs
+        p, tx = params, bc.with_stream(make(found.lr), "philox")
         step, state, seen = bc.make_step(loss, tx), tx.init(params), []
-        for k in range(steps):
-            if batches is None:
-                p, state, info = step(p, state, (x, y))
-                seen.append(info.loss)
-            else:
-                p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
-                if k % 10 == 0:
-                    seen.append(loss(p, (x, y)).detach())
-        return torch.stack(seen[len(seen) // 3 :])
+        for k in range(1500):
+            p, state, _ = step(p, state, batches.batch(*divmod(k, len(batches))))
+            if k % 10 == 0:
+                seen.append(loss(p, (x, y)).detach())
+        return torch.stack(seen[50:])
 
-    with torch.no_grad():
-        floor = loss(params, (x, y)).item()
-    batched, full = mean_loss(found.lr, data, 3000), mean_loss(found.lr, None, 3000)
-    heat, reference = batched.mean().item() - floor, full.mean().item() - floor
-    error = sum(run.reshape(10, -1).mean(1).var().item() / 10 for run in (batched, full)) ** 0.5
-    assert math.isfinite(heat) and heat < 1.05 * reference + 4 * error, (heat, reference, error)
+    batched, full = losses(data), losses(bc.epochs((x, y), N))
+    reference = full.mean().item() - loss(params, (x, y)).item()
+    more = (batched - full).reshape(10, -1).mean(1)
+    error = more.std().item() / 10**0.5
+    assert bool(torch.isfinite(batched).all()) and more.mean().item() < 0.05 * reference + 4 * error
     assert 4 * error < 0.3 * reference  # the comparison could have failed
