@@ -200,10 +200,13 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         one, bayes, cold = (table[m][f"{name} nll"]["mean"] for m in ("SGD", "SGHMC, T = 1/N", "SGHMC, T = 0.1/N"))
         best = min(table, key=lambda m: table[m][f"{name} nll"]["mean"])
         parts.append(
-            f"{name}: NLL {one:.3f} of one network, {bayes:.3f} at T = 1/N, {cold:.3f} at a tenth of it; lowest is "
-            f"{best}, {table[best][f'{name} nll']['mean']:.3f}"
+            f"{name}: one network {one:.3f}, T = 1/N {bayes:.3f}, a tenth of it {cold:.3f}, lowest "
+            f"{table[best][f'{name} nll']['mean']:.3f} ({best})"
         )
-    return "; ".join(parts).capitalize() + "."
+    wins = [
+        name for name in TASKS if table["SGHMC, T = 1/N"][f"{name} nll"]["mean"] < table["SGD"][f"{name} nll"]["mean"]
+    ]
+    return f"NLL, {'; '.join(parts)}. At T = 1/N the posterior beats one network on: {', '.join(wins) or 'none'}."
 
 
 EXPERIMENT = Experiment(
