@@ -34,7 +34,7 @@ def section(name: str, folder: Path = RESULTS) -> str:
         "",
         it.says(table),
         "",
-        f"Scale {result['scale']}, {seeds_of(result)}, {result['seconds']} s on a shared machine (load {e['load'][0]:.0f} on "
+        f"Scale {result['scale']}, {seeds_of(result)}, {result['seconds']} s (load {e['load'][0]:.0f} on "
         f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (lowest to highest). Settings: "
         f"{', '.join(f'{k} {v}' for k, v in result['settings'].items())}.",
         "",
