@@ -130,7 +130,7 @@ ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     "forgetting": Range("(0, 1]", tensor=True),
     "freeze_after": Range(f"[0, {_LARGEST}]", integer=True, none=True),
     **dict.fromkeys(("burn_in", "start"), _COUNT),
-    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every", "rank"), _AT_LEAST_ONE),
+    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), _AT_LEAST_ONE),
     **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
     **dict.fromkeys(
