@@ -94,7 +94,7 @@ OWN_NOISE = {
 
 @pytest.mark.parametrize("name", OWN_NOISE)
 def test_a_sampler_with_noise_of_its_own_takes_no_second(name):
-    with pytest.raises(ValueError, match="it brings noise of its own; leave inject_langevin_noise out"):
+    with pytest.raises(ValueError, match="noise of its own.*leave inject_langevin_noise out|2 noise links"):
         bc.chain(bc.inject_langevin_noise(1.0), OWN_NOISE[name]()).init(torch.zeros(2))
 
 
@@ -126,5 +126,5 @@ def test_a_precision_needs_every_gradient():
         samplers.langevin_with_precision(TreePrecision(), 0.1, temperature=1.0),
         {"a": torch.zeros(2), "b": torch.zeros(1)},
     )
-    with pytest.raises(ValueError, match="every parameter needs a gradient, since the precision couples them"):
+    with pytest.raises(ValueError, match="every parameter needs a gradient, since it couples them"):
         tx.update({"a": torch.ones(2), "b": None}, tx.init(p), params=p)
