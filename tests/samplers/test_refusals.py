@@ -94,7 +94,7 @@ OWN_NOISE = {
 
 @pytest.mark.parametrize("name", OWN_NOISE)
 def test_a_sampler_with_noise_of_its_own_takes_no_second(name):
-    with pytest.raises(ValueError, match="noise of its own.*leave inject_langevin_noise out|2 noise links"):
+    with pytest.raises(ValueError, match=r"noise of its own.*leave inject_langevin_noise out|2 noise links"):
         bc.chain(bc.inject_langevin_noise(1.0), OWN_NOISE[name]()).init(torch.zeros(2))
 
 
