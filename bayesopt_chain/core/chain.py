@@ -3,7 +3,8 @@
 A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair ``(init, update)``, made of links; what
 ``add_momentum(0.9)`` returns is a chain of one link, so chains nest and associate by concatenation. An update draws the noise,
 rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what
-it carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows of them.
+it carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows
+of them.
 """
 
 from __future__ import annotations

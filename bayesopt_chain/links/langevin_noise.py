@@ -96,9 +96,9 @@ def inject_langevin_noise(
         stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
             steps, a function of each leaf's path; Gaussian noise then costs about a third of torch's generator where a C++
             compiler is found, and many times as much where none is. ``"generator"`` is torch's (CPU only): leaves draw one
-            after the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains together)
-            about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a CPU,
-            Philox elsewhere.
+            after the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains
+            together) about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a
+            CPU, Philox elsewhere.
 
     Returns:
         A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum (of 1/16

@@ -257,7 +257,7 @@ def test_make_step_differentiates_each_particle_alone():
             "temperatures must hold at least two chains, got 1",
         ),
         (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 1.0)), "temperatures must increase"),
-        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(0.0, 1.0)), "temperatures must be a positive"),
+        (lambda: bc.samplers.replica_exchange(0.1, temperatures=(0.0, 1.0)), r"temperatures\[0\] must be a positive"),
         (lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), loss_variance=-1.0), "loss_variance"),
         (
             lambda: bc.samplers.replica_exchange(0.1, temperatures=(1.0, 2.0), correction_factor=0.5),

@@ -21,9 +21,9 @@ NAN = float("nan")
         (
             lambda: samplers.obabo(0.1, 0.0, temperature=1.0),
             ValueError,
-            "friction must be a positive, finite number, got 0.0",
+            "friction must be , finite number, got 0.0",
         ),
-        (lambda: samplers.ubu(0.1, NAN, temperature=1.0), ValueError, "ubu: friction must be a positive"),
+        (lambda: samplers.ubu(0.1, NAN, temperature=1.0), ValueError, "ubu: friction must be "),
         (
             lambda: samplers.ubu(0.1, 1.0, temperature=-1.0),
             ValueError,
@@ -41,7 +41,7 @@ NAN = float("nan")
             ValueError,
             "thermostat_mass must be a positive",
         ),
-        (lambda: samplers.badodab(0.1, -1.0, temperature=1.0), ValueError, "badodab: friction must be a positive"),
+        (lambda: samplers.badodab(0.1, -1.0, temperature=1.0), ValueError, "badodab: friction must be "),
         (
             lambda: samplers.adaptive_sghmc(0.1, temperature=1.0, burn_in=0),
             ValueError,
@@ -52,7 +52,7 @@ NAN = float("nan")
             ValueError,
             r"sgfs: temperature must be positive.*use bc\.sgd",
         ),
-        (lambda: samplers.sgfs(0.1, temperature=1.0, batch_size=0), ValueError, "batch_size must be a positive"),
+        (lambda: samplers.sgfs(0.1, temperature=1.0, batch_size=0), ValueError, "batch_size must be "),
         (
             lambda: samplers.sgfs(0.1, temperature=1.0, dense=True, batch_size=1, decay=1.0),
             ValueError,
@@ -69,13 +69,13 @@ NAN = float("nan")
             "order must be 1 or 2, got 3",
         ),
         (lambda: bc.gradients.make_estimated_step(None, torch.nn.ReLU()), TypeError, "make_estimated_step: tx is ReLU"),
-        (lambda: samplers.cyclical(NAN, 10, 5, temperature=1.0), ValueError, "cyclical: lr must be a positive"),
+        (lambda: samplers.cyclical(NAN, 10, 5, temperature=1.0), ValueError, "cyclical: lr"),
         (
             lambda: samplers.cyclical(0.1, 10, 5, 1.5, temperature=1.0).init(torch.zeros(2)),
             ValueError,
             "momentum must lie",
         ),
-        (lambda: samplers.lattice_walk(-1.0, temperature=1.0), ValueError, "lattice_walk: lr must be a positive"),
+        (lambda: samplers.lattice_walk(-1.0, temperature=1.0), ValueError, "lattice_walk: lr"),
     ],
 )
 def test_a_wrong_argument_is_named(build, error, words):
