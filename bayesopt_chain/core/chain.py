@@ -2,8 +2,9 @@
 
 A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair ``(init, update)``, made of links; what
 ``add_momentum(0.9)`` returns is a chain of one link, so chains nest and associate by concatenation. An update draws the noise,
-rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what it
-carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows of them.
+rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what
+it carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows
+of them.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class Plan:
             if paths != layout.paths:
                 came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, layout.paths))
                 raise ValueError(
-                    f"updates: their structure has the leaves ({came}), the state is for ({known}); call init with these parameters"
+                    f"updates: their structure has the leaves ({came}), the state is for ({known}); "
+                    "call init with these parameters"
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
@@ -144,9 +146,9 @@ class Plan:
             if p is not None and x.device != p[j].device:
                 checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
         for i in self.coupled:
-            if any(g[j] is None for j in self.where[i]):
+            if absent := [layout.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
-                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {layout.paths[next(j for j in self.where[i] if g[j] is None)]} has none"
+                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
                 )
         return p
 
