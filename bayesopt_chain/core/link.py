@@ -26,7 +26,7 @@ class At(NamedTuple):
     """Where a link stands: in the user's tree, and in this step."""
 
     spec: Any  # the structure of the user's tree
-    index: tuple[int, ...]  # the numbers of the leaves that the link acts on
+    index: tuple[int, ...]  # the numbers of the leaves that the link acts on  # pyright: ignore[reportIncompatibleMethodOverride]
     present: tuple[int, ...]  # those of them that are there now
     all_params: Sequence[Any] | None
     plan: Any

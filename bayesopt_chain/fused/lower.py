@@ -31,7 +31,7 @@ class MomentumThenScale(Link):
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
-        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore
+        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore[reportOperatorIssue]
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):

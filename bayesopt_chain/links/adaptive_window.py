@@ -32,7 +32,7 @@ class AdaptiveWindowState(NamedTuple):
     tau: tuple[Tensor, ...]
     mean: tuple[Tensor, ...]
     square: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AdaptiveWindow(Link):
         return Metric(learns=True)
 
     def init(self, leaves: Leaves, at: At) -> AdaptiveWindowState:
-        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))
+        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))  # pyright: ignore[reportCallIssue]
 
     def learn(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[AdaptiveWindowState, Any]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -61,7 +61,7 @@ class AdaptiveWindow(Link):
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
-        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]
+        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]  # pyright: ignore[reportCallIssue]
 
     def colour(self, state: AdaptiveWindowState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
         return inverse_coloured(e, [at.learned[n] for n in k], power)

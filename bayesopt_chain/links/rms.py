@@ -38,14 +38,14 @@ class RunningScaleState(NamedTuple):
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByRssState(NamedTuple):
     """Sum of squares of each leaf; ``count`` is empty where it is never frozen."""
 
     sum_of_squares: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByAdadeltaState(NamedTuple):
