@@ -29,13 +29,13 @@ class MomentumThenScale(Link):
     momentum: Momentum
     scale: Scale
 
-    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
         mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
-                _sweep(t, x, mu, factor)
+                _sweep(t, x, mu, factor)  # pyright: ignore[reportArgumentType]
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])

@@ -51,7 +51,7 @@ class AdaptiveWindow(Link):
     def learn(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[AdaptiveWindowState, Any]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
         for x, t, m, v, c in zip(g, *state):
-            learns, x = c < self.freeze_after, x.detach()
+            learns = c < self.freeze_after
             new_mean = m + (x - m) / (t + 1.0)
             new_square = v + (x * x - v) / (t + 1.0)
             positive = new_square > 0  # not where every gradient has been 0, or its square underflows

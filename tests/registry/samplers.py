@@ -15,7 +15,12 @@ from tests.samplers.transfer import Probe
 
 NO_GRADIENT = ("updates_can_be_differentiated",)
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
-NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
+NEEDS_EVERY_GRADIENT = (  # these leave a gradient out
+    *COUPLED,
+    "in_place_keeps_the_state_tensors",
+    "states_hold_no_views",
+    "nothing_shares_memory",
+)
 
 
 class TreePrecision:
