@@ -33,7 +33,7 @@ def section(name: str, folder: Path = RESULTS) -> str:
         it.says(table),
         "",
         f"Scale {result['scale']}, {seeds_of(result)}, {result['seconds']} s (load {e['load'][0]:.0f} on "
-        f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (lowest to highest where there are several). Settings: "
+        f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (range). Settings: "
         f"{', '.join(f'{k} {v}' for k, v in result['settings'].items())}.",
         "",
     ]
