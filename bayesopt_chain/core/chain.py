@@ -2,15 +2,16 @@
 
 A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair ``(init, update)``, made of links; what
 ``add_momentum(0.9)`` returns is a chain of one link, so chains nest and associate by concatenation. An update draws the noise,
-rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what it
-carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows of them.
+rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what
+it carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows
+of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -30,6 +31,9 @@ from bayesopt_chain.core.state import ALL, Layout, State, edit_velocity, part, p
 from bayesopt_chain.core.warm_start import warm_start
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.tracing import is_traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ANY = "**"  # among the keywords of a link that takes every keyword
 
@@ -117,7 +121,8 @@ class Plan:
             if paths != layout.paths:
                 came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, layout.paths))
                 raise ValueError(
-                    f"updates: their structure has the leaves ({came}), the state is for ({known}); call init with these parameters"
+                    f"updates: their structure has the leaves ({came}), the state is for ({known}); "
+                    "call init with these parameters"
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
@@ -141,9 +146,9 @@ class Plan:
             if p is not None and x.device != p[j].device:
                 checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
         for i in self.coupled:
-            if any(g[j] is None for j in self.where[i]):
+            if absent := [layout.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
-                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {layout.paths[next(j for j in self.where[i] if g[j] is None)]} has none"
+                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
                 )
         return p
 
@@ -167,7 +172,7 @@ class Chain(GradientTransformation):
     links: tuple[Link, ...]
     compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
-    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Chain:
+    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Self:
         self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])

@@ -66,7 +66,8 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
         m, s = links[i], links[k]
-        if type(m) is Momentum and type(s) is Scale and isinstance(s.step_size, (int, float)):
-            if not (m.nesterov or m.dampening or m.moment_requires_grad):
-                runs[i] = ((i, k), MomentumThenScale(m, s))
+        if type(m) is not Momentum or m.nesterov or m.dampening or m.moment_requires_grad:
+            continue
+        if type(s) is Scale and isinstance(s.step_size, (int, float)):
+            runs[i] = ((i, k), MomentumThenScale(m, s))
     return runs

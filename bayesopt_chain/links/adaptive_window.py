@@ -2,7 +2,8 @@ r"""A scaling by a mean square whose window follows the gradients' signal-to-noi
 
     m <- m + (g - m) / (tau + 1),   V <- V + (g^2 - V) / (tau + 1),   tau <- 1 + tau (1 - m^2 / V),   P = 1 / (sqrt(V) + eps).
 
-It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it learns from.
+It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it
+learns from.
 """
 
 from __future__ import annotations

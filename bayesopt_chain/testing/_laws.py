@@ -104,7 +104,9 @@ def init_starts_afresh(build: Build) -> None:
 
 
 def tree_structure_does_not_matter(build: Build) -> None:
-    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike."""
+    """A dict, a list, a nested tuple and TorchOpt's flat tuple of the same leaves move alike; Philox knows leaves by path."""
+    if _draws_by_path(build()):
+        return
     params = example_params()
     want = optree.tree_leaves(run(build(), params, smooth_gradient, 4)[0])
     a, b, c = optree.tree_leaves(params)
@@ -116,7 +118,9 @@ def tree_structure_does_not_matter(build: Build) -> None:
 
 
 def a_bare_tensor_is_a_tree(build: Build) -> None:
-    """One tensor works like a tree of one leaf."""
+    """One tensor works like a tree of one leaf; Philox knows leaves by path."""
+    if _draws_by_path(build()):
+        return
     p = example_params()["weight"]
     assert_bitwise_equal(
         run(build(), p, smooth_gradient, 3)[0], run(build(), [p], smooth_gradient, 3)[0], "a bare tensor"
@@ -322,6 +326,10 @@ def assert_laws(build: Build, *, skip: Iterable[Callable] = ()) -> None:
                 law(build)
             except AssertionError as err:
                 raise AssertionError(f"{law.__name__}: {err}") from None
+
+
+def _draws_by_path(tx: Any) -> bool:
+    return isinstance(tx, Chain) and any(getattr(link, "stream", None) == "philox" for link in tx.links)
 
 
 def _underway(build: Build, steps: int = 2):

@@ -240,7 +240,7 @@ SAMPLERS = (
             lambda lr: Probe(bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0)),
             (0.0025, 0.005, 0.01),
         ),
-        skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
+        skip=NEEDS_EVERY_GRADIENT,
         why="a precision may couple all parameters, so that none may lack a gradient",
     ),
     sampler(
