@@ -26,20 +26,23 @@ def section(name: str, folder: Path = RESULTS) -> str:
     measures = list(dict.fromkeys(m for row in table.values() for m in row))
     lines += [f"| method | {' | '.join(measures)} |", "| --- |" + " --- |" * len(measures)]
     for method, row in table.items():
-        cells = [
-            f"{row[m]['mean']:.3g} ({row[m]['low']:.3g} to {row[m]['high']:.3g})" if m in row else "" for m in measures
-        ]
+        cells = [cell(row[m], len(result["seeds"])) if m in row else "" for m in measures]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += [
         "",
         it.says(table),
         "",
         f"Scale {result['scale']}, {seeds_of(result)}, {result['seconds']} s (load {e['load'][0]:.0f} on "
-        f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (lowest to highest). Settings: "
+        f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (range). Settings: "
         f"{', '.join(f'{k} {v}' for k, v in result['settings'].items())}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def cell(value: Mapping[str, float], seeds: int) -> str:
+    """The mean, and the range where there are several seeds."""
+    return f"{value['mean']:.3g}" + (f" ({value['low']:.3g} to {value['high']:.3g})" if seeds > 1 else "")
 
 
 def seeds_of(result: Mapping[str, Any]) -> str:
