@@ -67,5 +67,7 @@ def test_noisy_labels_are_replaced_in_the_training_set_alone(monkeypatch):
     assert (
         abs(changed - expected) < 5 * (expected * (1 - expected) / 2000) ** 0.5
     )  # false alarms below 1e-6; the seed is fixed
-    assert torch.equal(noisy.test[1], noisy.test[0][:, 0] % 10) and torch.equal(clean.train[1], clean.train[0][:, 0] % 10)
+    assert torch.equal(noisy.test[1], noisy.test[0][:, 0] % 10) and torch.equal(
+        clean.train[1], clean.train[0][:, 0] % 10
+    )
     assert len(mnist.make_task("few", settings, 0).train[1]) == 10
