@@ -115,7 +115,7 @@ ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     **dict.fromkeys(("weight_decay", "low", "high"), _FINITE),
     **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
     **dict.fromkeys(("friction", "loss_variance", "correction_factor"), _NOT_NEGATIVE),
-    **dict.fromkeys(("init_scale", "init_hessian"), _POSITIVE),
+    **dict.fromkeys(("init_scale", "init_hessian", "variance_floor"), _POSITIVE),
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
     "temperatures": _temperatures,

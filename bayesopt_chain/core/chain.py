@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -31,6 +31,9 @@ from bayesopt_chain.core.state import ALL, Layout, State, edit_velocity, part, p
 from bayesopt_chain.core.warm_start import warm_start
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.tracing import is_traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ANY = "**"  # among the keywords of a link that takes every keyword
 
@@ -169,7 +172,7 @@ class Chain(GradientTransformation):
     links: tuple[Link, ...]
     compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
-    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Chain:
+    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Self:
         self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])

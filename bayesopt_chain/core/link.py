@@ -39,6 +39,11 @@ class At(NamedTuple):
         assert self.all_params is not None
         return [self.all_params[j] for j in self.present]
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the leaves that the link acts on, as text."""
+        return [self.plan.paths[j] for j in self.index]
+
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
         if len(self.present) == self.spec.num_leaves:
@@ -138,7 +143,7 @@ class Keyed(Link):
 
     def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
         """A fresh key and a count of zero, on the parameters' device."""
-        require_samplable(leaves, [at.plan.paths[j] for j in at.index])
+        require_samplable(leaves, at.paths)
         return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros(
             (), dtype=torch.int64, device=leaves[0].device
         )
