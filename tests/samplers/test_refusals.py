@@ -21,7 +21,7 @@ NAN = float("nan")
         (
             lambda: samplers.obabo(0.1, 0.0, temperature=1.0),
             ValueError,
-            "friction must be , finite number, got 0.0",
+            "friction must be a positive, finite number, got 0.0",
         ),
         (lambda: samplers.ubu(0.1, NAN, temperature=1.0), ValueError, "ubu: friction must be "),
         (
