@@ -6,9 +6,6 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test quick docs lint types processors clean
 
-# Rooms without a type error; `make types` looks at all of them.
-TYPED := $(addprefix bayesopt_chain/,__init__.py _torch.py checks.py demo diagnostics loop meta.py modules optim optimizers \
-	predict random schedules.py testing tracing.py version.py)
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,8 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/python -m bayesopt_chain.demo
 
-test: $(VENV)/.installed lint
-	$(PYRIGHT) $(TYPED)
+test: $(VENV)/.installed lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 quick: $(VENV)/.installed
