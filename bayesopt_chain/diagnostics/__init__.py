@@ -4,6 +4,20 @@ from bayesopt_chain.diagnostics.convergence import ess, r_hat
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
+from bayesopt_chain.diagnostics.temperatures import Estimate, Temperatures, Thermometer, temperatures
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
 
-__all__ = ["GradientNoise", "Heating", "ess", "gradient_noise", "heating", "hessian_product", "ksd", "r_hat"]
+__all__ = [
+    "Estimate",
+    "GradientNoise",
+    "Heating",
+    "Temperatures",
+    "Thermometer",
+    "ess",
+    "gradient_noise",
+    "heating",
+    "hessian_product",
+    "ksd",
+    "r_hat",
+    "temperatures",
+]
