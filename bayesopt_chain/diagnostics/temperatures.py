@@ -1,8 +1,8 @@
 r"""At what temperature does a chain run: kinetic and configurational, leaf by leaf, against the one it was given.
 
-Let ``theta' = theta - d`` be a step, ``d = F(z) (grad + e)`` with noise ``e`` matched to ``F``, ``F_0`` the first number of its
-response (the displacement that a unit gradient causes at once) and ``k`` a curvature. The chain answers a force by
-``chi(z) = H / (1 + k H)``, ``H = F / (z - 1)``, and its spectrum is ``S = -T cot(w/2) Im chi``, so that the autocovariance obeys
+Let ``theta' = theta - d`` be a step, ``d = F(z) (grad + e)`` with noise ``e`` matched to ``F``, ``F_0`` the first number of
+its response (the displacement that a unit gradient causes at once) and ``k`` a curvature. The chain answers a force by
+``chi(z) = H / (1 + k H)``, ``H = F / (z - 1)``; its spectrum is ``-T cot(w/2) Im chi``, so that the autocovariance obeys
 
     C(j) - C(j + 1) = T/2 (chi_{j+1} + chi_j),      chi_0 = 0,   chi_1 = F_0 whatever the curvature.
 
@@ -12,14 +12,14 @@ Two readings follow which are exactly ``T`` for every stable learning rate, ever
     configurational   <(theta - c) dU/dtheta> = k C(0)              c any constant, U the loss with its decay
 
 With a frozen diagonal preconditioner ``F_0`` has an entry for each element. In terms of a velocity ``v``, ``d = lr v``: for
-momentum ``<d^2> / F_0 = lr <v^2>``, for Nesterov ``F_0 = lr (1 + mu)`` and ``d = lr (grad + e + mu v)``, for Adam ``F_0 = lr (1 -
-b1) P`` and ``lr <m P m> / (1 - b1)``, and without momentum ``lr <(grad + e)^2>``. Where the velocity carries half the noise
-the field ``q`` of the state has ``2 lr mu^2 <q^2> / (1 + mu) = T`` besides.
+momentum ``<d^2> / F_0 = lr <v^2>``, for Nesterov ``F_0 = lr (1 + mu)`` and ``d = lr (grad + e + mu v)``, for Adam ``F_0 =
+lr (1 - b1) P`` and ``lr <m P m> / (1 - b1)``, without momentum ``lr <(grad + e)^2>``. Where the velocity carries half the
+noise the field ``q`` of the state has ``2 lr mu^2 <q^2> / (1 + mu) = T`` besides.
 
-White noise of variance ``B`` on the gradient adds ``B sum_j F_j^2`` to ``<d^2>``. It spends the share ``rho = B F(1) / 2T`` of the
-noise budget, so that it adds ``w rho`` to the ratio, ``w = 2 sum_j F_j^2 / (F_0 F(1))``: ``2 / (1 + mu)`` for momentum. What
-is reported is ``1 + (ratio - 1) / w``, which reads ``1 + rho``. With ``order=1`` all noise is white and the ratio itself is ``w +
-O(lr k)``: what is reported is ``ratio / w``.
+White noise of variance ``B`` on the gradient adds ``B sum_j F_j^2`` to ``<d^2>``. It spends the share ``rho = B F(1) / 2T``
+of the noise budget, so that it adds ``w rho`` to the ratio ``<d^2> / (F_0 T)``, ``w = 2 sum_j F_j^2 / (F_0 F(1))``, for
+momentum ``2 / (1 + mu)``. What is reported is ``1 + (ratio - 1) / w``, which reads ``1 + rho``. With ``order=1`` all noise is
+white and the ratio itself is ``w + O(lr k)``: what is reported is ``ratio / w``.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class Mixing:
 
 
 def test_what_has_no_kinetic_temperature_is_refused():
-    with pytest.raises(TypeError, match="no chain|not a chain"):
+    with pytest.raises(TypeError, match="not a chain"):
         bc.diagnostics.Thermometer("sghmc")
     with pytest.raises(ValueError, match="no matched noise"):
         bc.diagnostics.Thermometer(bc.sgd(0.1))
