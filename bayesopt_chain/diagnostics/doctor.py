@@ -196,7 +196,7 @@ def _broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> l
             )
         )
     stopped = "the loss of step" in draws.why
-    if stopped and "nan" in draws.why and not _grown(losses):
+    if stopped and losses is not None and len(losses) >= 4 and not _exploded(losses):
         out.append(
             Finding(
                 "nonfinite",
@@ -212,6 +212,11 @@ def _broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> l
     if losses is not None:
         numbers["loss, last quarter"] = float(losses[-max(1, len(losses) // 4) :].mean())
     return out
+
+
+def _exploded(losses: Tensor) -> bool:
+    """Whether the last loss is many times what it was at first."""
+    return float(losses[-1].abs().max()) > GROWTH * float(losses[: len(losses) // 4].abs().max())
 
 
 def _grown(losses: Tensor | None) -> bool:
@@ -272,11 +277,11 @@ def _unmixed(values: Tensor, numbers: dict[str, float], traces: dict[str, Tensor
     if float(whole[worst]) <= MIXED:
         return []
     alone = [float(torch.nan_to_num(r_hat(series[:, [c], None]), nan=1.0)) for c in range(series.shape[1])]
-    if series.shape[1] > 1 and sorted(alone)[len(alone) // 2] <= MIXED:
+    if series.shape[1] > 1 and max(alone) <= MIXED:
         return [
             Finding(
                 "modes",
-                f"The chains are in different modes: R-hat {float(whole[worst]):.2f}, and {max(alone):.2f} at most in one chain.",
+                f"The chains are in different modes: R-hat {float(whole[worst]):.2f}, in one chain at most {max(alone):.2f}.",
                 "Average predictions over all chains; or cross between modes: bc.samplers.cyclical, replica exchange. For a "
                 "network pass of=predictions, since its weights have many equal modes.",
             )
@@ -291,7 +296,7 @@ def _unmixed(values: Tensor, numbers: dict[str, float], traces: dict[str, Tensor
 
 
 def _hot(read: Temperatures, thermometer: Thermometer | None, known: set[str]) -> list[Finding]:
-    """An excess of temperature that is no accident. The parameters' own counts first; the steps' only for independent batches."""
+    """An excess of temperature that is no accident: that of the parameters, and for independent batches that of the steps."""
     kinds: list[tuple[str, Any]] = []
     if not known & {"mixing", "modes"}:
         kinds.append(("configurational", read.configurational))
@@ -334,7 +339,7 @@ def _loose(read: Temperatures) -> list[Finding]:
             Finding(
                 "prior",
                 f"The prior dominates {', '.join(slack[:4])}: the data contribute less than {DATA:.0%} of what holds it.",
-                "Right if it was meant; else lower weight_decay (in the units of the mean loss a prior precision is lambda / N).",
+                "Right if it was meant; else lower weight_decay (a prior precision lambda is weight_decay = lambda / N).",
             )
         )
     return out
