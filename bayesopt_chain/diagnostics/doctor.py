@@ -157,10 +157,11 @@ def doctor(
         findings += _dead(draws)
         findings += _unmixed(values, numbers, traces)
         if thermometer is not None or loss is not None:
-            enough = loss is not None and len(draws) >= 4
-            given = (draws, tx, loss, batches) if enough else ()
-            if given or thermometer is not None:
-                read = temperatures(*given, thermometer=thermometer)
+            if loss is not None and len(draws) >= 4:
+                read = temperatures(draws, tx, loss, batches, thermometer=thermometer)
+            elif thermometer is not None:
+                read = temperatures(thermometer=thermometer)
+            if read is not None:
                 findings += _hot(read, thermometer, {f.kind for f in findings})
                 findings += _loose(read)
         findings += _audited(heating)
@@ -300,7 +301,7 @@ def _hot(read: Temperatures, thermometer: Thermometer | None, known: set[str]) -
     kinds: list[tuple[str, Any]] = []
     if not known & {"mixing", "modes"}:
         kinds.append(("configurational", read.configurational))
-    if thermometer is not None and thermometer.order == "independent":
+    if thermometer is not None and thermometer.order == "independent" and "mixing" not in known:  # a drift reads hot
         kinds.append(("kinetic", read.kinetic))
     for kind, part in kinds:
         sure = [(n, e) for n, e in part.items() if e.value - MARGIN * e.standard_error > 1 + HOT]

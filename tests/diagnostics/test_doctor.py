@@ -141,7 +141,8 @@ def test_chains_in_different_modes_are_named():
 
 
 def test_a_run_that_is_too_short_has_not_mixed():
-    draws, meter = run(bc.sgld(1e-3, temperature=T), steps=300, burn_in=0, thinning=5)
+    far = {name: 5 + x for name, x in start(4).items()}
+    draws, meter = run(bc.sgld(1e-3, temperature=T), steps=300, burn_in=0, thinning=5, params=far)
     assert bc.diagnostics.doctor(draws, thermometer=meter).kinds == {"mixing"}
 
 
