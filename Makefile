@@ -49,4 +49,4 @@ notebooks: $(VENV)/.installed
 	cd notebooks && PYTHONPATH=.. ../$(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace *.ipynb
 
 clean:
-	rm -rf $(VENV) docs/_build docs/api docs/notebooks docs/results.md build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache
+	rm -rf $(VENV) docs/_build docs/api docs/notebooks docs/jupyter_execute docs/results.md build *.egg-info .pytest_cache .ruff_cache .hypothesis .grimp_cache .import_linter_cache

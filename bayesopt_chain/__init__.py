@@ -22,6 +22,7 @@ from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
+from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -81,6 +82,7 @@ __all__ = [
     "diagnostics",
     "ekf",
     "epochs",
+    "fit_laplace",
     "flip_sign_and_add_weight_decay",
     "fork",
     "gradients",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.checks import number, short, temperature
+from bayesopt_chain.checks import LARGEST, number, short, temperature
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,10 @@ def _temperature(name: str, value: Any, ranges: bool) -> None:
     temperature(value)
 
 
-_LARGEST = 2**62  # of what is counted
-_FLAG, _COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {_LARGEST}]", integer=True), Range("[0, 1]")
+_FLAG, _COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
 _POSITIVE, _NOT_NEGATIVE, _FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
 _MOMENT = Range("[0, 1)")
-_AT_LEAST_ONE = Range(f"[1, {_LARGEST}]", integer=True)
+_AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
 ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     "temperature": _temperature,
     "lr": Range("[0, inf)", tensor=True, schedule=True),
@@ -116,7 +115,7 @@ ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     **dict.fromkeys(("weight_decay", "low", "high"), _FINITE),
     **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
     **dict.fromkeys(("friction", "loss_variance", "correction_factor"), _NOT_NEGATIVE),
-    **dict.fromkeys(("init_scale", "init_hessian"), _POSITIVE),
+    **dict.fromkeys(("init_scale", "init_hessian", "variance_floor"), _POSITIVE),
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
     "temperatures": _temperatures,
@@ -128,9 +127,9 @@ ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     "clip_radius": Range("(0, inf]"),
     "zeta": Range("(0, 1]"),
     "forgetting": Range("(0, 1]", tensor=True),
-    "freeze_after": Range(f"[0, {_LARGEST}]", integer=True, none=True),
-    **dict.fromkeys(("burn_in", "start"), _COUNT),
-    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every", "rank"), _AT_LEAST_ONE),
+    "freeze_after": Range(f"[0, {LARGEST}]", integer=True, none=True),
+    **dict.fromkeys(("burn_in", "start", "rank"), _COUNT),
+    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), _AT_LEAST_ONE),
     **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
     **dict.fromkeys(

@@ -70,8 +70,13 @@ def number(
         return
     low, high, has_low, has_high = _interval(within)
     if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
-        raise ValueError(f"{name} must {_WORDS.get(within, f'lie in {within}')}, got {short(shown)}{tail}")
+        wanted = _WORDS.get(within, f"lie in {within}")
+        if integer and high >= LARGEST:
+            wanted = f"be a whole number, at least {int(low)}"
+        raise ValueError(f"{name} must {wanted}, got {short(shown)}{tail}")
 
+
+LARGEST = 2**62  # of what is counted
 
 _WORDS = {
     "(-inf, inf)": "be finite",

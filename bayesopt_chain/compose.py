@@ -90,7 +90,7 @@ def _schedule(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequenc
 
 
 def _flip(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
-    constants = link.update.__code__.co_consts  # pyright: ignore[reportFunctionMemberAccess]
+    constants = link.update.__code__.co_consts  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     flips = any("neg" in getattr(code, "co_names", ()) for code in constants)
     return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).links
 
@@ -235,7 +235,7 @@ class _Labelled:
             raise ValueError(
                 f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {list(self.known)}"
             )
-        return optree.tree_map(lambda label: label == self.label, labels)
+        return optree.tree_map(lambda label: label == self.label, labels)  # pyright: ignore[reportArgumentType]
 
 
 def partition(transformations: Mapping[Any, GradientTransformation], labels: Any) -> Chain:

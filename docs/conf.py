@@ -25,7 +25,7 @@ extensions = [
 html_theme = "furo"
 html_title = "bayesopt_chain"
 html_static_path: list[str] = []
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 templates_path: list[str] = []
 
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "fieldlist"]

@@ -2,15 +2,16 @@
 
 A :class:`Chain` is a ``torchopt.base.GradientTransformation``, the pair ``(init, update)``, made of links; what
 ``add_momentum(0.9)`` returns is a chain of one link, so chains nest and associate by concatenation. An update draws the noise,
-rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what it
-carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows of them.
+rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and its velocity keep what
+it carries of the noise. Masks, missing gradients, keywords and the two modes of writing are settled here, and no link knows
+of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -30,6 +31,9 @@ from bayesopt_chain.core.state import ALL, Layout, State, edit_velocity, part, p
 from bayesopt_chain.core.warm_start import warm_start
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.tracing import is_traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ANY = "**"  # among the keywords of a link that takes every keyword
 
@@ -75,7 +79,7 @@ class Plan:
         for acting, leaves in groups.items():
             n, found = match(links, acting, tuple(leaves))
             for site in found:
-                mixing = [m for m, _ in site.colours if not links[m].response.diagonal]  # pyright: ignore
+                mixing = [m for m, _ in site.colours if not links[m].response.diagonal]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
                 if site.constants is None and site.owner is not None and links[site.owner].velocity == ALL:
                     mixing.append(site.owner)
                 if mixing := [m for m in mixing if self.where[m] != site.leaves]:
@@ -117,7 +121,8 @@ class Plan:
             if paths != layout.paths:
                 came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, layout.paths))
                 raise ValueError(
-                    f"updates: their structure has the leaves ({came}), the state is for ({known}); call init with these parameters"
+                    f"updates: their structure has the leaves ({came}), the state is for ({known}); "
+                    "call init with these parameters"
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
@@ -141,9 +146,9 @@ class Plan:
             if p is not None and x.device != p[j].device:
                 checks.alike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
         for i in self.coupled:
-            if any(g[j] is None for j in self.where[i]):
+            if absent := [layout.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
-                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {layout.paths[next(j for j in self.where[i] if g[j] is None)]} has none"
+                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
                 )
         return p
 
@@ -165,9 +170,15 @@ class Chain(GradientTransformation):
     """
 
     links: tuple[Link, ...]
+    lower: Callable[..., Any] | None
+    kinds: tuple[str, ...]
+    accepts: frozenset[str]
+    needy: Link | None
+    plans: dict[Layout, Plan]
+    last: tuple[Layout | None, Plan | None]
     compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
-    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Chain:
+    def __new__(cls, links: Sequence[Link], lower: Callable[..., Any] | None = None) -> Self:
         self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])
@@ -191,11 +202,11 @@ class Chain(GradientTransformation):
         """The same kind of transformation with other links in the places of its own."""
         return type(self)(links, self.lower)
 
-    def chain(self, next: GradientTransformation) -> Chain:
+    def chain(self, next: GradientTransformation) -> Chain:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This chain followed by ``next``."""
         return self.compose(self, next)
 
-    def _replace(self, **kwargs: Any) -> GradientTransformation:
+    def _replace(self, **kwargs: Any) -> GradientTransformation:  # pyright: ignore[reportIncompatibleMethodOverride]
         return GradientTransformation(self.init, self.update)._replace(**kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -279,7 +290,7 @@ class Chain(GradientTransformation):
         ]
         if plan.sites:
             for i, weather in self._foresee(plan, entries):
-                self.links[i].started(plan.sites[i], weather, leaves, partial(self._coloured, plan, entries))  # pyright: ignore
+                self.links[i].started(plan.sites[i], weather, leaves, partial(self._coloured, plan, entries))  # pyright: ignore[reportAttributeAccessIssue]
         state = State(entries, layout)
         return state if like is None else warm_start(state, like)
 
@@ -349,17 +360,17 @@ class Chain(GradientTransformation):
                     checked.add(id(value))
             return torch.stack([every[plan.position[i][j]].to(torch.float64) for j in leaves])
 
-        return [(i, injection.foresee(self.links[i], sites, entries[i], rates)) for i, sites in plan.sites.items()]  # pyright: ignore
+        return [(i, injection.foresee(self.links[i], sites, entries[i], rates)) for i, sites in plan.sites.items()]  # pyright: ignore[reportArgumentType]
 
     def _draw(self, plan: Plan, entries: list[Any], g: list[Any], op: Op) -> list[injection.Injected]:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
         noises: list[injection.Injected] = []
         for i, weather in self._foresee(plan, entries):
-            new, entries[i] = injection.draw(self.links[i], plan.sites[i], entries[i], weather, g, plan.numbers, op)  # pyright: ignore
+            new, entries[i] = injection.draw(self.links[i], plan.sites[i], entries[i], weather, g, plan.numbers, op)  # pyright: ignore[reportArgumentType]
             noises += new
         for x in noises:
             if x.scale is not None and x.site.owner is not None and x.leaves:
-                self._edit(plan, entries, x, lambda v, x=x: op.mul(v, [s.to(t.dtype) for s, t in zip(x.scale, v)]))  # pyright: ignore
+                self._edit(plan, entries, x, lambda v, x=x: op.mul(v, [s.to(t.dtype) for s, t in zip(x.scale, v)]))  # pyright: ignore[reportArgumentType]
         return noises
 
     def _edit(self, plan: Plan, entries: list[Any], x: injection.Injected, change: Callable[..., Any]) -> None:
@@ -400,7 +411,7 @@ class Chain(GradientTransformation):
             if m == i and mine is not None:
                 place = {j: n for n, j in enumerate(at.present)}
                 e = self.links[m].colour(mine, at, [place[j] for j in leaves], e, power)
-            elif not self.links[m].response.learns:  # before the first step it has learned nothing
+            elif not getattr(self.links[m].response, "learns", False):  # before the first step it has learned nothing
                 where = plan.where[m]
                 k = [plan.position[m][j] for j in leaves]
                 e = self.links[m].colour(entries[m], At(plan.spec, where, where, None, plan, {}), k, e, power)

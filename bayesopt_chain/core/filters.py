@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ class Filtered:
         root = math.sqrt(t) if isinstance(t, (int, float)) else root_of(t)
         return [root * v for v in self.c], None
 
-    def step(self, xi: list[Tensor], memory: list[Tensor], c) -> tuple[Tensor, list[Tensor]]:
-        """The noise and the new memory; ``xi`` may be overwritten."""
-        (xi,) = xi
+    def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
+        """The noise and the new memory; the ``fresh`` draw may be overwritten."""
+        (xi,) = fresh
         if not memory:
             return xi.mul_(c[0]) if isinstance(c[0], float) else xi * c[0], []
         constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
@@ -106,7 +106,12 @@ class Scheduled:
         def rule(gain: float, momentum: float):
             levels = (c.inverse / gain + self.decay_level * c.square for c in (now, before))
             return scheduled_momentum_noise(
-                momentum, *levels, now.temperature, before.temperature, order=self.order, where=torch.where
+                momentum,
+                *levels,
+                now.temperature,  # pyright: ignore[reportCallIssue]
+                before.temperature,  # pyright: ignore[reportCallIssue]
+                order=self.order,
+                where=torch.where,  # pyright: ignore[reportCallIssue]
             )
 
         if self.order == 1:

@@ -26,7 +26,7 @@ class LangevinNoiseState(NamedTuple):
     """
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     memory: tuple[Tensor, ...]
     conditions: tuple[Tensor, ...]
 
@@ -109,8 +109,8 @@ def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Callable[
     current = Conditions(one * temperature, inverse, torch.where(moves, front * front, last.square))
     values, scale = site.process.coefficients(current, last)
     if scale is not None:  # a cold velocity is the optimizer's own, and stays
-        scale = torch.where((current.temperature != 0) | (last.temperature != 0), scale, one).unbind()  # pyright: ignore
-    return _by_leaf(values, len(site.leaves)), scale, torch.stack(list(current), -1)  # pyright: ignore
+        scale = torch.where((current.temperature != 0) | (last.temperature != 0), scale, one).unbind()  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return _by_leaf(values, len(site.leaves)), scale, torch.stack(list(current), -1)  # pyright: ignore[reportArgumentType]
 
 
 def _by_leaf(values: Any, n: int) -> list[Any]:
@@ -170,4 +170,4 @@ def draw(
             conditions = op.put(conditions, [conditions[0].index_copy(0, rows, after)])
             scale = None if scale is None else [scale[n] for n in live]
         out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
-    return out, LangevinNoiseState(state.key, *op.count([state.count]), tuple(memory), tuple(conditions))
+    return out, LangevinNoiseState(state.key, *op.count([state.count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]

@@ -26,7 +26,7 @@ class At(NamedTuple):
     """Where a link stands: in the user's tree, and in this step."""
 
     spec: Any  # the structure of the user's tree
-    index: tuple[int, ...]  # the numbers of the leaves that the link acts on
+    index: tuple[int, ...]  # the numbers of the leaves that the link acts on  # pyright: ignore[reportIncompatibleMethodOverride]
     present: tuple[int, ...]  # those of them that are there now
     all_params: Sequence[Any] | None
     plan: Any
@@ -39,15 +39,18 @@ class At(NamedTuple):
         assert self.all_params is not None
         return [self.all_params[j] for j in self.present]
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the leaves that the link acts on, as text."""
+        return [self.plan.paths[j] for j in self.index]
+
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
         if len(self.present) == self.spec.num_leaves:
             return self.spec.unflatten(leaves)
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
         absent = self.plan.absent
-        return self.spec.unflatten(
-            [have[j] if j in have else None if j in absent else () for j in range(self.spec.num_leaves)]
-        )
+        return self.spec.unflatten([have.get(j, None if j in absent else ()) for j in range(self.spec.num_leaves)])
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
@@ -60,7 +63,8 @@ class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
     A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. ``init`` and ``update``
-    see the leaves that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
+    see the leaves that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole
+    state.
     """
 
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
@@ -139,7 +143,7 @@ class Keyed(Link):
 
     def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
         """A fresh key and a count of zero, on the parameters' device."""
-        require_samplable(leaves, [at.plan.paths[j] for j in at.index])
+        require_samplable(leaves, at.paths)
         return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros(
             (), dtype=torch.int64, device=leaves[0].device
         )
@@ -177,8 +181,8 @@ def require_samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
             place = (leaf.data_ptr(), leaf.numel())
             if place[0] and seen.setdefault(place, path) != path:
                 raise ValueError(
-                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they would "
-                    "sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
+                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they "
+                    "would sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
                 )
 
 

@@ -65,7 +65,7 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
         raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(links, noise)}); keep one of them")
     written, link = noise[0], links[noise[0]]
     r = {i: links[i].response for i in acting if i != written}
-    if link.lr is not None:  # pyright: ignore
+    if link.lr is not None:  # pyright: ignore[reportAttributeAccessIssue]
         if r:
             raise ValueError(
                 "inject_langevin_noise: lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; "
@@ -208,10 +208,10 @@ def _sites(links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, l
     whole, noise = _whole(links, r, at), links[written]
     if whole is None:
         return []
-    changing = bool(whole.rates) or not noise.is_static  # pyright: ignore
+    changing = bool(whole.rates) or not noise.is_static  # pyright: ignore[reportAttributeAccessIssue]
     note = f"F = {_format(whole.b)}" + (f" / {_format(whole.a)}" if len(whole.a) > 1 else "")
     try:
-        parts = _spectra(whole, noise.order, changing, noise.is_static, note)  # pyright: ignore
+        parts = _spectra(whole, noise.order, changing, noise.is_static, note)  # pyright: ignore[reportAttributeAccessIssue]
     except law.NoMatchedNoise as err:
         raise ValueError(f"chain: no noise can be matched to {note}: {err}{_two_momenta(r)}") from None
     owner = whole.poles[0] if len(whole.poles) == 1 else None
@@ -227,10 +227,10 @@ def _sites(links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, l
         if owner == at and links[at].carries and len(parts) == len(r[at].b) == 1:
             carried, process = _carried(r[at], process)
         colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
-        constants = None if changing else process.coefficients(Conditions(float(noise.temperature)), None)[0]  # pyright: ignore
-        gain = whole.b[0] / whole.a[0] / whole.head
+        constants = None if changing else process.coefficients(Conditions(float(noise.temperature)), None)[0]  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        gain = whole.b[0] / whole.a[0] / whole.head  # pyright: ignore[reportGeneralTypeIssues]
         matched_to = note + (" x lr(t)" if whole.rates else "")
-        out.append(Site(at, leaves, process, colours, split, owner, carried, constants, matched_to, gain))
+        out.append(Site(at, leaves, process, colours, split, owner, carried, constants, matched_to, gain))  # pyright: ignore[reportArgumentType]
     return out
 
 
@@ -313,7 +313,7 @@ def _told(noise: Any, at: int, leaves: tuple[int, ...]) -> Site:
     process = Filtered(*law.matched_noise((1.0,), a, noise.lr, order=noise.order))
     constants = process.coefficients(Conditions(float(noise.temperature)), None)[0] if noise.is_static else None
     told = f"lr={noise.lr}, momentum={noise.momentum} as given"
-    return Site(at, leaves, process, (), ((), ()), None, 0.0, constants, told, noise.lr)
+    return Site(at, leaves, process, (), ((), ()), None, 0.0, constants, told, noise.lr)  # pyright: ignore[reportArgumentType]
 
 
 def describe(links: Sequence[Link], i: int) -> str:

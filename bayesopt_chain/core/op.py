@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import foreach_add_, foreach_copy_, foreach_mul_
 from bayesopt_chain.tracing import is_transformed
 
 Leaves = list[Tensor]
@@ -109,7 +110,7 @@ class InPlace(Op):
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
         one = _one(by)
         if not isinstance(one, (list, tuple)) and are_small(xs) and all([x.dtype in WIDE for x in xs]):
-            torch._foreach_mul_(list(xs), one)
+            foreach_mul_(list(xs), one)
             return list(xs)
         return [x.mul_(f) for x, f in zip(xs, _spread(by, len(xs)))]
 
@@ -118,7 +119,7 @@ class InPlace(Op):
 
     def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
         if are_small(xs):
-            torch._foreach_add_(list(xs), list(ys), alpha=alpha)
+            foreach_add_(list(xs), list(ys), alpha)
             return list(xs)
         return [x.add_(y, alpha=alpha) for x, y in zip(xs, ys)]
 
@@ -133,7 +134,7 @@ class InPlace(Op):
 
     def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
         if are_small(old):
-            torch._foreach_copy_(list(old), list(new))
+            foreach_copy_(list(old), list(new))
             return list(old)
         return [x.copy_(y) for x, y in zip(old, new)]
 
@@ -174,4 +175,4 @@ def _spread(by: Factor | Sequence[Factor], n: int) -> Sequence[Factor]:
 
 def _one(by: Any) -> Any:
     """The one factor of a list that repeats it."""
-    return by[0] if isinstance(by, (list, tuple)) and all(f is by[0] for f in by) else by  # pyright: ignore
+    return by[0] if isinstance(by, (list, tuple)) and all(f is by[0] for f in by) else by

@@ -47,9 +47,9 @@ class State(tuple[Any, ...]):
 
 optree.register_pytree_node(
     State,
-    lambda state: (tuple(state), state.layout),
-    lambda layout, entries: State(entries, layout),
-    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # where TorchOpt's tree functions look
+    lambda state: (tuple(state), state.layout),  # pyright: ignore[reportAttributeAccessIssue]
+    lambda layout, entries: State(entries, layout),  # pyright: ignore[reportArgumentType]
+    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # where TorchOpt's tree functions look  # pyright: ignore[reportAttributeAccessIssue]
 )
 _pytree.register_pytree_node(
     State,
@@ -95,15 +95,15 @@ def edit_velocity(name: str, entry: Any, at: Sequence[int], change: Callable[[li
 
 def unshared(new: State, old: State) -> State:
     """A new state that shares no memory with the old one, nor its tensors with each other, and holds no views."""
-    leaves, spec = optree.tree_flatten(new)
-    seen = {id(t) for t in optree.tree_leaves(old)}
+    leaves, spec = optree.tree_flatten(new)  # pyright: ignore[reportArgumentType]
+    seen = {id(t) for t in optree.tree_leaves(old)}  # pyright: ignore[reportArgumentType]
     out: list[Any] = []
     for t in leaves:
         if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
             t = t.clone()
         seen.add(id(t))
         out.append(t)
-    return optree.tree_unflatten(spec, out)
+    return optree.tree_unflatten(spec, out)  # pyright: ignore[reportReturnType]
 
 
 def selected(mask: Any, tree: Any) -> set[int]:

@@ -13,12 +13,12 @@ from bayesopt_chain.core.state import State
 def warm_start(fresh: State, like: Any) -> State:
     """``fresh`` with every entry that an optimizer's state has too taken over from there."""
     donors = [s for s in (like if isinstance(like, (tuple, list)) and not hasattr(like, "_fields") else [like])]
-    donors = [s for s in donors if optree.tree_leaves(s)]
+    donors = [s for s in donors if optree.tree_leaves(s)]  # pyright: ignore[reportArgumentType]
     out = list(fresh)
     for donor in donors:
         for i, mine in enumerate(fresh):
             if out[i] is mine and _alike(mine, donor):
-                leaves = [t.detach().clone() for t in optree.tree_leaves(donor)]
+                leaves = [t.detach().clone() for t in optree.tree_leaves(donor)]  # pyright: ignore[reportArgumentType]
                 out[i] = optree.tree_unflatten(optree.tree_structure(mine), leaves)
                 break
         else:

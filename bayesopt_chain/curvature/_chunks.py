@@ -402,7 +402,11 @@ def _unlike(got: dict[int, Tensor], wanted: list[Tensor]) -> list[int]:
     eps = max(torch.finfo(wanted[leaf].dtype).eps for leaf in leaves)
     differences = torch.stack([(got[leaf] - wanted[leaf]).abs().max().double() for leaf in leaves])
     scales = torch.stack([wanted[leaf].abs().max().double() for leaf in leaves])
-    within = differences <= eps ** (1 / 3) * scales + 1e3 * eps * scales.max()
+    finite = (
+        scales.isfinite()
+    )  # where they are not there is nothing to compare, and whoever asks for a precision is told
+    largest = torch.where(finite, scales, 0).max()
+    within = (differences <= eps ** (1 / 3) * scales + 1e3 * eps * largest) | ~finite
     return [leaf for leaf, is_within in zip(leaves, within.tolist()) if not is_within]
 
 

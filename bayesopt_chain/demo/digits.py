@@ -151,7 +151,9 @@ def print_table(tables: list[dict[str, dict[str, float]]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bayesopt_chain.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bayesopt_chain.demo", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="the first: of data, initial weights and noise (%(default)s)"
     )

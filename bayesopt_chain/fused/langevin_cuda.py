@@ -96,5 +96,19 @@ def langevin_step_(
     needed = n if n <= RUN else RUN * -(-n // (4 * RUN))
     if n:
         _kernel[(triton.cdiv(needed, blocks),)](
-            theta, g, s, key, count, n, draw, lr, weight_decay, keep, momentum, level, carried, BLOCKS=blocks, RUN=RUN
+            theta,
+            g,
+            s,
+            key,
+            count,
+            n,
+            draw,
+            lr,
+            weight_decay,
+            keep,
+            momentum,
+            level,
+            carried,
+            BLOCKS=blocks,  # pyright: ignore[reportArgumentType]
+            RUN=RUN,  # pyright: ignore[reportArgumentType]
         )

@@ -29,13 +29,13 @@ class MomentumThenScale(Link):
     momentum: Momentum
     scale: Scale
 
-    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
-        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore
+        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore[reportOperatorIssue]
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
-                _sweep(t, x, mu, factor)
+                _sweep(t, x, mu, factor)  # pyright: ignore[reportArgumentType]
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
@@ -66,7 +66,8 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
         m, s = links[i], links[k]
-        if type(m) is Momentum and type(s) is Scale and isinstance(s.step_size, (int, float)):
-            if not (m.nesterov or m.dampening or m.moment_requires_grad):
-                runs[i] = ((i, k), MomentumThenScale(m, s))
+        if type(m) is not Momentum or m.nesterov or m.dampening or m.moment_requires_grad:
+            continue
+        if type(s) is Scale and isinstance(s.step_size, (int, float)):
+            runs[i] = ((i, k), MomentumThenScale(m, s))
     return runs

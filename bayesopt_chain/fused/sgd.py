@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import tracing
+from bayesopt_chain._torch import foreach_add_, foreach_copy_, fused_sgd_
 from bayesopt_chain.core import injection
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.filters import Filtered
@@ -91,8 +92,8 @@ class FusedSGD:
         noise = state[self.noise]
         if buffers.own is None:
             site, link = buffers.site, self.chain.links[self.noise]
-            weather = injection.foresee(link, [site], noise, lambda *_: None)
-            (x,), after = injection.draw(link, [site], noise, weather, g, buffers.plan.numbers, IN_PLACE)
+            weather = injection.foresee(link, [site], noise, lambda *_: None)  # pyright: ignore[reportArgumentType]
+            (x,), after = injection.draw(link, [site], noise, weather, g, buffers.plan.numbers, IN_PLACE)  # pyright: ignore[reportArgumentType]
             self._sweep(buffers.theta, IN_PLACE.add(live, x.noise), buffers.velocity)
             if site.carried:
                 IN_PLACE.add(buffers.velocity, x.noise, site.carried)
@@ -133,14 +134,14 @@ class FusedSGD:
     ) -> None:
         """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + carried fresh`` (see the module's note)."""
         if self.momentum:
-            torch._foreach_add_(g, fresh)
+            foreach_add_(g, fresh)
             self._sweep(p, g, s)
             if carried:
-                torch._foreach_add_(s, fresh, alpha=carried)
+                foreach_add_(s, fresh, alpha=carried)
         else:
-            torch._foreach_add_(g, s)
-            torch._foreach_add_(g, fresh)
-            torch._foreach_copy_(s, fresh)
+            foreach_add_(g, s)
+            foreach_add_(g, fresh)
+            foreach_copy_(s, fresh)
             self._sweep(p, g, [])
 
     def _kernels(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
@@ -153,24 +154,22 @@ class FusedSGD:
             "weight_decay": self.weight_decay,
             "keep": keep,
             "momentum": momentum,
-            **buffers.own._asdict(),
+            **buffers.own._asdict(),  # pyright: ignore[reportOptionalMemberAccess]
         }
         with torch.cuda.device_of(noise.key):
             for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
                 langevin_step_(p, x, s, noise.key, noise.count, draw=draw - (draw >> 31 << 32), **numbers)
 
     def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
-        torch._fused_sgd_(
+        fused_sgd_(
             p,
             g,
             v if self.momentum else [],
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
             lr=self.lr,
-            dampening=0.0,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
             nesterov=self.nesterov,
             maximize=self.maximize,
-            is_first_step=False,
         )
 
 
@@ -217,7 +216,7 @@ class _Buffers:
             self.usable = False
             return
         (self.site,) = sites
-        self.own = _own(self.site, link, first, bool(form.momentum))
+        self.own = _own(self.site, link, first, bool(form.momentum))  # pyright: ignore[reportArgumentType]
         if self.own is None:
             return
         self.carried = self.velocity or [memory[place[j]][0] for j in self.live]
@@ -228,7 +227,7 @@ class _Buffers:
         if self.by_kernel:
             return
         sizes = [params[j].numel() for j in here]
-        self.philox = link.stream == "philox"
+        self.philox = link.stream == "philox"  # pyright: ignore[reportAttributeAccessIssue]
         if self.philox:  # each leaf has its own draw
             self.splits = max(sizes) >= BLOCK
         else:  # leaves draw one after the other what one draw would give
@@ -250,7 +249,7 @@ class _Buffers:
 
     def filler(self, noise) -> Callable:
         """``fill(out, sizes, numbers)``: this step's noise for draws of these sizes and numbers."""
-        level = self.own.level
+        level = self.own.level  # pyright: ignore[reportOptionalMemberAccess]
         if self.philox:
 
             def fill(out: Tensor, sizes: list[int], numbers: list[int]) -> None:

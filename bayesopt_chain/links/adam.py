@@ -36,7 +36,7 @@ class ScaleByAdamState(NamedTuple):
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -44,7 +44,7 @@ class ScaleByAdamaxState(NamedTuple):
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByRAdamState(NamedTuple):
@@ -52,7 +52,7 @@ class ScaleByRAdamState(NamedTuple):
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@ r"""A scaling by a mean square whose window follows the gradients' signal-to-noi
 
     m <- m + (g - m) / (tau + 1),   V <- V + (g^2 - V) / (tau + 1),   tau <- 1 + tau (1 - m^2 / V),   P = 1 / (sqrt(V) + eps).
 
-It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it learns from.
+It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it
+learns from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AdaptiveWindowState(NamedTuple):
     tau: tuple[Tensor, ...]
     mean: tuple[Tensor, ...]
     square: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class AdaptiveWindow(Link):
         return Metric(learns=True)
 
     def init(self, leaves: Leaves, at: At) -> AdaptiveWindowState:
-        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))
+        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))  # pyright: ignore[reportCallIssue]
 
     def learn(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[AdaptiveWindowState, Any]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
         for x, t, m, v, c in zip(g, *state):
-            learns, x = c < self.freeze_after, x.detach()
+            learns = c < self.freeze_after
             new_mean = m + (x - m) / (t + 1.0)
             new_square = v + (x * x - v) / (t + 1.0)
             positive = new_square > 0  # not where every gradient has been 0, or its square underflows
@@ -60,7 +61,7 @@ class AdaptiveWindow(Link):
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
-        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]
+        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]  # pyright: ignore[reportCallIssue]
 
     def colour(self, state: AdaptiveWindowState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
         return inverse_coloured(e, [at.learned[n] for n in k], power)

@@ -27,7 +27,7 @@ class FilteredNoiseState(NamedTuple):
     """Stream; for each leaf what the next step adds (empty for white noise)."""
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     memory: tuple[Tensor, ...]
 
 
@@ -59,12 +59,12 @@ class FilteredNoise(Keyed):
             e = [y + kept for y, kept in zip(e, memory)]
             later = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
             memory = tuple(op.put(memory, later))  # pyright: ignore[reportArgumentType]
-        e = [y.to(x.dtype) for x, y in zip(g, e)]  # pyright: ignore
+        e = [y.to(x.dtype) for x, y in zip(g, e)]  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(temperature, Tensor):
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:
             g = op.add(g, e)
-        return g, FilteredNoiseState(state.key, *op.count([state.count]), memory)
+        return g, FilteredNoiseState(state.key, *op.count([state.count]), memory)  # pyright: ignore[reportCallIssue]
 
     def __str__(self) -> str:
         return f"noise({checks.show(self.temperature)})"

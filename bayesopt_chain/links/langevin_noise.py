@@ -50,8 +50,8 @@ class LangevinNoise(NoiseLink):
                 size = float(leaves[j].detach().abs().float().mean())
                 if 0 < step < torch.finfo(leaves[j].dtype).eps * size / 2:
                     warnings.warn(
-                        f"inject_langevin_noise: leaf {j} is {leaves[j].dtype} with entries near {size:.2g}, and a step's noise "
-                        f"of about {step:.2g} would round away; keep float32 master parameters",
+                        f"inject_langevin_noise: leaf {j} is {leaves[j].dtype} with entries near {size:.2g}, and a step's "
+                        f"noise of about {step:.2g} would round away; keep float32 master parameters",
                         stacklevel=4,
                     )
                     return
@@ -95,10 +95,10 @@ def inject_langevin_noise(
             cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
         stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
             steps, a function of each leaf's path; Gaussian noise then costs about a third of torch's generator where a C++
-            compiler is found, and many times as much where none is. ``"generator"`` is torch's (CPU only): leaves draw one after
-            the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains together)
-            about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a CPU,
-            Philox elsewhere.
+            compiler is found, and many times as much where none is. ``"generator"`` is torch's (CPU only): leaves draw one
+            after the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains
+            together) about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a
+            CPU, Philox elsewhere.
 
     Returns:
         A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum (of 1/16

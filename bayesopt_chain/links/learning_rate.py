@@ -24,7 +24,7 @@ from bayesopt_chain.tracing import is_hidden
 class ScaleByScheduleState(NamedTuple):
     """Updates seen by each leaf: 0-d int64 tensors."""
 
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Scale(Link):
 
     def rate(self, state: Any, n: int) -> list[Any]:
         if is_schedule(self.step_size):
-            return by_count(lambda c: scalar(self.step_size(c), c.device), state.count)  # pyright: ignore
+            return by_count(lambda c: scalar(self.step_size(c), c.device), state.count)  # pyright: ignore[reportCallIssue]
         return [self.step_size] * n
 
     def factors(self, state: Any, n: int) -> Any:
         """What each of ``n`` leaves is multiplied by."""
         if is_schedule(self.step_size):
-            return by_count(lambda c: self._signed(self.step_size(c)), state.count)  # pyright: ignore
+            return by_count(lambda c: self._signed(self.step_size(c)), state.count)  # pyright: ignore[reportCallIssue]
         return self._signed(self.step_size)
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:

@@ -28,7 +28,7 @@ class TraceState(NamedTuple):
     """Velocity of each leaf; with dampening also how many gradients it has seen (else ``count`` is empty)."""
 
     trace: tuple[Tensor, ...]
-    count: tuple[Tensor, ...] = ()
+    count: tuple[Tensor, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)

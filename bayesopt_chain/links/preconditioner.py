@@ -1,5 +1,5 @@
-r"""Preconditioning by a positive definite ``P``: a number, a frozen diagonal, a running RMS of the gradients, or the inverse of a
-precision of any structure (Fisher, K-FAC, low rank).
+r"""Preconditioning by a positive definite ``P``: a number, a frozen diagonal, a running RMS of the gradients, or the inverse
+of a precision of any structure (Fisher, K-FAC, low rank).
 
 Noise in a chain with ``P`` has covariance ``Psi P^-1`` at the head. For a frozen ``P`` that is exact, also where ``P`` and
 the curvature do not commute. A running ``P`` samples, while it follows the gradients, roughly ``P^-1 exp(-loss / T)``;

@@ -10,7 +10,8 @@ the mean of squares would heat itself.
 For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
 ``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
 cure. Once frozen, ``P`` no longer shrinks where the loss is steep: beyond ``lr P curvature = 2 (1 + mu)`` the chain
-diverges. No update knows the curvature; :func:`bayesopt_chain.samplers.step_growth` measures it. A parameter whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
+diverges. No update knows the curvature; :func:`bayesopt_chain.samplers.step_growth` measures it. A parameter
+whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
 noise that goes with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
 """
 
@@ -37,14 +38,14 @@ class RunningScaleState(NamedTuple):
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByRssState(NamedTuple):
     """Sum of squares of each leaf; ``count`` is empty where it is never frozen."""
 
     sum_of_squares: tuple[Tensor, ...]
-    count: tuple[Tensor, ...]
+    count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByAdadeltaState(NamedTuple):

@@ -125,9 +125,11 @@ class _Skip:
             return self._choose(ok, updates, state, params, inplace, extra)
         if bool(ok):
             updates, inner = self.tx.update(updates, state.inner, params=params, inplace=inplace, **extra)
-            return updates, SkipState(inner, state.skipped)
+            return updates, SkipState(inner, state.skipped if inplace else state.skipped.clone())
         still = optree.tree_map(Tensor.zero_ if inplace else torch.zeros_like, updates)
-        return still, SkipState(state.inner, state.skipped.add_(1) if inplace else state.skipped + 1)
+        if inplace:
+            return still, SkipState(state.inner, state.skipped.add_(1))
+        return still, SkipState(optree.tree_map(torch.clone, state.inner), state.skipped + 1)
 
     def _choose(self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]):
         """The same without looking. Zeros go in where the gradient is bad, so that nothing not finite is differentiated."""

@@ -9,7 +9,7 @@ from typing import Any
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.op import IN_PLACE, Leaves, Op
 from bayesopt_chain.core.response import Decay, Response
 
 
@@ -30,7 +30,8 @@ class AddDecayedWeights(Link):
         theta = [
             p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p for p, x in zip(at.params, g)
         ]
-        return op.add(g, theta, alpha=self.weight_decay), state
+        into = IN_PLACE if self.flip else op  # the negated gradients are nobody else's
+        return into.add(g, theta, alpha=self.weight_decay), state
 
     def __str__(self) -> str:
         return f"add_decayed_weights({self.weight_decay})" + (" of the negated gradient" if self.flip else "")

@@ -116,7 +116,8 @@ def make_step(
             parameters (a matrix for ``sgfs(dense=True)``), for a ``tx`` that takes it.
         hessian_diagonal: ``hessian_diagonal(params, batch)``, the diagonal of the mean loss's Hessian as a tree like the
             parameters, for a ``tx`` that takes it.
-        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects. The
+        inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
+            in states where a posterior accumulates (Laplace, SWAG, the filters), which are new ones at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
             run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
             for the writes (not for the gradient), so that no step is left half made.

@@ -58,7 +58,7 @@ class _MetaOptimizer(torchopt.MetaOptimizer):
 
     def add_param_group(self, module: torch.nn.Module) -> None:
         super().add_param_group(module)
-        self.state_groups[-1] = self.impl.init(tuple(optree.tree_leaves(self.param_containers_groups[-1])))
+        self.state_groups[-1] = self.impl.init(tuple(optree.tree_leaves(self.param_containers_groups[-1])))  # pyright: ignore[reportArgumentType]
 
 
 def optimizer_class(namesake: type, build: Callable) -> type:

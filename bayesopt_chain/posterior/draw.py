@@ -14,6 +14,10 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.core.link import At, Keyed, require_own_key
+from bayesopt_chain.core.op import Leaves
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
+from bayesopt_chain.posterior.state import device_of
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
@@ -28,17 +32,67 @@ class Draw(NamedTuple):
     params: Any
     noise: tuple[Tensor, ...]
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def standard_normals(
-    key: Tensor, count: Tensor, templates: list[Tensor], samples: int, antithetic: bool, stream: Any = None
+    key: Tensor,
+    count: Tensor,
+    templates: Sequence[Tensor],
+    names: Sequence[str],
+    samples: int,
+    antithetic: bool = False,
+    stream: keyed_stream.Stream | None = None,
 ) -> tuple[Tensor, ...]:
-    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``."""
+    """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
+
+    ``names`` tell the templates from each other where the stream is counter-based: the paths of leaves, or other words.
+    """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes), stream=stream)]
+    numbers = keyed_stream.leaf_numbers(tuple(names))
+    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes), stream=stream, numbers=numbers)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
+
+
+class Drawing(Keyed):
+    """A link whose draws come before its update: the gradient is taken at them, and handed back with ``draw=``."""
+
+    n_samples: int
+    temperature: ScalarOrSchedule
+
+    @property
+    def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.n_samples
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the temperature is the number 0, so that nothing is drawn."""
+        return is_zero(self.temperature)
+
+    def first_key(self, leaves: Leaves, at: At) -> tuple[Tensor, Tensor]:
+        """A key and a count of zero; where nothing is drawn the key is zero."""
+        if self.is_deterministic:
+            device = device_of(leaves)
+            return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        return self.start(leaves, at)
+
+    def sample(self, state: Any, params: Leaves, at: At) -> Draw:
+        return self.draw(state, params, at.paths)
+
+    def draw(self, state: Any, leaves: Leaves, names: Sequence[str]) -> Draw:
+        """A draw for parameters given as leaves, which a counter-based stream knows by their names."""
+        if self.is_deterministic:
+            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
+            return Draw(same, (), state.key, state.count)
+        require_own_key(state.key, leaves)
+        noise, moves = self.displacements(state, leaves, names)
+        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
+        return Draw(drawn, noise, state.key, state.count)
+
+    def displacements(self, state: Any, leaves: Leaves, names: Sequence[str]) -> tuple[tuple[Tensor, ...], Leaves]:
+        """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
+        raise NotImplementedError
 
 
 def require_drawn_from(draw: Any, state: Any, who: str) -> None:
@@ -62,7 +116,7 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
     """Gradients with a leading axis of ``samples``; ``None`` stays."""
     out = []
     for i, (x, p) in enumerate(zip(g, params)):
-        if x is None or p is None:
+        if x is None:
             out.append(None)
             continue
         wanted = tuple(p.shape) if samples == 1 else (samples, *p.shape)

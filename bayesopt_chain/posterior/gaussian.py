@@ -2,7 +2,7 @@
 
 theta ~ N(mean, Lambda^-1),     log N = -1/2 (theta - mean)^T Lambda (theta - mean) + 1/2 log |Lambda| - P/2 log 2 pi
 
-log Z = log p(D, mean) + P/2 log 2 pi - 1/2 log |Lambda|        (Laplace's approximation of the evidence; MacKay 1992)
+log Z = log p(D, mean) + P/2 log 2 pi - 1/2 log |Lambda|        (Laplace's approximation of the evidence; MacKay, 1992)
 """
 
 from __future__ import annotations
@@ -14,40 +14,76 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.trees import Tree, require_like, size
 
 
 class Gaussian(NamedTuple):
-    """A Gaussian posterior: `mean`, a tree; `precision`, any structure of `bayesopt_chain.precision` over that tree.
+    """A Gaussian posterior over a tree of P parameters.
 
-    `gaussian.factorised()` decomposes the precision once; do so when asking more than one question.
+    Attributes:
+        mean: a tree like the parameters.
+        precision: any structure of :mod:`bayesopt_chain.precision` over that tree. :meth:`factorised` decomposes it once;
+            do so when asking more than one question.
+        undecomposed: the precision as it was summed, where its decomposition can take up no further data (Kronecker
+            factors); ``()`` otherwise. ``bc.laplace().posterior(prior=)`` reads it.
 
-    >>> import torch
-    >>> from bayesopt_chain.posterior.gaussian import Gaussian
-    >>> from bayesopt_chain.precision import Diagonal
-    >>> posterior = Gaussian({"w": torch.zeros(2)}, Diagonal({"w": torch.tensor([1.0, 4.0])}, torch.tensor(1.0)))
-    >>> posterior.marginal_variance
-    {'w': tensor([1.0000, 0.2500])}
-    >>> posterior.sample((100,), generator=torch.Generator().manual_seed(0))["w"].shape
-    torch.Size([100, 2])
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.posterior.gaussian import Gaussian
+        >>> from bayesopt_chain.precision import Diagonal
+        >>> posterior = Gaussian({"w": torch.zeros(2)}, Diagonal({"w": torch.tensor([1.0, 4.0])}, torch.tensor(1.0)))
+        >>> posterior.marginal_variance
+        {'w': tensor([1.0000, 0.2500])}
+        >>> posterior.sample((100,), generator=torch.Generator().manual_seed(0))["w"].shape
+        torch.Size([100, 2])
     """
 
     mean: Tree
     precision: Precision
+    undecomposed: Any = ()
 
     def factorised(self) -> Gaussian:
-        """Return the same Gaussian with a decomposed precision; `ValueError` where it is not positive definite."""
-        return Gaussian(self.mean, self.precision.factorised())
+        """The same Gaussian with a decomposed precision.
+
+        Raises:
+            ValueError: a mean or precision with NaN or infinities, a precision that is not positive definite; each names
+                the parameter.
+        """
+        require_finite(self.mean, "the posterior's mean")
+        require_finite(self.precision.diag(), "the posterior's precision")
+        return self._replace(precision=self.precision.factorised())
 
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> Tree:
-        """Draw `shape` independent trees: leaves `[*shape, *leaf.shape]`, dtype and device of the mean."""
+        """Independent draws.
+
+        Args:
+            shape: of the draws. Default: one.
+            generator: source of randomness. Default: torch's global generator.
+
+        Returns:
+            A tree of leaves ``[*shape, *leaf.shape]``, with the dtype and device of the mean's.
+
+        Raises:
+            ValueError: a precision that is not positive definite.
+        """
         precision = self.precision.factorised()
         noise = optree.tree_map(lambda leaf: _white(leaf, shape, generator), self.mean)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)
 
     def log_prob(self, tree: Tree) -> Tensor:
-        """Return the normalised log density, shape `[*lead]` for leaves `[*lead, *leaf.shape]`."""
+        """The normalised log density, in nats.
+
+        Args:
+            tree: like the mean, or a batch of such trees, leaves ``[*lead, *leaf.shape]``.
+
+        Returns:
+            ``[*lead]``.
+
+        Raises:
+            ValueError: a tree unlike the mean, or a precision that is not positive definite.
+        """
         require_like(tree, self.mean, "the tree", batched=True)
         precision = self.precision.factorised()
         centred = optree.tree_map(torch.sub, tree, self.mean)
@@ -60,10 +96,16 @@ class Gaussian(NamedTuple):
         return self.precision.factorised().inverse_diag()
 
     def log_evidence(self, log_joint: Any) -> Tensor:
-        """Return Laplace's log evidence from `log_joint`, the *normalised* log p(data, mean), in nats.
+        """Laplace's approximation of the log evidence, in nats, for a Bayesian posterior (``temperature=None``).
 
-        Differentiable in whatever the precision and `log_joint` depend on. It means something for a Bayesian
-        posterior only (`temperature=None`).
+        Args:
+            log_joint: the *normalised* log p(data, mean), a number or a 0-d tensor.
+
+        Returns:
+            0-d, differentiable in whatever the precision and ``log_joint`` depend on.
+
+        Raises:
+            ValueError: a precision that is not positive definite.
         """
         return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - self.precision.logdet())
 

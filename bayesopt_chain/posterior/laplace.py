@@ -1,15 +1,22 @@
-r"""Laplace's approximation: sum the curvature along the trajectory, and the optimizer has a Gaussian posterior at its
-end.
+r"""Laplace's approximation: sum the curvature along the trajectory, and the optimizer has a Gaussian posterior at its end.
 
     Lambda = sum of the increments + prior,    theta ~ N(params, Lambda^-1)
 
-    log Z ~ log p(D | params) + log p(params) + P/2 log 2 pi - 1/2 log |Lambda|        (MacKay 1992)
+    log Z ~ log p(D | params) + log p(params) + P/2 log 2 pi - 1/2 log |Lambda|        (MacKay, 1992)
 
-The transformation passes its updates through and adds up `curvature=<increment>` (see `bayesopt_chain.curvature`). The
-increments are sums over data in nats, so that any split of the data into batches gives the same posterior; each datum
-is to be counted once, at the final parameters: run one pass over the data after training.
+The transformation passes its updates through and adds up ``curvature=<increment>`` (see :mod:`bayesopt_chain.curvature`).
+The increments are sums over data in nats, so that any split of the data into batches gives the same posterior, except in the
+low-rank structure (see :func:`laplace`); each datum is to be counted once, at the final parameters: run one pass over the
+data after training.
 
-Another temperature than Bayes' 1 / N divides the whole precision by T N: `exp(-loss / T)` for the mean loss per datum.
+Another temperature than Bayes' 1 / N divides the whole precision by T N: ``exp(-loss / T)`` for the mean loss per datum.
+
+With another Gaussian as the prior, such as the posterior of the last task, its precision is one more increment,
+
+    Lambda = sum of the increments + Lambda_prior,    log p(params) = log N(params; prior mean, Lambda_prior^-1).
+
+Kronecker factors add as sums over data, ``(L + L') (x) (R + R') / (n + n')`` (Ritter, Botev and Barber, 2018), for which the
+Gaussian keeps them beside their decomposition. A root takes up the rows of a low-rank prior exactly.
 """
 
 from __future__ import annotations
@@ -22,18 +29,31 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.chain import Chain
+from bayesopt_chain import checks
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.precision import Diagonal, Precision, Zero
-from bayesopt_chain.trees import Tree, require_like, spread
+from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
+from bayesopt_chain.precision import Kronecker, LowRank, Precision, Root, Woodbury, Zero
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import Tree, paths, require_like, spread
 
 
 class LaplaceState(NamedTuple):
-    """The sum of the increments so far; `Zero` before the first."""
+    """The sum of the increments so far; ``Zero`` before the first."""
 
     precision: Any
+
+
+def accumulated(total: Any, increment: Any) -> Any:
+    """The sum with one more increment, if there is one."""
+    if increment is None:
+        return total
+    if not isinstance(increment, Precision):
+        raise TypeError(
+            f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
+        )
+    return total.add(increment)
 
 
 @dataclass(frozen=True)
@@ -41,31 +61,25 @@ class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
     whole = True
-    accepts = frozenset({"curvature"})
+    state = LaplaceState
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"curvature"})
 
     def init(self, leaves: Leaves, at: At) -> LaplaceState:
         device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 
     def update(self, g: Leaves, state: LaplaceState, op: Op, at: At) -> tuple[Leaves, LaplaceState]:
-        increment = at.extra.get("curvature")
-        if increment is None:
-            return g, state
-        if not isinstance(increment, Precision):
-            raise TypeError(
-                f"curvature is a {type(increment).__name__}: pass what an estimator of bayesopt_chain.curvature returns"
-            )
-        return g, LaplaceState(op.keep(state.precision, state.precision.add(increment)))
+        return g, LaplaceState(accumulated(state.precision, at.extra.get("curvature")))
 
     def __str__(self) -> str:
         return "laplace()"
 
 
-class Laplace(Chain):
+class Laplace(PosteriorTransformation):
     """What :func:`laplace` returns: a link with questions for its state."""
-
-    def __reduce__(self) -> Any:
-        return Laplace, (self.links,)
 
     def posterior(
         self,
@@ -77,52 +91,66 @@ class Laplace(Chain):
         temperature: float | None = None,
         likelihood_scale: float | Tensor = 1.0,
     ) -> Gaussian:
-        """Return the Gaussian posterior around `params`.
+        """The Gaussian posterior around ``params``.
 
         Args:
             state: this link's state, or that of a chain with this link in it.
             params: the mean: the tree whose curvature was accumulated (a subset's, if it was a subset's).
-            prior_precision: of a zero-mean Gaussian prior, per parameter, not per datum: a number, a 0-d tensor, or a
-            tree
-                that broadcasts to the params. Kronecker structures take one number a parameter tensor.
-            prior: a Gaussian prior instead, such as the last task's posterior (its structure must be the state's).
-            temperature: None means Bayes; a number is per datum, as everywhere: the covariance times `temperature * N`.
-            likelihood_scale: multiplies the data's part: `1 / variance` for increments of `gaussian(variance=1.0)`.
+            prior_precision: of a zero-mean Gaussian prior, per parameter, not per datum: a number (0 for none), a 0-d tensor
+                or a tree that broadcasts to the params. Kronecker structures take one number for each parameter tensor.
+            prior: a Gaussian prior instead, such as the posterior of the last task: of the structure that the state has.
+                It counts as that many data more.
+            temperature: None, the default, means Bayes; a number is per datum, as everywhere: the covariance times
+                ``temperature * N``.
+            likelihood_scale: multiplies the data's part: ``1 / variance`` for increments of ``gaussian(variance=1.0)``.
+                Default 1.
 
         Returns:
-            A `Gaussian` whose precision is decomposed; differentiable in `prior_precision` and `likelihood_scale`.
+            A :class:`Gaussian` whose precision is decomposed; differentiable in ``prior_precision`` and
+            ``likelihood_scale``.
 
         Raises:
-            ValueError: where the precision is singular (names the parameter), both or neither prior is given, or the
-            tree is
-                not the increments'.
-            TypeError: where the prior's structure is not the state's.
+            ValueError: no curvature has been accumulated; both priors or neither is given; numbers out of range; NaN in the
+                curvature or the params; a precision that is singular; a tree that is not the increments'. The last three
+                name the parameter.
+            TypeError: a prior of another structure than the state's.
 
-        >>> import torch, bayesopt_chain as bc
-        >>> from bayesopt_chain import curvature, likelihoods
-        >>> from bayesopt_chain.posterior.laplace import laplace
-        >>> params, batch = torch.zeros(1, 1), (torch.full((4, 1), 2.0), torch.zeros(4, 1))
-        >>> estimate = curvature.ggn(lambda params, batch: batch[0] @ params, likelihoods.gaussian(), structure="dense")
-        >>> tx = laplace()
-        >>> _, state = tx.update(torch.zeros(1, 1), tx.init(params), curvature=estimate(params, batch))
-        >>> tx.posterior(state, params, prior_precision=4.0).marginal_variance
-        tensor([[0.0500]])
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> params, batch = torch.zeros(1, 1), (torch.full((4, 1), 2.0), torch.zeros(4, 1))
+            >>> estimate = bc.curvature.ggn(lambda params, batch: batch[0] @ params, bc.likelihoods.gaussian(), "dense")
+            >>> tx = bc.laplace()
+            >>> _, state = tx.update(torch.zeros(1, 1), tx.init(params), curvature=estimate(params, batch))
+            >>> posterior = tx.posterior(state, params, prior_precision=4.0)
+            >>> posterior.marginal_variance
+            tensor([[0.0500]])
+            >>> tx.posterior(state, params, prior=posterior).marginal_variance  # the same data once more
+            tensor([[0.0278]])
         """
         if (prior is None) == (prior_precision is None):
             raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
-        data = _find(state).precision
+        data = self._state(state).precision
         if isinstance(data, Zero):
-            data = Diagonal(optree.tree_map(torch.zeros_like, params), data.count)
-            if prior is not None:
-                raise ValueError("no curvature has been accumulated: the posterior is the prior")
+            raise ValueError(
+                "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
+                "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
+            )
+        require_finite(data.diag(), "laplace: the accumulated curvature")
+        require_like(params, data.diag(), "params")
+        _require_positive("likelihood_scale", likelihood_scale)
         count = data.count
         if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
             data = data.scale(likelihood_scale)
-        precision = data.add_diagonal(prior_precision) if prior is None else data.add(prior.precision)
-        require_like(params, precision.diag(), "params")
+        if prior is None:
+            _require_not_negative(prior_precision, params)
+            precision = data.add_diagonal(prior_precision)
+        else:
+            precision = with_prior(data, prior)
         if temperature is not None:
+            checks.positive("laplace: temperature", temperature)
             precision = precision.scale(1 / (temperature * count))
-        return Gaussian(optree.tree_map(torch.Tensor.detach, params), precision.factorised())
+        mean = optree.tree_map(torch.Tensor.detach, params)
+        return Gaussian(mean, precision, precision if isinstance(precision, Kronecker) else ()).factorised()
 
     def log_evidence(
         self,
@@ -130,72 +158,124 @@ class Laplace(Chain):
         params: Tree,
         log_likelihood: Any,
         *,
-        prior_precision: Any,
+        prior_precision: Any = None,
+        prior: Gaussian | None = None,
         prior_mean: Any = 0.0,
         likelihood_scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """Return Laplace's log marginal likelihood, in nats.
+        """Laplace's log marginal likelihood, in nats.
 
         Args:
-            log_likelihood: summed, normalised log p(D | params): minus the sum of `likelihood.nll` over the data. With
-                `likelihood_scale` it has to be that of the scaled likelihood.
-            prior_mean: of the Gaussian prior: a number or a tree.
-            state, params, prior_precision, likelihood_scale: as for `posterior`. The prior has to be proper.
+            state: as for :meth:`posterior`.
+            params: as for :meth:`posterior`.
+            log_likelihood: summed, normalised log p(D | params): minus the sum of ``likelihood.nll`` over the data. With
+                ``likelihood_scale`` it has to be that of the scaled likelihood.
+            prior_precision: as for :meth:`posterior`; the prior has to be proper, hence positive.
+            prior: a Gaussian prior instead.
+            prior_mean: of the prior with ``prior_precision``: a number or a tree. Default 0.
+            likelihood_scale: as for :meth:`posterior`.
 
         Returns:
-            0-d, differentiable in `prior_precision`, `likelihood_scale` and what `log_likelihood` depends on.
+            0-d, differentiable in ``prior_precision``, ``likelihood_scale`` and what ``log_likelihood`` depends on.
 
-        >>> import torch
-        >>> from bayesopt_chain.posterior.laplace import laplace
-        >>> tx, params = laplace(), torch.zeros(2)
-        >>> tx.log_evidence(tx.init(params), params, -3.0, prior_precision=5.0)  # no data curvature: the joint's own
-        tensor(-3.)
+        Raises:
+            ValueError, TypeError: as :meth:`posterior`.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> tx, params = bc.laplace(), torch.zeros(2)
+            >>> one_datum = Diagonal(torch.tensor([3.0, 0.0]), torch.tensor(1.0))
+            >>> _, state = tx.update(params, tx.init(params), curvature=one_datum)
+            >>> tx.log_evidence(state, params, -1.0, prior_precision=1.0)  # -1 - log(4) / 2
+            tensor(-1.6931)
         """
-        posterior = self.posterior(state, params, prior_precision=prior_precision, likelihood_scale=likelihood_scale)
-        return posterior.log_evidence(log_likelihood + log_prior(params, prior_precision, prior_mean))
+        posterior = self.posterior(
+            state, params, prior_precision=prior_precision, prior=prior, likelihood_scale=likelihood_scale
+        )
+        if prior is None:
+            return posterior.log_evidence(log_likelihood + log_prior(params, prior_precision, prior_mean))
+        return posterior.log_evidence(log_likelihood + prior.log_prob(params))
 
 
 def laplace() -> Laplace:
     """Accumulate curvature into a Gaussian posterior; updates pass through.
 
-    `update(updates, state, *, params=None, inplace=True, curvature=None)` adds an increment of
-    `bayesopt_chain.curvature` to the state; without one the state stays. All increments of a state have one structure
+    ``update(updates, state, *, params=None, inplace=True, curvature=None)`` adds an increment of
+    :mod:`bayesopt_chain.curvature` to the state; without one the state stays. All increments of a state have one structure
     over one tree, which the first decides. In a chain the link may stand anywhere.
 
+    The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
+    default, concerns the gradients' buffers alone.
+
     Carrying one state on from task to task is online Laplace: the last posterior is the next prior, also for Kronecker
-    factors, which add as sums over data (Ritter et al. 2018); `posterior(prior=)` does it from a stored posterior.
+    factors, which add as sums over data (Ritter, Botev and Barber, 2018); ``posterior(prior=)`` does it from a stored
+    posterior.
+
+    The low-rank structure alone depends on how the data were split into batches: what exceeds its rank moves to the diagonal
+    batch by batch. In a classifier of 93 parameters with 200 data (three seeds, batches of 1 to 100 against one batch of
+    all), the mean marginal variance moved by -7.1 to -0.7 % at rank 10 and by -2.0 to -0.4 % at rank 20. Take a rank well above
+    the number of directions that the data determine, or another structure.
 
     Returns:
-        A link with the methods `posterior` and `log_evidence`.
+        A link with the methods ``posterior`` and ``log_evidence``.
 
     Raises:
-        TypeError: at `update`, an increment of another structure than the state's, or something else.
-        ValueError: at `update`, an increment over another tree (names the leaf).
+        TypeError: at ``update``, an increment of another structure than the state's, or something else.
+        ValueError: at ``update``, an increment over another tree (names the leaf).
 
-    >>> import torch
-    >>> from bayesopt_chain.posterior.laplace import laplace
-    >>> from bayesopt_chain.precision import Diagonal
-    >>> tx, params = laplace(), {"w": torch.zeros(2)}
-    >>> state = tx.init(params)
-    >>> for _ in range(3):
-    ...     increment = Diagonal({"w": torch.ones(2)}, torch.tensor(10.0))
-    ...     updates, state = tx.update(params, state, curvature=increment)
-    >>> tx.posterior(state, params, prior_precision=1.0).marginal_variance
-    {'w': tensor([0.2500, 0.2500])}
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.precision import Diagonal
+        >>> tx, params = bc.laplace(), {"w": torch.zeros(2)}
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     increment = Diagonal({"w": torch.ones(2)}, torch.tensor(10.0))
+        ...     updates, state = tx.update(params, state, curvature=increment)
+        >>> tx.posterior(state, params, prior_precision=1.0).marginal_variance
+        {'w': tensor([0.2500, 0.2500])}
     """
     return Laplace((Accumulate(),))
 
 
+def with_prior(data: Any, prior: Gaussian) -> Any:
+    """The sum of the data's precision and a Gaussian prior's, in the data's structure.
+
+    Rows of a root are kept, all of them: a root and a low-rank prior make a low-rank precision of both their rows. Kronecker
+    factors need the prior's, from before it was decomposed.
+    """
+    other: Any = prior.undecomposed if isinstance(prior.undecomposed, Precision) else prior.precision
+    other = other.unfactorised() if isinstance(other, Woodbury) else other
+    if isinstance(data, Root) and isinstance(other, LowRank):
+        return data.add(Root(other.rows, other.count)).add_diagonal(other.diagonal)
+    if isinstance(data, Kronecker) and not isinstance(other, Kronecker):
+        raise TypeError(
+            f"laplace: prior has the structure {type(other).__name__}, the state Kronecker: pass a posterior that laplace made "
+            "from increments of structure='kronecker' (it keeps the factors as undecomposed), or prior_precision="
+        )
+    return data.add(other)  # pyright: ignore[reportArgumentType] - add itself refuses another structure
+
+
 def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tensor:
-    """Return the normalised log density of params under independent Gaussians, 0-d, in nats.
+    """The normalised log density of params under independent Gaussians, 0-d, in nats.
 
-    `prior_precision`, `prior_mean`: numbers, 0-d tensors, or trees that broadcast to the params. A precision that is
-    not positive gives -inf or nan.
+    Args:
+        params: a tree.
+        prior_precision: a number, a 0-d tensor or a tree that broadcasts to the params. One that is not positive gives -inf
+            or nan.
+        prior_mean: likewise. Default 0.
 
-    >>> import torch
-    >>> from bayesopt_chain.posterior.laplace import log_prior
-    >>> log_prior(torch.ones(2), 1.0)
-    tensor(-2.8379)
+    Returns:
+        0-d, differentiable in all three.
+
+    Raises:
+        ValueError: a tree that does not broadcast to the params.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.posterior.laplace import log_prior
+        >>> log_prior(torch.ones(2), 1.0)
+        tensor(-2.8379)
     """
     total: Any = 0
     precisions, means = spread(prior_precision, params, "prior_precision"), spread(prior_mean, params, "prior_mean")
@@ -205,13 +285,18 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
     return total
 
 
-def _find(state: Any) -> LaplaceState:
-    """Return the Laplace state in a chain's state."""
-    if isinstance(state, LaplaceState):
-        return state
-    found = [entry for entry in state if isinstance(entry, LaplaceState)] if isinstance(state, tuple) else []
-    if len(found) != 1:
-        raise ValueError(
-            f"state holds {len(found)} Laplace states, not one: pass the state of a chain with one laplace()"
-        )
-    return found[0]
+def _require_positive(name: str, value: float | Tensor) -> None:
+    if torch.is_tensor(value):
+        if is_hidden(value) or bool((value.isfinite() & (value > 0)).all()):
+            return
+        value = value.item()
+    checks.positive(f"laplace: {name}", value)
+
+
+def _require_not_negative(prior_precision: Any, params: Tree) -> None:
+    for path, value in zip(paths(params), spread(prior_precision, params, "prior_precision")):
+        if not is_hidden(value) and not bool((value.isfinite() & (value >= 0)).all()):
+            raise ValueError(
+                f"laplace: prior_precision at {path} must be finite and not negative, got {value.min().item():.3g} "
+                "(smallest entry)"
+            )

@@ -1,33 +1,41 @@
-"""What the transforms that carry a posterior share: finding their state in a chain's, reading a dial, writing in place.
+"""What the transformations that carry a posterior share: finding their state in a chain's, and refusals.
 
 Their states are NamedTuples of tensors, with one tensor for each parameter that is present, in optree order.
+
+The states in which a posterior accumulates (Laplace, SWAG, the filters) are values: ``update`` makes a new one and never
+writes into the one it was given, whatever ``inplace`` says, which concerns the buffers of the gradients alone. So a state
+that was kept stays what it was. The states of variational inference are an optimizer's, and ``inplace=True`` overwrites them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-State = TypeVar("State")
-Dial = float | Tensor | Callable[[Tensor], Any]
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.state import State
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import paths
+
+Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
 
-def present(leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    """The leaves that are there."""
-    return [leaf for leaf in leaves if leaf is not None]
+class PosteriorTransformation(Chain):
+    """A chain of one link, with questions for its state, or for that of a chain that has it as a link."""
+
+    @property
+    def _link(self) -> Any:
+        return self.links[0]
+
+    def _state(self, state: Any) -> Any:
+        return find(state, self._link.state, str(self._link))
 
 
-def spread_over(values: Sequence[Any], leaves: Sequence[Any]) -> list:
-    """``values`` in the places of the leaves that are there, ``None`` in the others."""
-    rest = iter(values)
-    return [None if leaf is None else next(rest) for leaf in leaves]
-
-
-def find(state: Any, kind: type[State], maker: str) -> State:
+def find(state: Any, kind: type[Kind], maker: str) -> Kind:
     """The one state of class ``kind`` in a chain's state."""
     if isinstance(state, kind):
         return state
@@ -40,45 +48,45 @@ def find(state: Any, kind: type[State], maker: str) -> State:
     return found[0]
 
 
+def names_in(state: Any, entry: Any) -> list[str]:
+    """The paths of the leaves that the link with this entry acts on; empty for an entry that stands alone."""
+    if not isinstance(state, State):
+        return []
+    where = next(where for mine, where in zip(state, state.layout.where) if mine is entry)
+    return [state.layout.paths[j] for j in where]
+
+
 def require_these(shapes: list | int, params: Any, who: str) -> None:
     """Refuse parameters of other shapes, or of another total size, than a state was made for."""
     leaves = optree.tree_leaves(params)
-    mine = sum(p.numel() for p in leaves) if isinstance(shapes, int) else [p.shape for p in leaves]
-    if mine != shapes:
-        shown = shapes if isinstance(shapes, int) else [tuple(s) for s in shapes]
-        came = mine if isinstance(shapes, int) else [tuple(s) for s in mine]
+    mine: Any = [tuple(p.shape) for p in leaves]
+    wanted: Any = shapes
+    if isinstance(shapes, int):
+        mine = sum(p.numel() for p in leaves)
+    else:
+        wanted = [tuple(s) for s in shapes]
+    if mine != wanted:
         raise ValueError(
-            f"{who}: the state is over parameters of {shown}, params has {came}: pass the tree that init was given "
+            f"{who}: the state is over parameters of {wanted}, params has {mine}: pass the tree that init was given "
             "(behind a mask, the leaves it selects)"
         )
 
 
-def written(old: State, new: State) -> State:
-    """``new`` in the tensors of ``old``, where the two are alike; what has outgrown its tensor gets one of its own."""
-    olds, structure = optree.tree_flatten(old)
-    news, grown = optree.tree_flatten(new)
-    if structure != grown or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(olds, news)):
-        return optree.tree_map(torch.clone, new)
-    return optree.tree_unflatten(structure, [a if a is b else a.copy_(b) for a, b in zip(olds, news)])
-
-
-def now(dial: Dial, count: Tensor) -> float | Tensor:
-    """The value of a number, a 0-d tensor or a schedule of the update count, at this count."""
-    if torch.is_tensor(dial):
-        return dial.detach()
-    return dial(count) if callable(dial) else dial
+def require_finite(tree: Any, what: str) -> None:
+    """Refuse a tree that holds NaN or infinities, by the leaf's name; inside a transform nothing can be checked."""
+    for name, leaf in zip(paths(tree), optree.tree_leaves(tree)):
+        if is_hidden(leaf) or bool(leaf.isfinite().all()):
+            continue
+        kind = "NaN" if bool(leaf.isnan().any()) else "infinite"
+        raise ValueError(
+            f"{what} is {kind} at {name} ({int((~leaf.isfinite()).sum())} of {leaf.numel()} entries): a batch, a gradient, a "
+            "curvature or a hyperparameter that is not finite went into it; go back to a state from before that"
+        )
 
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:
     """``x`` times a number or a 0-d tensor, in the dtype of ``x`` also where that is 0-d too."""
     return x * (factor.to(x.dtype) if torch.is_tensor(factor) else factor)
-
-
-def tensor_on(value: float | Tensor, device: torch.device) -> Tensor:
-    """A float64 0-d tensor on a device, made there: a copy from the host could not be captured."""
-    if torch.is_tensor(value):
-        return value.to(device=device, dtype=torch.float64)
-    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def device_of(leaves: Sequence[Tensor]) -> torch.device:

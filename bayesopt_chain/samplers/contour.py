@@ -35,7 +35,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 class ContourState(NamedTuple):
     """Updates seen (0-d, int64); the estimated mass of each bin of the loss, float64 ``[bins]``, summing to 1."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     mass: Tensor
 
 

@@ -136,7 +136,7 @@ class _Root:
         return torch.sqrt(self.schedule(count))
 
 
-def _phase(temperature: float, cycle: int, burn_in: int):
+def _phase(temperature: ScalarOrSchedule, cycle: int, burn_in: int):
     checks.temperature(temperature)
     if is_zero(temperature):
         return 0.0
@@ -150,7 +150,7 @@ class _Gated:
     """A temperature that is a tensor or a schedule, switched off while exploring."""
 
     phase: sampling_phase
-    temperature: object
+    temperature: ScalarOrSchedule
 
     def __call__(self, count) -> Tensor:
         return self.phase(count) * now(self.temperature, count)

@@ -39,7 +39,7 @@ class FisherState(NamedTuple):
     """Stream; running average of the gradients' variance, for each leaf or as one matrix."""
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     variance: Any
 
 
@@ -76,7 +76,7 @@ class FisherScoring(Keyed):
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
         steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
-        new = FisherState(state.key, *op.count([state.count]), tuple(op.put(state.variance, variance)))
+        new = FisherState(state.key, *op.count([state.count]), tuple(op.put(state.variance, variance)))  # pyright: ignore[reportCallIssue]
         return op.put(g, moves), new
 
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:

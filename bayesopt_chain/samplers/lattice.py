@@ -33,7 +33,7 @@ class LatticeState(NamedTuple):
     """The random stream; nothing is remembered for a parameter."""
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)

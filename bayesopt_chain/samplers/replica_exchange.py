@@ -39,7 +39,7 @@ class ReplicaExchangeState(NamedTuple):
     """Stream; velocity like each (stacked) parameter; temperatures, float64 ``[n]``; swaps of each pair, int64 ``[n - 1]``."""
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     velocity: tuple[Tensor, ...]
     temperature: Tensor
     accepted: Tensor
@@ -106,8 +106,8 @@ class ReplicaExchange(Keyed):
         return op.put(g, moves), ReplicaExchangeState(
             state.key,
             *op.count([state.count]),
-            tuple(op.put(state.velocity, velocity)),
-            temperature,
+            tuple(op.put(state.velocity, velocity)),  # pyright: ignore[reportCallIssue]
+            temperature,  # pyright: ignore[reportCallIssue]
             *op.put((state.accepted, state.proposed), [accepted, proposed]),
         )
 

@@ -32,7 +32,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 class SteinState(NamedTuple):
     """Updates seen, 0-d int64."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)

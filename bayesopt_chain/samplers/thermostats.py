@@ -79,7 +79,7 @@ class ThermostatState(NamedTuple):
     """Stream; velocity of each parameter; the friction ``xi``: one 0-d tensor in all, or one tensor for each leaf."""
 
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     velocity: tuple[Tensor, ...]
     friction: tuple[Tensor, ...]
 
@@ -112,8 +112,8 @@ class Thermostat(Keyed):
         return op.put(g, moves), ThermostatState(
             state.key,
             *op.count([state.count]),
-            tuple(op.put(state.velocity, velocity)),
-            tuple(op.put(state.friction, friction)),
+            tuple(op.put(state.velocity, velocity)),  # pyright: ignore[reportCallIssue]
+            tuple(op.put(state.friction, friction)),  # pyright: ignore[reportCallIssue]
         )
 
     def advance(self, g: list, v: list, friction: list, n: list, temperature):

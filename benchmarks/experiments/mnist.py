@@ -51,13 +51,13 @@ def make_task(name: str, s: Mapping[str, Any], seed: int) -> Task:
     g = torch.Generator().manual_seed(seed)
     seen = (y < SEEN).nonzero().squeeze(1)
     rows = seen[torch.randperm(len(seen), generator=g)[: s["data" if name == "clean" else name]]]
-    known, unknown = (y_test < SEEN).nonzero().squeeze(1), (y_test >= SEEN).nonzero().squeeze(1)
-    known = known[torch.randperm(len(known), generator=g)[: s["test"]]]
-    unknown = unknown[torch.randperm(len(unknown), generator=g)[: s["test"] // 4]]
     x, y = x[rows], y[rows].clone()
     if name == "noisy":
         wrong = torch.rand(len(y), generator=g) < s["share"]
         y = torch.where(wrong, torch.randint(SEEN, (len(y),), generator=g), y)
+    known, unknown = (y_test < SEEN).nonzero().squeeze(1), (y_test >= SEEN).nonzero().squeeze(1)
+    known = known[torch.randperm(len(known), generator=g)[: s["test"]]]
+    unknown = unknown[torch.randperm(len(unknown), generator=g)[: s["test"] // 4]]
     return Task((x, y), (x_test[known], y_test[known]), x_test[unknown])
 
 
@@ -200,10 +200,13 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         one, bayes, cold = (table[m][f"{name} nll"]["mean"] for m in ("SGD", "SGHMC, T = 1/N", "SGHMC, T = 0.1/N"))
         best = min(table, key=lambda m: table[m][f"{name} nll"]["mean"])
         parts.append(
-            f"{name}: NLL {one:.3f} of one network, {bayes:.3f} at T = 1/N, {cold:.3f} at a tenth of it; lowest is "
-            f"{best}, {table[best][f'{name} nll']['mean']:.3f}"
+            f"{name}: one network {one:.3f}, T = 1/N {bayes:.3f}, a tenth of it {cold:.3f}, lowest "
+            f"{table[best][f'{name} nll']['mean']:.3f} ({best})"
         )
-    return "; ".join(parts).capitalize() + "."
+    wins = [
+        name for name in TASKS if table["SGHMC, T = 1/N"][f"{name} nll"]["mean"] < table["SGD"][f"{name} nll"]["mean"]
+    ]
+    return f"NLL, {'; '.join(parts)}. At T = 1/N the posterior beats one network on: {', '.join(wins) or 'none'}."
 
 
 EXPERIMENT = Experiment(

@@ -282,12 +282,12 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     mine, peers = table["ours, SGHMC"], ("posteriors, SGHMC", "BlackJAX, SGHMC")
     closer = all(mine["covariance"]["mean"] < table[q]["covariance"]["mean"] for q in peers)
     ratios = ", ".join(
-        f"{mine['seconds']['mean'] / table[q]['seconds']['mean']:.2f} of {q.split(',')[0]}'s" for q in peers
+        f"{mine['seconds']['mean'] / table[q]['seconds']['mean']:.2f} times that of {q.split(',')[0]}" for q in peers
     )
     return (
         f"At the same number of gradients ours is {'closer to' if closer else 'not closer to'} NUTS than both SGMCMC peers at "
         f"their best setting (covariance {mine['covariance']['mean']:.3f} against "
-        f"{' and '.join(format(table[q]['covariance']['mean'], '.3f') for q in peers)}), in {ratios} time; order 1 at the "
+        f"{' and '.join(format(table[q]['covariance']['mean'], '.3f') for q in peers)}), in a time of {ratios}; order 1 at the "
         f"same lr is off by {table['ours, SGHMC order 1']['sd']['mean']:.2f} in a standard deviation."
     )
 

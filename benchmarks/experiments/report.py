@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import RESULTS, SCALES, averaged
@@ -24,19 +26,34 @@ def section(name: str, folder: Path = RESULTS) -> str:
     measures = list(dict.fromkeys(m for row in table.values() for m in row))
     lines += [f"| method | {' | '.join(measures)} |", "| --- |" + " --- |" * len(measures)]
     for method, row in table.items():
-        cells = [
-            f"{row[m]['mean']:.3g} ({row[m]['low']:.3g} to {row[m]['high']:.3g})" if m in row else "" for m in measures
-        ]
+        cells = [cell(row[m], len(result["seeds"])) if m in row else "" for m in measures]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += [
         "",
         it.says(table),
         "",
-        f"Scale {result['scale']}, seeds {result['seeds'][0]} to {result['seeds'][-1]}, {result['seconds']} s, {e['date']}, "
-        f"{e['cpu']}, torch {e['versions']['torch']}. Mean over seeds (lowest to highest).",
+        f"Scale {result['scale']}, {seeds_of(result)}, {result['seconds']} s (load {e['load'][0]:.0f} on "
+        f"{e['cores']} cores), {e['date']}, {e['cpu']}, {versions_of(e)}. Mean over seeds (range). Settings: "
+        f"{', '.join(f'{k} {v}' for k, v in result['settings'].items())}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def cell(value: Mapping[str, float], seeds: int) -> str:
+    """The mean, and the range where there are several seeds."""
+    return f"{value['mean']:.3g}" + (f" ({value['low']:.3g} to {value['high']:.3g})" if seeds > 1 else "")
+
+
+def seeds_of(result: Mapping[str, Any]) -> str:
+    """``seed 0`` or ``seeds 0 to 4``."""
+    first, last = result["seeds"][0], result["seeds"][-1]
+    return f"seed {first}" if first == last else f"seeds {first} to {last}"
+
+
+def versions_of(environment: Mapping[str, Any]) -> str:
+    """``torch 2.13.0, ...``, of what was installed."""
+    return ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v and name != "triton")
 
 
 def page(folder: Path = RESULTS) -> str:

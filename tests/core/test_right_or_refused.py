@@ -43,7 +43,7 @@ def test_a_sampler_with_noise_of_its_own_refuses_what_would_change_its_law(name,
     for links in ((own, link), (link, own)):
         with pytest.raises(ValueError, match=r"noise of its own|nobody declared"):
             bc.chain(*links).init(P)
-    with pytest.raises(ValueError, match="two samplers|noise of its own"):
+    with pytest.raises(ValueError, match=r"two samplers|noise of its own"):
         bc.chain(own, OWN_NOISE["ubu"]()).init(P)
     with pytest.raises(ValueError, match="leave inject_langevin_noise out"):
         bc.chain(own, bc.inject_langevin_noise(T)).init(P)

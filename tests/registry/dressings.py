@@ -54,6 +54,14 @@ def unit_diagonal(grads, params):
     return Diagonal(optree.tree_map(torch.ones_like, params), torch.tensor(4.0, dtype=torch.float64))
 
 
+def unit_rows(grads, params):
+    """A row for each parameter, so that no row mixes leaves."""
+    leaves, spec = optree.tree_flatten(params)
+    rows = torch.eye(sum(p.numel() for p in leaves), dtype=leaves[0].dtype).split([p.numel() for p in leaves], 1)
+    shaped = [row.reshape(-1, *p.shape).to(p.dtype) for row, p in zip(rows, leaves)]
+    return Root(optree.tree_unflatten(spec, shaped), torch.tensor(4.0, dtype=torch.float64))
+
+
 def two_rows(grads, params):
     rows = optree.tree_map(lambda p: torch.stack([torch.ones_like(p), p]), params)
     return Root(rows, torch.tensor(4.0, dtype=torch.float64))

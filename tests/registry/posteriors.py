@@ -6,10 +6,12 @@ import torch
 import torchopt
 
 import bayesopt_chain as bc
-from tests.registry.dressings import drawing, fed, per_sample, two_rows, unit_diagonal
+from tests.registry.dressings import drawing, fed, per_sample, two_rows, unit_diagonal, unit_rows
 from tests.registry.transform import Transform
 
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
+VALUE = ("in_place_keeps_the_state_tensors",)  # a state in which a posterior accumulates is a value, see test_values.py
+IS_VALUE = "its state is a value, which no update overwrites"
 JOINT = "its information ties every parameter to every other; a missing gradient is felt by all"
 ITERATES = "it counts iterates, whether their parameters moved or not"
 
@@ -21,7 +23,7 @@ def variational(name: str, build, **dressing) -> Transform:
 
 def filter_(name: str, build, increment, joint: bool = True) -> Transform:
     """A Kalman filter, fed an increment over the parameters."""
-    skip, why = (COUPLED, JOINT) if joint else ((), "")
+    skip, why = ((*COUPLED, *VALUE), f"{JOINT}; {IS_VALUE}") if joint else (VALUE, IS_VALUE)
     return Transform(name, lambda t: fed(build(), curvature=increment), skip=skip, why=why, namespace="ekf")
 
 
@@ -47,8 +49,9 @@ POSTERIORS = (
     variational("von", lambda t: bc.vi.von(0.1, temperature=t, weight_decay=0.1), curvature=unit_diagonal),
     variational("vogn", lambda t: bc.vi.vogn(0.1, temperature=t, weight_decay=0.1), per_sample_gradients=per_sample),
     filter_("dense", lambda: bc.ekf.dense(0.5), two_rows),
-    filter_("dense, forgetting", lambda: bc.ekf.dense(transition_noise=0.1, forgetting=0.9), two_rows),
-    filter_("diagonal", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), unit_diagonal, joint=False),
+    filter_("dense, forgetting", lambda: bc.ekf.dense(0.1, transition_noise=0.01, forgetting=0.9), two_rows),
+    filter_("diagonal", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), unit_rows, joint=False),
+    filter_("diagonal, mixed rows", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), two_rows),
     filter_("low_rank", lambda: bc.ekf.low_rank(0.5, rank=3, transition_noise=0.1), two_rows),
     Transform(
         "laplace",  # without a curvature it passes updates through
@@ -59,14 +62,19 @@ POSTERIORS = (
         "swag",
         lambda t: bc.chain(bc.sgd(0.1, temperature=t), bc.swag(rank=3)),
         lambda: torchopt.sgd(0.1),
-        skip=COUPLED,
-        why=ITERATES,
+        skip=(*COUPLED, *VALUE),
+        why=f"{ITERATES}; {IS_VALUE}",
     ),
-    Transform("swag, scheduled", lambda t: bc.chain(bc.adam(0.1), bc.swag(rank=2, start=1, every=2))),
+    Transform(
+        "swag, scheduled",
+        lambda t: bc.chain(bc.adam(0.1), bc.swag(rank=2, start=1, every=2)),
+        skip=VALUE,
+        why=IS_VALUE,
+    ),
     Transform(
         "swag, running mean",
         lambda t: bc.chain(bc.sgd(0.1, temperature=t), bc.swag(rank=0)),
-        skip=COUPLED,
-        why=ITERATES,
+        skip=(*COUPLED, *VALUE),
+        why=f"{ITERATES}; {IS_VALUE}",
     ),
 )

@@ -15,7 +15,12 @@ from tests.samplers.transfer import Probe
 
 NO_GRADIENT = ("updates_can_be_differentiated",)
 COUPLED = ("a_missing_gradient_leaves_its_leaf_alone",)
-NEEDS_EVERY_GRADIENT = (*COUPLED, "in_place_keeps_the_state_tensors")  # the latter leaves a gradient out
+NEEDS_EVERY_GRADIENT = (  # these leave a gradient out
+    *COUPLED,
+    "in_place_keeps_the_state_tensors",
+    "states_hold_no_views",
+    "nothing_shares_memory",
+)
 
 
 class TreePrecision:
@@ -235,7 +240,7 @@ SAMPLERS = (
             lambda lr: Probe(bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0)),
             (0.0025, 0.005, 0.01),
         ),
-        skip=(*NEEDS_EVERY_GRADIENT, "absent_parameters_are_skipped"),
+        skip=NEEDS_EVERY_GRADIENT,
         why="a precision may couple all parameters, so that none may lack a gradient",
     ),
     sampler(

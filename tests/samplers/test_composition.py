@@ -26,7 +26,7 @@ def test_a_group_of_parameters_can_be_sampled_while_the_rest_is_optimised(name):
         "sgfs": lambda: bc.samplers.sgfs(0.01, temperature=1.0, batch_size=1),
     }[name]
     tx = bc.partition({"cold": bc.sgd(0.1), "hot": build()}, {"body": "cold", "head": "hot"})
-    extra = {"gradient_variance": [torch.ones(2, 2).double()]} if name == "sgfs" else {}
+    extra = {"gradient_variance": {k: torch.ones_like(v) for k, v in PARAMS.items()}} if name == "sgfs" else {}
     grads = {k: v.clone() for k, v in PARAMS.items()}
     updates, _ = tx.update(grads, tx.init(PARAMS), params=PARAMS, inplace=False, **extra)
     assert_bitwise_equal(updates["body"], -0.1 * grads["body"])

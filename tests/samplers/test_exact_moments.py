@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
 from bayesopt_chain.testing import NormalProbe, Unstable, stationary_covariance
@@ -148,7 +149,7 @@ def freeze_each(frozen, fresh):
         0.2 + torch.rand(v.shape, generator=generator, dtype=torch.float64) for v in getattr(fresh[0], field)
     )
     counts = (torch.tensor(10**6),) * len(values)
-    return (fresh[0]._replace(**{field: values, "count": counts}), *fresh[1:])
+    return fresh.replace(0, fresh[0]._replace(**{field: values, "count": counts}))
 
 
 class DensePrecision:
@@ -192,20 +193,19 @@ def test_fisher_scoring_counts_the_gradients_own_noise(dense, variance):
     def given(updates, params):
         return torch.full((1, 1) if dense else (1,), variance, dtype=torch.float64)
 
-    noisy = bc.chain(  # a batch's gradient noise, then the sampler
-        *([bc_noise(variance / n)] if variance else []),
-        bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0),
-    )
+    noisy = with_gradient_noise(bc.samplers.sgfs(lr, temperature=T, batch_size=n, dense=dense, decay=0.0), variance / n)
     step = 1 / (1 / lr + variance / (2 * T * n))
     got = stationary_covariance(fed(noisy, gradient_variance=given), torch.tensor([[k]], dtype=torch.float64), warmup=1)
     assert got.item() == pytest.approx(T / k / (1 - step * k / 2), rel=1e-9)
 
 
-def bc_noise(variance: float):
-    """White noise of a given variance, standing for a minibatch's."""
-    from bayesopt_chain.links.filtered_noise import inject_filtered_noise
+def with_gradient_noise(tx, variance: float):
+    """``tx`` on gradients with white noise of a given variance, standing for a minibatch's."""
 
-    return inject_filtered_noise(variance, (1.0,))
+    def update(updates, state, **keywords):
+        return tx.update(updates + variance**0.5 * torch.randn_like(updates), state, **keywords)
+
+    return GradientTransformation(tx.init, update)
 
 
 def test_fisher_scoring_with_a_matrix_solves_for_the_step():

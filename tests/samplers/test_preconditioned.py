@@ -93,7 +93,7 @@ def test_the_drift_is_the_derivative_of_the_preconditioner():
 
     before = torch.tensor([0.5, 0.2]).double()
     state = tx.init(p)
-    state = (state[0]._replace(nu=(before,)), *state[1:])
+    state = state.replace(0, state[0]._replace(nu=(before,)))
     with NormalProbe():
         updates, _ = tx.update(QUARTIC.gradient(p), state, params=p, hessian_diagonal=hessian(p), inplace=False)
     slope = torch.func.vmap(torch.func.grad(scale))(p, before)
@@ -135,7 +135,7 @@ def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
         updates, state = tx.update(g, state, params=x, inplace=False)
         x = x + updates
     nu = state[0].nu[0].item()
-    frozen = lambda s: (s[0]._replace(nu=(torch.full_like(s[0].nu[0], nu),), count=state[0].count), *s[1:])  # noqa: E731
+    frozen = lambda s: s.replace(0, s[0]._replace(nu=(torch.full_like(s[0].nu[0], nu),), count=state[0].count))  # noqa: E731
     probe = Probe(tx, reduce=lambda nu, m: (m,), keep=(1,), prepare=frozen)
     assert stationary_moment(probe, 1.0) == pytest.approx(target_moment(QUARTIC, 1.0), rel=2e-4)
 

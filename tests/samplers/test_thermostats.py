@@ -123,7 +123,7 @@ def test_temperature_zero_is_refused_with_the_reason(build):
 
 def test_a_thermostat_takes_no_second_noise():
     tx = bc.chain(bc.inject_langevin_noise(1.0), samplers.sgnht(0.1, temperature=1.0))
-    with pytest.raises(ValueError, match="it brings noise of its own; leave inject_langevin_noise out"):
+    with pytest.raises(ValueError, match=r"brings noise of its own.*leave inject_langevin_noise out"):
         tx.init(torch.zeros(2))
 
 

@@ -1,6 +1,6 @@
 """What a batch tells a filter: rows of information, whatever estimator they come from.
 
-    information of the batch = sum_m r_m r_m^T + diag(d)
+    information of the batch = sum_m r_m r_m^T
 
 An observation of a Gaussian likelihood knows its innovations too, each in units of its own noise: the filter then solves
 a least-squares problem instead of normal equations.
@@ -15,8 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.precision import Dense, Diagonal, LowRank, Precision, Root, Woodbury, unflatten
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.precision import Precision
 from bayesopt_chain.trees import Tree, as_tensor, paths
 
 
@@ -27,16 +26,15 @@ class Observation(NamedTuple):
 
     rows: Tree
     innovation: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class Information(NamedTuple):
-    """Rows, leaf by leaf ``[M, *leaf.shape]``; the diagonal beside them, if any; the innovations, if known; the data."""
+    """Rows, leaf by leaf ``[M, *leaf.shape]``; the innovations, ``[M]``, if known; the number of data."""
 
     rows: list[Tensor]
-    diagonal: list[Tensor] | None
     innovation: Tensor | None
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def observe(
@@ -89,32 +87,24 @@ def observe(
 def information(increment: Any, leaves: list[Tensor], who: str) -> Information:
     """Take an increment apart.
 
+    Args:
+        increment: a precision that has rows, or an :class:`Observation`.
+        leaves: the parameters'.
+        who: the filter, for the errors.
+
     Raises:
         ValueError: none given, one over other parameters, or an indefinite one.
         TypeError: a structure without rows.
     """
-    if increment is None:
-        raise ValueError(
-            f"{who}: update got no curvature: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
-            "(structure 'root'), or bc.ekf.observe (make_step does, given curvature=)"
-        )
     if isinstance(increment, Observation):
-        rows, diagonal, innovation = increment.rows, None, increment.innovation
-    elif isinstance(increment, Root):
-        rows, diagonal, innovation = increment.rows, None, None
-    elif isinstance(increment, (LowRank, Woodbury)):
-        increment = increment.unfactorised() if isinstance(increment, Woodbury) else increment
-        rows, diagonal, innovation = increment.rows, increment.diagonal, None
-    elif isinstance(increment, Diagonal):
-        rows = optree.tree_map(lambda v: v.new_zeros((0, *v.shape)), increment.values)
-        diagonal, innovation = increment.values, None
-    elif isinstance(increment, Dense):
-        rows, diagonal, innovation = unflatten(_root(increment.matrix, who), increment.like), None, None
+        rows, innovation = increment.rows, increment.innovation
+    elif isinstance(increment, Precision):
+        rows, innovation = _rows(increment, who), None
     else:
-        kind = type(increment).__name__
-        raise (TypeError if isinstance(increment, Precision) else ValueError)(
-            f"{who}: an increment of class {kind} has no rows: use an estimator with structure='root', 'low_rank', "
-            "'diagonal' or 'dense', or bc.ekf.observe"
+        came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
+        raise ValueError(
+            f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
+            "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
     flat = optree.tree_leaves(rows)
     if [tuple(row.shape[1:]) for row in flat] != [tuple(leaf.shape) for leaf in leaves]:
@@ -122,15 +112,20 @@ def information(increment: Any, leaves: list[Tensor], who: str) -> Information:
             f"{who}: the increment is over {dict(zip(paths(rows), [tuple(r.shape[1:]) for r in flat]))}, the parameters have "
             f"the shapes {[tuple(leaf.shape) for leaf in leaves]}: estimate the curvature of these parameters"
         )
-    return Information(flat, None if diagonal is None else optree.tree_leaves(diagonal), innovation, increment.count)
+    return Information(flat, innovation, increment.count)
 
 
-def _root(matrix: Tensor, who: str) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    if not is_hidden(values):
-        tolerance = 1e3 * torch.finfo(values.dtype).eps * values.abs().max()
-        if bool((values < -tolerance).any()):
-            raise ValueError(
-                f"{who}: the increment is indefinite (eigenvalue {values.min().item():.3g}): use bc.curvature.ggn"
-            )
-    return values.clamp_min(0).sqrt()[:, None] * vectors.mT
+def of_moving(known: Information, moves: list[bool]) -> Information:
+    """What is known of the leaves that move, the others being fixed: the rows of a fixed leaf are zero."""
+    return known._replace(rows=[row if m else torch.zeros_like(row) for row, m in zip(known.rows, moves)])
+
+
+def _rows(increment: Precision, who: str) -> Tree:
+    try:
+        return increment.as_rows()
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{who}: {error}. A filter needs all rows of the batch: curvature of structure='root' (or 'dense'), or "
+            "bc.ekf.observe. With a diagonal in their place the mean diverges where features are correlated. Where the rows do "
+            "not fit, take smaller batches, or bc.vi.von, whose lr bounds the step"
+        ) from None

@@ -1,4 +1,4 @@
-"""Variational inference as gradient transformations (see `_transform.py` and `_natural.py`)."""
+"""Variational inference as gradient transformations: families of Gaussians, and natural gradients."""
 
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.vi._gaussian_families import dense, low_rank, mean_field

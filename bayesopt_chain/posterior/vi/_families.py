@@ -13,6 +13,7 @@ itself, whose diagonal is positive because it is the exponential of what is opti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._memory import require_dense_fits
-from bayesopt_chain.posterior.draw import standard_normals
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
@@ -45,13 +45,17 @@ class Family:
     name: str
     init_scale: float
 
-    def start(self, leaves: list[Tensor], key: Tensor) -> Scale:
-        """The first phi."""
+    def start(self, leaves: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
+        """The first phi, where ``normals(n)`` are ``n`` standard normals like every leaf, ``[n, *leaf.shape]``."""
         raise NotImplementedError
 
     def noise_like(self, leaves: list[Tensor]) -> list[Tensor]:
         """Templates of one sample's standard normals."""
         raise NotImplementedError
+
+    def noise_names(self, paths: Sequence[str]) -> Sequence[str]:
+        """What they are called: the path of their leaf, where they belong to one."""
+        return paths
 
     def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
         """``theta - mu``: ``[S, *leaf.shape]`` for each leaf."""
@@ -91,7 +95,7 @@ class MeanField(Family):
     init_scale: float
     name = "vi.mean_field"
 
-    def start(self, leaves, key):
+    def start(self, leaves, normals):
         return tuple(torch.full_like(leaf, math.log(self.init_scale)).detach() for leaf in leaves)
 
     def noise_like(self, leaves):
@@ -107,7 +111,7 @@ class MeanField(Family):
         return tuple((g * z).mean(0) * s.exp() for s, z, g in zip(scale, noise, gradients))
 
     def entropy(self, scale):
-        return sum(s.sum() for s in scale) + _constant(sum(s.numel() for s in scale))
+        return torch.stack([s.sum() for s in scale]).sum() + _constant(sum(s.numel() for s in scale))
 
     def entropy_gradient(self, scale):
         return tuple(torch.ones_like(s) for s in scale)
@@ -125,7 +129,7 @@ class Dense(Family):
     init_scale: float
     name = "vi.dense"
 
-    def start(self, leaves, key):
+    def start(self, leaves, normals):
         dtype, parameters = common_dtype(leaves), size(leaves)
         device = leaves[0].device
         require_dense_fits(parameters, dtype, device)
@@ -133,6 +137,9 @@ class Dense(Family):
 
     def noise_like(self, leaves):
         return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))]
+
+    def noise_names(self, paths):
+        return [self.name]
 
     def displace(self, scale, noise, leaves):
         return unflatten(noise[0] @ cholesky(scale[0]).mT, leaves)
@@ -175,18 +182,19 @@ class LowRank(Family):
     rank: int
     name = "vi.low_rank"
 
-    def start(self, leaves, key):
+    def start(self, leaves, normals):
         if self.rank > size(leaves):
             raise ValueError(f"vi.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
         half = self.init_scale / math.sqrt(2)
-        zero = torch.zeros((), dtype=torch.int64, device=key.device)
-        rows = standard_normals(key, zero, leaves, self.rank, False)
-        rows = tuple(row * (half / math.sqrt(self.rank)) for row in rows)
+        rows = tuple(row * (half / math.sqrt(self.rank)) for row in normals(self.rank))
         return (*rows, *(torch.full_like(leaf, math.log(half)).detach() for leaf in leaves))
 
     def noise_like(self, leaves):
         dtype = common_dtype(leaves)
         return [*leaves, leaves[0].new_empty((), dtype=dtype).expand(self.rank)]
+
+    def noise_names(self, paths):
+        return [*paths, self.name]
 
     def displace(self, scale, noise, leaves):
         (rows, log_d), (*eps, z) = _halves(scale), noise
@@ -198,7 +206,7 @@ class LowRank(Family):
     def pullback(self, scale, noise, gradients):
         (_, log_d), (*eps, z) = _halves(scale), noise
         samples = z.shape[0]
-        by_rows = tuple(torch.tensordot(z.to(g.dtype), g, dims=([0], [0])) / samples for g in gradients)
+        by_rows = tuple(torch.tensordot(z.to(g.dtype).mT, g, dims=1) / samples for g in gradients)
         by_log_d = tuple((g * e).mean(0) * d.exp() for g, e, d in zip(gradients, eps, log_d))
         return (*by_rows, *by_log_d)
 

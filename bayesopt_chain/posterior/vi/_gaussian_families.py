@@ -10,7 +10,7 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
-from bayesopt_chain.posterior.state import Dial
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
 from bayesopt_chain.posterior.vi._families import Dense, Family, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
 
@@ -19,7 +19,7 @@ from bayesopt_chain.posterior.vi._transform import Variational, VariationalTrans
 def mean_field(
     optimizer: GradientTransformation,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     init_scale: float = 1e-2,
     n_samples: int = 1,
     antithetic: bool = False,
@@ -28,14 +28,16 @@ def mean_field(
     scale_optimizer: GradientTransformation | None = None,
     generator: torch.Generator | None = None,
 ) -> VariationalTransform:
-    """Independent Gaussians on every parameter: ``theta = mu + sigma * z``. Bayes by backprop (Blundell et al., 2015).
+    """Independent Gaussians on every parameter: ``theta = mu + sigma * z``. Bayes by backprop (Blundell, Cornebise, Kavukcuoglu
+    and Wierstra, 2015).
 
     Args:
         optimizer: any of TorchOpt or this library; it moves the mean, which is the parameters, and log sigma.
         temperature: ``1 / N`` for a loss that is the mean negative log posterior over ``N`` data; a number, a 0-d tensor
             read at every update, or a schedule of the update count. At the number 0 the optimizer runs alone.
         init_scale: first standard deviation of every parameter, in the parameters' units. Far below the posterior's, the
-            force that sticks the landing is noise of size ``temperature / init_scale``: start wider, or without it.
+            estimate of ``stick_the_landing`` has a variance of about ``(temperature / init_scale)^2``: raise ``init_scale``,
+            or set ``stick_the_landing=False``.
         n_samples: draws for each update. More than one put the samples on axis 0 of draws and gradients.
         antithetic: draw in pairs ``mu +- displacement``; ``n_samples`` must be even.
         stick_the_landing: estimate the gradient along the path only: no variance at the optimum, when the posterior is in
@@ -83,7 +85,7 @@ def mean_field(
 def dense(
     optimizer: GradientTransformation,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     init_scale: float = 1e-2,
     n_samples: int = 1,
     antithetic: bool = False,
@@ -122,7 +124,7 @@ def dense(
 def low_rank(
     optimizer: GradientTransformation,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     rank: int = 10,
     init_scale: float = 1e-2,
     n_samples: int = 1,

@@ -20,6 +20,7 @@ In the paper's letters ``lambda = 1 / T``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,25 +29,17 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
+from bayesopt_chain.posterior.draw import Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import (
-    Dial,
-    device_of,
-    now,
-    present,
-    spread_over,
-    tensor_on,
-    times,
-)
+from bayesopt_chain.posterior.state import device_of, times
 from bayesopt_chain.posterior.vi._gaussian_families import require_samples
-from bayesopt_chain.posterior.vi._transform import DrawnPosterior
+from bayesopt_chain.posterior.vi._transform import DrawingTransformation
 from bayesopt_chain.precision import Diagonal, Precision
-from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
 
@@ -58,15 +51,15 @@ class NaturalState(NamedTuple):
     momentum: tuple[Tensor, ...]
     hessian: Any
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
-class Natural(Keyed):
+class Natural(Drawing):
     """What the natural-gradient links share: the stream, the momentum, the gradient over several draws."""
 
-    lr: Dial
-    temperature: Dial
+    lr: ScalarOrSchedule
+    temperature: ScalarOrSchedule
     weight_decay: float
     betas: tuple[float, float]
     init_hessian: float
@@ -75,47 +68,32 @@ class Natural(Keyed):
     state = NaturalState
     whole = True
     needs_params = True
-    accepts = frozenset({"draw"})
     name = "vi"
 
     @property
-    def samples(self) -> int:
-        return self.n_samples
-
-    @property
-    def is_cold(self) -> bool:
-        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw"})
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.accepts - {"draw"} if self.is_cold else self.accepts
+        return self.accepts - {"draw"} if self.is_deterministic else self.accepts
 
     @property
     def response(self) -> Response:
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
     def init(self, leaves: list, at: At) -> NaturalState:
-        params = at.tree(leaves)
-        checks.parameters(leaves, optree.tree_paths(params))
-        device = device_of(leaves)
-        key = torch.zeros((), dtype=torch.int64, device=device)
-        if not self.is_cold:
-            key = keyed_stream.new_key(self.generator, device)
+        checks.parameters(leaves, at.paths)
+        key, count = self.first_key(leaves, at)
         momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
-        return NaturalState(momentum, self.first_hessian(params), key, torch.zeros_like(key))
+        return NaturalState(momentum, self.first_hessian(at.tree(leaves)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
         raise NotImplementedError
 
-    def sample(self, state: NaturalState, leaves: list, at: At) -> Draw:
-        """A draw for parameters given as leaves."""
-        if self.is_cold:
-            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(same, (), state.key, state.count)
-        noise = standard_normals(state.key, state.count, leaves, self.n_samples, self.antithetic, self.stream)
-        moves = self.displace(state, noise, leaves)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(drawn, noise, state.key, state.count)
+    def displacements(self, state: NaturalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
+        noise = standard_normals(state.key, state.count, leaves, names, self.n_samples, self.antithetic, self.stream)
+        return noise, self.displace(state, noise, leaves)
 
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
         raise NotImplementedError
@@ -125,21 +103,21 @@ class Natural(Keyed):
         return [v.shape for v in state.momentum]
 
     def posterior(self, state: NaturalState, params: Any) -> Gaussian:
-        if self.is_cold:
+        if self.is_deterministic:
             raise ValueError(f"{self.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         mean = optree.tree_map(torch.Tensor.detach, params)
-        return Gaussian(mean, self.precision(state, params).factorised())
+        return Gaussian(mean, self.precision(state, params)).factorised()
 
     def precision(self, state: NaturalState, params: Any) -> Precision:
         raise NotImplementedError
 
-    def _samples(self, g: list, draw: Any, state: NaturalState, params: list) -> list:
-        """Present leaves' gradients, samples on axis 0."""
-        if not self.is_cold:
+    def _samples(self, g: list, draw: Any, state: NaturalState, leaves: list) -> list:
+        """The leaves' gradients, samples on axis 0."""
+        if not self.is_deterministic:
             require_drawn_from(draw, state, self.name)
         elif self.n_samples > 1:
-            g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, params)]
-        return [x for x, p in zip(along_samples(g, params, self.n_samples, self.name), params) if p is not None]
+            g = [x if x is None or x.ndim > p.ndim else x.expand(self.n_samples, *p.shape) for x, p in zip(g, leaves)]
+        return along_samples(g, leaves, self.n_samples, self.name)
 
     def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
         """``v-bar + delta m``, ``None`` without a gradient, and the next momentum."""
@@ -172,20 +150,20 @@ class IVON(Natural):
         return [s * z for s, z in zip(self._sigma(state), noise)]
 
     def _sigma(self, state: NaturalState) -> list[Tensor]:
-        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.count), state.key.device)
         return [times((h + self.weight_decay).rsqrt(), temperature.sqrt()) for h in state.hessian]
 
-    def update(self, g, state, op: Op, at: At):
-        draw, params = at.extra.get("draw"), at.params
-        leaves = params
-        samples = self._samples(g, draw, state, params)
+    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
+        draw: Any = at.extra.get("draw")
+        leaves = at.params
+        samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else x.mean(0) for x in samples]
         hessian = state.hessian
-        if not self.is_cold:
+        if not self.is_deterministic:
             estimates = [
                 None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
-            warm = tensor_on(now(self.temperature, state.count), state.key.device) > 0
+            warm = scalar(now(self.temperature, state.count), state.key.device) > 0
             hessian = tuple(
                 h if x is None else torch.where(warm, self._averaged(h, x), h) for x, h in zip(estimates, state.hessian)
             )
@@ -198,7 +176,7 @@ class IVON(Natural):
             for f, h in zip(force, hessian)
         ]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), op.keep(state, new)
+        return steps, op.keep(state, new)
 
     def _averaged(self, h: Tensor, estimate: Tensor) -> Tensor:
         rho = 1 - self.betas[1]
@@ -210,14 +188,17 @@ class IVON(Natural):
     def precision(self, state, params):
         temperature = now(self.temperature, state.count)
         values = [times(h + self.weight_decay, 1 / temperature) for h in state.hessian]
-        data = 1 / tensor_on(temperature, state.key.device)
+        data = 1 / scalar(temperature, state.key.device)
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), data)
 
 
 @dataclass(frozen=True)
 class VON(Natural):
-    accepts = frozenset({"draw", "curvature"})
     name = "vi.von"
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw", "curvature"})
 
     def first_hessian(self, params):
         one = torch.ones((), dtype=torch.float64, device=device_of(optree.tree_leaves(params)))
@@ -225,16 +206,16 @@ class VON(Natural):
 
     def displace(self, state, noise, leaves):
         precision = state.hessian.add_diagonal(self.weight_decay)
-        temperature = tensor_on(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.count), state.key.device)
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g, state, op: Op, at: At):
-        draw, params = at.extra.get("draw"), at.params
-        leaves = params
-        samples = self._samples(g, draw, state, params)
+    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
+        draw: Any = at.extra.get("draw")
+        leaves = at.params
+        samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else x.mean(0) for x in samples]
-        hessian = self._averaged(state, self._increment(at.extra, params, at))
+        hessian = self._averaged(state, self._increment(leaves, at))
         force, momentum = self._force(means, state, leaves)
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
@@ -244,10 +225,10 @@ class VON(Natural):
         lr = now(self.lr, state.count)
         steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
-        return spread_over(steps, params), op.keep(state, new)
+        return steps, op.keep(state, new)
 
-    def _increment(self, extra: Any, params: list, at: At) -> Precision:
-        increment = extra.get("curvature")
+    def _increment(self, leaves: list, at: At) -> Precision:
+        increment = at.extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
                 f"{self.name}: update got curvature={type(increment).__name__}: pass an increment of an estimator of "
@@ -273,35 +254,37 @@ class VON(Natural):
 
 @dataclass(frozen=True)
 class VOGN(VON):
-    accepts = frozenset({"draw", "per_sample_gradients"})
     name = "vi.vogn"
 
-    def _increment(self, extra, params, at):
-        gradients = extra.get("per_sample_gradients")
+    @property
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw", "per_sample_gradients"})
+
+    def _increment(self, leaves: list, at: At) -> Precision:
+        gradients = at.extra.get("per_sample_gradients")
         if gradients is None:
             raise ValueError(
                 f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
                 "leaves [B, *leaf.shape] (make_step does)"
             )
-        leaves = at.leaves(gradients)
-        lead = [x.ndim - p.ndim for x, p in zip(leaves, present(params))]
+        given = at.leaves(gradients)
+        lead = [x.ndim - p.ndim for x, p in zip(given, leaves)]
         wanted = 1 if self.n_samples == 1 else 2
         if any(n != wanted for n in lead):
             raise ValueError(
                 f"{self.name}: per_sample_gradients must have leaves {'[B' if wanted == 1 else '[S, B'}, *leaf.shape], got "
-                f"{[tuple(x.shape) for x in leaves]}"
+                f"{[tuple(x.shape) for x in given]}"
             )
-        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in leaves]
+        squares = [x.square() if wanted == 1 else x.square().mean(0) for x in given]
         count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
-        values = spread_over([x.sum(0) for x in squares], params)
-        return Diagonal(at.tree(values), count)
+        return Diagonal(at.tree([x.sum(0) for x in squares]), count)
 
 
-@checked
+@checked_types
 def ivon(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.99999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
@@ -310,7 +293,7 @@ def ivon(
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Improved variational online Newton: a diagonal Gaussian at the cost of Adam (Shen et al., 2024).
 
     Args:
@@ -344,21 +327,21 @@ def ivon(
     """
     checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
     common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
-    return DrawnPosterior((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
+    return DrawingTransformation((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
 
 
-@checked
+@checked_types
 def von(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.0, 0.999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Variational online Newton with a precision of any structure (Khan et al., 2018; Khan and Rue, 2023).
 
     The precision has the structure of the increments that ``update`` is given as ``curvature=`` (an estimator of
@@ -392,28 +375,22 @@ def von(
         >>> tx.posterior(state, params).precision.to_dense().shape
         torch.Size([2, 2])
     """
-    return DrawnPosterior(
-        (
-            VON(
-                *_common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic),
-                generator=generator,
-            ),
-        )
-    )
+    common = _common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawingTransformation((VON(*common, generator=generator),))
 
 
-@checked
+@checked_types
 def vogn(
-    lr: Dial,
+    lr: ScalarOrSchedule,
     *,
-    temperature: Dial,
+    temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     init_hessian: float = 1.0,
     n_samples: int = 1,
     antithetic: bool = False,
     generator: torch.Generator | None = None,
-) -> DrawnPosterior:
+) -> DrawingTransformation:
     """Variational online Gauss-Newton: VON whose curvature is the mean square of single data's gradients.
 
     ``update`` needs them as ``per_sample_gradients=``, leaves ``[B, *leaf.shape]`` (``[S, B, *leaf.shape]`` for several
@@ -429,19 +406,12 @@ def vogn(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    return DrawnPosterior(
-        (
-            VOGN(
-                *_common("vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic),
-                generator=generator,
-            ),
-        )
-    )
+    common = _common("vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic)
+    return DrawingTransformation((VOGN(*common, generator=generator),))
 
 
 def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic) -> tuple:
-    if not callable(lr) and not lr >= 0:
-        raise ValueError(f"{who}: lr must be a number >= 0, a 0-d tensor or a schedule, got {lr!r}")
+    checks.number(f"{who}: lr", lr, "[0, inf)", tensor=True, schedule=True)
     checks.temperature(temperature)
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")

@@ -12,12 +12,13 @@ the negative ELBO divided by the number of data when ``T = 1 / N`` and the loss 
 
 where ``pullback`` is the transposed derivative of the displacement by phi. Both are unbiased. The first is exactly zero,
 for every draw, where q is the posterior (Roeder, Wu and Duvenaud, 2017). The optimizer then sees a gradient of mu and one
-of phi. Gradients of the reparameterised ELBO: Kucukelbir et al. 2017 (mean field and dense); Ong, Nott and Smith 2018
-(low rank plus diagonal).
+of phi. Gradients of the reparameterised ELBO: Kucukelbir, Tran, Ranganath, Gelman and Blei, 2017 (mean field and dense); Ong,
+Nott and Smith, 2018 (low rank plus diagonal).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,25 +27,21 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.chain import Chain, paths_of
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
+from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
-    Dial,
-    device_of,
-    find,
-    now,
-    present,
+    PosteriorTransformation,
+    names_in,
+    require_finite,
     require_these,
-    spread_over,
-    tensor_on,
     times,
 )
 from bayesopt_chain.posterior.vi._families import Family
-from bayesopt_chain.random import stream as keyed_stream
 
 
 class VariationalState(NamedTuple):
@@ -56,7 +53,7 @@ class VariationalState(NamedTuple):
     mean_optimizer: Any
     scale_optimizer: Any
     key: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class VariationalInfo(NamedTuple):
@@ -72,13 +69,13 @@ class VariationalInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variational(Keyed):
+class Variational(Drawing):
     """The link behind the variational families."""
 
     family: Family
     mean_optimizer: Chain
     scale_optimizer: Chain
-    temperature: Dial
+    temperature: ScalarOrSchedule
     n_samples: int = 1
     antithetic: bool = False
     stick_the_landing: bool = True
@@ -86,58 +83,45 @@ class Variational(Keyed):
     state = VariationalState
     whole = True
     needs_params = True
-    accepts = frozenset({"draw"})
 
     @property
-    def samples(self) -> int:
-        return self.n_samples
-
-    @property
-    def is_cold(self) -> bool:
-        return isinstance(self.temperature, (int, float)) and self.temperature == 0
+    def accepts(self) -> frozenset[str]:
+        return frozenset({"draw"})
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset() if self.is_cold else self.accepts
+        return frozenset() if self.is_deterministic else self.accepts
 
     @property
     def response(self) -> Response:
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
     def init(self, leaves: list, at: At) -> VariationalState:
-        params = at.tree(leaves)
-        device = device_of(leaves)
-        if self.is_cold:
-            key = torch.zeros((), dtype=torch.int64, device=device)
-        else:
-            checks.parameters(leaves, optree.tree_paths(params))
-            key = keyed_stream.new_key(self.generator, device)
-        scale = self.family.start(leaves, key)  # from the stream's first value; the draws begin with the second
-        count = torch.ones((), dtype=torch.int64, device=device)
-        return VariationalState(scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, count)
+        params, (key, zero) = at.tree(leaves), self.first_key(leaves, at)
 
-    def sample(self, state: VariationalState, leaves: list, at: At) -> Draw:
-        """A draw for parameters given as leaves."""
-        if self.is_cold:
-            same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(same, (), state.key, state.count)
-        noise = standard_normals(
-            state.key, state.count, self.family.noise_like(leaves), self.n_samples, self.antithetic, self.stream
+        def normals(n: int) -> tuple[Tensor, ...]:  # the stream's first value; the draws begin with the second
+            return standard_normals(key, zero, leaves, at.paths, n, stream=self.stream)
+
+        scale = self.family.start(leaves, normals)
+        return VariationalState(
+            scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1
         )
-        moves = self.family.displace(state.scale, noise, leaves)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(drawn, noise, state.key, state.count)
+
+    def displacements(self, state: VariationalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
+        like, names = self.family.noise_like(leaves), self.family.noise_names(names)
+        noise = standard_normals(state.key, state.count, like, names, self.n_samples, self.antithetic, self.stream)
+        return noise, self.family.displace(state.scale, noise, leaves)
 
     def update(self, g: list, state: VariationalState, op: Op, at: At) -> tuple[list, VariationalState]:
         params = at.params
-        if self.is_cold:
+        if self.is_deterministic:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
             if self.weight_decay:
                 g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
             moves, optimizer = self._move_mean(g, state, params, op, at)
             return moves, state._replace(mean_optimizer=optimizer)
-        draw = at.extra.get("draw")
+        draw: Any = at.extra.get("draw")
         require_drawn_from(draw, state, self.family.name)
         by_mean, by_scale = self._gradients(g, draw.noise, state, params)
         moves, mean_optimizer = self._move_mean(by_mean, state, params, op, at)
@@ -148,10 +132,10 @@ class Variational(Keyed):
         new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.count + 1)
         return moves, op.keep(state, new)
 
-    def _gradients(self, g: list, noise: Any, state: VariationalState, params: list) -> tuple[list, tuple]:
+    def _gradients(self, g: list, noise: Any, state: VariationalState, leaves: list) -> tuple[list, tuple]:
         """Of F by the mean, ``None`` where there is none, and by phi."""
-        leaves, family = present(params), self.family
-        samples = [x for x, p in zip(along_samples(g, params, self.n_samples, family.name), params) if p is not None]
+        family = self.family
+        samples = along_samples(g, leaves, self.n_samples, family.name)
         moves = [x is not None for x in samples]
         filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
         temperature = now(self.temperature, state.count - 1)
@@ -165,7 +149,7 @@ class Variational(Keyed):
         if not self.stick_the_landing:
             entropy = family.entropy_gradient(state.scale)
             by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
-        by_mean = spread_over([x.mean(0) if m else None for x, m in zip(filled, moves)], params)
+        by_mean = [x.mean(0) if m else None for x, m in zip(filled, moves)]
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
     def _move_mean(self, g: list, state: VariationalState, params: list, op: Op, at: At) -> tuple[list, Any]:
@@ -185,9 +169,9 @@ class Variational(Keyed):
                 raise ValueError(
                     f"{self.family.name}: with weight_decay the negative ELBO needs draw=, the draw of the loss"
                 )
-            squares = sum(x.square().sum() for x in optree.tree_leaves(draw.params))
-            loss = loss + times(squares.to(loss), 0.5 * self.weight_decay / self.n_samples)
-        if self.is_cold:
+            squares = torch.stack([x.square().sum().to(loss) for x in optree.tree_leaves(draw.params)]).sum()
+            loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
+        if self.is_deterministic:
             return loss
         return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
 
@@ -196,12 +180,14 @@ class Variational(Keyed):
         return self.family.shapes(state.scale)
 
     def posterior(self, state: VariationalState, params: Any) -> Gaussian:
-        if self.is_cold:
+        if self.is_deterministic:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
         temperature = now(self.temperature, state.count - 1)
-        data = 1 / tensor_on(temperature, state.count.device)
-        precision = self.family.precision(state.scale, params, data)
-        return Gaussian(optree.tree_map(torch.Tensor.detach, params), precision.factorised())
+        data = 1 / scalar(temperature, state.count.device)
+        mean = optree.tree_map(torch.Tensor.detach, params)
+        require_finite(mean, "the posterior's mean")
+        require_finite(state.scale, f"{self.family.name}: the scale")
+        return Gaussian(mean, self.family.precision(state.scale, params, data)).factorised()
 
     def __str__(self) -> str:
         words = [str(self.mean_optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
@@ -209,18 +195,11 @@ class Variational(Keyed):
         return f"{self.family.name}({', '.join(words)})"
 
 
-class DrawnPosterior(Chain):
+class DrawingTransformation(PosteriorTransformation):
     """What the functions of :mod:`bayesopt_chain.posterior.vi` return: a chain with questions for its state.
 
     Each takes the state of this transformation, or of a chain that has it as a link.
     """
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.links,)
-
-    @property
-    def _link(self) -> Any:
-        return self.links[0]
 
     def sample(self, state: Any, params: Any) -> Draw:
         """Draw parameters from the posterior, to take the loss's gradient at.
@@ -232,35 +211,51 @@ class DrawnPosterior(Chain):
         Returns:
             A :class:`Draw`; the leaves of ``draw.params`` are like the parameters for ``n_samples=1``, else they have
             the samples on axis 0.
+
+        Raises:
+            ValueError: a state of another transformation.
         """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-        mine, entry = self._link, self._state(state)
-        at = At(spec, (), (), leaves, None, {})
-        here = [i for i, leaf in enumerate(leaves) if leaf is not None]
-        draw = mine.sample(entry, [leaves[i] for i in here], at)
+        entry, here = self._state(state), [i for i, leaf in enumerate(leaves) if leaf is not None]
+        names = names_in(state, entry) or [paths_of(params)[i] for i in here]
+        draw = self._link.draw(entry, [leaves[i] for i in here], names)
         drawn = dict(zip(here, draw.params))
         return draw._replace(params=optree.tree_unflatten(spec, [drawn.get(i) for i in range(len(leaves))]))
 
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
+        Args:
+            state: from ``init`` or ``update``.
+            params: the mean.
+
+        Returns:
+            A :class:`Gaussian` with a decomposed precision.
+
         Raises:
-            ValueError: at ``temperature=0``, where there is none.
+            ValueError: at ``temperature=0``, where there is none; parameters of other shapes than the state's; NaN in the
+                state or the parameters (named).
         """
         mine = self._state(state)
         require_these(self._link.shapes(mine), params, str(self._link))
         return self._link.posterior(mine, params)
 
-    def _state(self, state: Any) -> Any:
-        return find(state, self._link.state, str(self._link))
 
-
-class VariationalTransform(DrawnPosterior):
+class VariationalTransform(DrawingTransformation):
     """What ``mean_field``, ``dense`` and ``low_rank`` return."""
 
     def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
-        """The negative ELBO per datum, 0-d, in nats: ``loss - T H[q]`` for the mean loss over the draws from ``state``.
+        """The negative ELBO per datum, in nats: ``loss - T H[q]``.
 
-        With ``weight_decay`` it needs the draw too, for the prior there (without the prior's normaliser, a constant).
+        Args:
+            state: from ``init`` or ``update``.
+            loss: the mean loss over the draws from that state, 0-d.
+            draw: those draws, needed with ``weight_decay``, for the prior there (without its normaliser, a constant).
+
+        Returns:
+            0-d, differentiable in ``loss``.
+
+        Raises:
+            ValueError: with ``weight_decay`` and no draw.
         """
         return self._link.negative_elbo(self._state(state), loss, draw)

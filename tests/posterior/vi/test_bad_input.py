@@ -73,7 +73,7 @@ def test_numbers_out_of_range(name):
     for wrong in (-0.1, float("nan"), float("inf"), torch.tensor(-1.0)):
         with pytest.raises(ValueError, match="temperature"):
             make(temperature=wrong)
-    with pytest.raises(ValueError, match="n_samples must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="n_samples must"):
         make(n_samples=0)
     with pytest.raises(ValueError, match="come in pairs"):
         make(n_samples=3, antithetic=True)
@@ -96,16 +96,16 @@ def test_weight_decay(name):
 def test_natural_gradients_numbers(name):
     make = FAMILIES[name]
     for betas in ((1.0, 0.9), (0.9, 1.1), (-0.1, 0.9), (0.9,)):
-        with pytest.raises(ValueError, match="betas must be two numbers"):
+        with pytest.raises((ValueError, TypeError), match="betas must be two numbers"):
             make(betas=betas)
     with pytest.raises(ValueError, match="weight_decay must be finite"):
         make(weight_decay=-0.1)
-    with pytest.raises(ValueError, match="lr must be a number >= 0"):
+    with pytest.raises(ValueError, match="lr must"):
         getattr(bc.vi, name)(-0.1, temperature=T)
 
 
 def test_an_optimizer_that_is_none():
-    with pytest.raises(TypeError, match="not a gradient transformation"):
+    with pytest.raises(TypeError, match="must be a gradient transformation"):
         bc.vi.mean_field(torch.optim.SGD, temperature=T)
     with pytest.raises(TypeError, match="scale_optimizer"):
         bc.vi.mean_field(torchopt.sgd(0.1), temperature=T, scale_optimizer=0.1)
@@ -126,7 +126,7 @@ def test_a_rank_out_of_range(make):
     with pytest.raises(ValueError, match="above the number of parameters, 8"):
         make(9).init(params)
     for wrong in (0, -1, 1.5):
-        with pytest.raises(ValueError, match="rank must be an integer of at least 1"):
+        with pytest.raises((ValueError, TypeError), match="rank must"):
             make(wrong)
 
 
@@ -183,15 +183,14 @@ def test_a_filter_without_curvature(name):
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filters_variances(name):
     make = FILTERS[name]
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="prior_precision must be finite"):
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="prior_precision must be a positive, finite"):
             make(prior_precision=wrong)
-        with pytest.raises(ValueError, match="transition_noise must be finite"):
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="transition_noise must"):
             make(transition_noise=wrong)
-        with pytest.raises(ValueError, match="lr must be a positive"):
+        with pytest.raises(ValueError, match=r"lr.* must"):
             make(wrong)
-    with pytest.raises(ValueError, match="prior_precision=0"):
-        make(prior_precision=0.0)
     with pytest.raises(ValueError, match="prior_precision is not positive at b"):
         make(prior_precision={"w": torch.ones(2, 3), "b": torch.tensor([1.0, -1.0])}).init(params)
     for wrong in (0.0, 1.1, -0.5):
@@ -217,15 +216,15 @@ def test_curvature_that_a_filter_cannot_take_apart(name):
 
     one = torch.tensor(1.0)
     kronecker = Kronecker(torch.eye(2), torch.eye(1), one, torch.zeros(2), one)
-    with pytest.raises(TypeError, match="an increment of class Kronecker has no rows"):
+    with pytest.raises(TypeError, match="a precision of class Kronecker is not made of rows"):
         update(kronecker)
-    with pytest.raises(ValueError, match="an increment of class dict has no rows"):
+    with pytest.raises(ValueError, match="update got curvature of class dict"):
         update(params)
     with pytest.raises(ValueError, match="estimate the curvature of these parameters"):
         update(Root({"w": torch.ones(1, 3, 2), "b": torch.ones(1, 2)}, one))
-    with pytest.raises(ValueError, match="the increment is indefinite"):
+    with pytest.raises(ValueError, match="the precision is indefinite"):
         update(Dense(torch.diag(torch.tensor([1.0, -1.0, 1, 1, 1, 1, 1, 1])), shape_only(params), one))
-    with pytest.raises(ValueError, match="gradient 0 has shape"):
+    with pytest.raises(ValueError, match="leaf 0 has shape"):
         rows = Root({"w": torch.ones(1, 2, 3), "b": torch.ones(1, 2)}, one)
         tx.update({"w": torch.ones(2, 3), "b": torch.ones(3)}, state, params=params, curvature=rows, inplace=False)
 

@@ -15,7 +15,7 @@ from tests.registry.dressings import drawing
 from tests.registry.posteriors import COUPLED, FAMILIES
 
 T = 0.01
-JOINT = [row for row in POSTERIORS if row.skip == COUPLED]
+JOINT = [row for row in POSTERIORS if set(COUPLED) <= set(row.skip)]
 DRESSED = [row for row in POSTERIORS if row.namespace in ("vi", "ekf")]
 
 

@@ -1,0 +1,250 @@
+"""A Laplace posterior of a trained model in one call: curvature, prior, noise and predictions.
+
+    fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), loader)
+    probabilities = fitted.predict(test_loader)
+
+It puts together what can also be had one by one: :func:`bayesopt_chain.make_functional`, an estimator of
+:mod:`bayesopt_chain.curvature`, :func:`bayesopt_chain.laplace`, :mod:`bayesopt_chain.fitting.evidence` and
+:mod:`bayesopt_chain.predict`. Of a linear last layer the features are computed once, and where the likelihood is Gaussian too
+the model is linear in what is kept: prior and noise are then tuned with the maximum a posteriori solved for at every trial, and
+the posterior's mean is that maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
+from bayesopt_chain.fitting.model import Model, Pass, both, make_model, peeked
+from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, held_out_nll, method_for, predicted
+from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
+from bayesopt_chain.posterior.state import require_finite
+from bayesopt_chain.posterior.tuning import tune_by_validation
+from bayesopt_chain.trees import Tree
+
+CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
+
+
+@dataclass(frozen=True)
+class FittedLaplace:
+    """What :func:`fit_laplace` returns.
+
+    Attributes:
+        posterior: the Gaussian over the kept parameters.
+        prior_precision: in force, a tree of 0-d tensors like the kept parameters, or what was given.
+        likelihood_scale: in force, 0-d: Gaussian noise has ``variance / likelihood_scale``.
+        log_evidence: 0-d, in nats; NaN for a prior precision of 0.
+        model: the pieces it was made from.
+        seen: the data so far.
+    """
+
+    posterior: Gaussian
+    prior_precision: Any
+    likelihood_scale: Tensor
+    log_evidence: Tensor
+    model: Model
+    seen: Pass
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        method: Method | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | Prediction:
+        """Predictions for new inputs.
+
+        Args:
+            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs.
+            method: "probit" (classes and yes-or-no; the default there) and "bridge" (classes) turn the linearised outputs into
+                probabilities without sampling; "linearized_mc" averages over draws of the outputs, "mc" over draws of the
+                parameters; "linearized" gives the outputs themselves (the default for other likelihoods).
+            samples: draws for the two Monte Carlo methods. Default 100.
+            generator: their source of randomness. Default: torch's global generator.
+
+        Returns:
+            Means of the targets: probabilities ``[N, C]`` of classes, ``[N, *event]`` otherwise; a :class:`Prediction` for
+            "linearized".
+
+        Raises:
+            ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
+                works); a sample count below 1.
+        """
+        likelihood = self.model.likelihood
+        how = method_for(method, likelihood.name)
+        parts = [
+            predicted(
+                self.model.forward,
+                self.posterior,
+                self.model.seen_by_head(batch),
+                likelihood,
+                self.likelihood_scale,
+                how,
+                samples,
+                generator,
+            )
+            for batch in batches_of(data)
+        ]
+        if not parts:
+            raise ValueError("predict: data has no batches")
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if tensors:
+            return torch.cat(tensors)
+        return Prediction(*(torch.cat(xs) for xs in zip(*parts)))
+
+    def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
+        """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
+
+        Args:
+            loader: the new data.
+            progress: show a progress bar (needs tqdm).
+
+        Returns:
+            A new fit; this one stays as it is.
+        """
+        seen = both(self.seen, self.model.run_over(loader, progress))
+        return at(self.model, seen, self.prior_precision, self.likelihood_scale)
+
+
+def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:
+    """The posterior of a pass over the data under a prior and a noise."""
+    posterior = laplace().posterior(
+        LaplaceState(seen.precision), model.params, prior_precision=prior_precision, likelihood_scale=scale
+    )
+    joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
+    if model.likelihood.name == "gaussian":
+        joint = joint + 0.5 * (seen.squares * (1 - scale) + seen.entries * scale.log())
+    if model.is_linear_gaussian:
+        posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
+        joint = joint + gain
+    evidence = posterior.log_evidence(joint).detach()
+    return FittedLaplace(posterior, prior_precision, scale, evidence, model, seen)
+
+
+def solved(posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
+    """The Gaussian around the maximum of the joint's quadratic expansion, and what the joint gains there.
+
+    With b the gradient of the log joint at the mean m, the maximum is ``m + Lambda^-1 b``, higher by ``b^T Lambda^-1 b / 2``.
+    """
+    leaves, structure = optree.tree_flatten(posterior.mean)
+    prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
+    up = [
+        -(scale.to(g) * g).to(m.dtype) - m * torch.as_tensor(d, dtype=m.dtype, device=m.device)
+        for g, m, d in zip(optree.tree_leaves(gradient), leaves, prior)
+    ]
+    move = posterior.precision.solve(optree.tree_unflatten(structure, up))
+    moves = optree.tree_leaves(move)
+    gain = 0.5 * torch.stack([(x.double() * y.double()).sum() for x, y in zip(up, moves)]).sum()
+    mean = optree.tree_unflatten(structure, [m + x for m, x in zip(leaves, moves)])
+    return posterior._replace(mean=mean), gain
+
+
+def fit_laplace(
+    module_or_forward: nn.Module | Callable[[Tree, Any], Tensor],
+    likelihood: Likelihood,
+    loader: Iterable,
+    *,
+    params: Tree | None = None,
+    structure: str = "kronecker",
+    subset: str | Sequence[str] | Callable[[str], bool] | Any = "last_layer",
+    tune: Literal["evidence", "validation"] | None = "evidence",
+    tune_noise: bool = True,
+    prior_precision: Any = 1.0,
+    validation: Iterable | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> FittedLaplace:
+    """The Laplace posterior of a trained model, its prior and noise tuned, ready to predict.
+
+    Args:
+        module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
+        likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
+        loader: an iterable of batches ``(inputs, targets)``, read once.
+        params: the trained parameters; needed for a forward function, for a module its own by default.
+        structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
+        subset: which parameters are uncertain: "last_layer" (default; a module's last layer with parameters to run), "all", or
+            names, a function of a name, or a tree of booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named
+            ``all`` or ``last_layer`` is chosen by ``["all"]``.
+        tune: "evidence" (default) maximises the evidence over the prior precision, one for each kept parameter tensor where the
+            structure has a basis of its own for each, and the Gaussian noise; "validation" takes the prior precision of
+            ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps ``prior_precision``.
+        tune_noise: whether the evidence tunes Gaussian noise too. Default True. With many uncertain layers the evidence is only
+            as good as the structure: on a network of 2,701 parameters with noise of variance 4e-4 (three seeds) "root" over
+            all layers found 3.1e-4 to 4.8e-4 and the last layer, in any structure, 2.8e-4 to 4.3e-4, but "kronecker" over all
+            layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
+        prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
+            tuning by the evidence starts.
+        validation: an iterable of batches, for ``tune="validation"``, read once for every candidate.
+        progress: show a progress bar (needs tqdm).
+        **options: of the estimator :func:`bayesopt_chain.curvature.ggn`, such as ``rank``.
+
+    Returns:
+        A :class:`FittedLaplace`, with ``predict``, ``posterior``, ``log_evidence`` and ``refit``.
+
+    Raises:
+        ValueError: arguments out of range or at odds; a module in training mode with layers that it changes; no batches; NaN.
+        TypeError: neither a module nor a function.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.utils.data.TensorDataset(torch.randn(60, 2), torch.randint(0, 3, (60,)))
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), torch.utils.data.DataLoader(data, 20))
+        >>> fitted.predict(torch.zeros(4, 2)).shape
+        torch.Size([4, 3])
+    """
+    if structure not in STRUCTURES:
+        raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
+    if tune not in ("evidence", "validation", None):
+        raise ValueError(f"fit_laplace: tune={tune!r}: pass 'evidence', 'validation' or None")
+    if (tune == "validation") != (validation is not None):
+        raise ValueError("fit_laplace: tune='validation' and validation= (a loader) go together")
+    if tune is not None and not (
+        isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
+    ):
+        raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
+    loader, first = peeked(loader)
+    model = make_model(module_or_forward, params, likelihood, first, subset, structure, options)
+    require_finite(model.params, "fit_laplace: the parameters")
+    seen = model.run_over(loader, progress)
+    one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
+    if tune is None:
+        return at(model, seen, prior_precision, one)
+    if tune == "validation":
+        return _validated(model, seen, one, validation)
+    require_finite(seen.precision.diag(), "fit_laplace: the curvature")
+    residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" and tune_noise else None
+    gradient = seen.gradient if model.is_linear_gaussian else None
+    best = tune_prior_and_noise(
+        seen.precision,
+        model.params,
+        seen.log_likelihood,
+        residual=residual,
+        gradient=gradient,
+        start=float(prior_precision),
+    )
+    return at(model, seen, best.prior_precision, best.likelihood_scale)
+
+
+def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
+    held_out = list(validation)
+
+    def loss(prior: float) -> float:
+        fitted = at(model, seen, prior, scale)
+        parts = [held_out_nll(fitted.predict([batch]), batch[1], model.likelihood) for batch in held_out]
+        return float(torch.stack(parts).sum())
+
+    best, _ = tune_by_validation(loss, CANDIDATES)
+    return at(model, seen, best, scale)

@@ -1,0 +1,101 @@
+"""The last layer of a module: which parameters it has, and the features it sees.
+
+A linear last layer makes the model linear in its parameters, ``f = W phi(x) + b``; the features ``phi(x)`` do not depend on
+them, so that neither curvature nor predictions have to go through the body more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from bayesopt_chain.modules.functional import Forward
+
+
+class LastLayer(NamedTuple):
+    """The parameters of the last layer, by name; whether it is linear and its output the model's."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    is_head: bool
+
+
+def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> LastLayer:
+    """The last of the module's layers with trained parameters to run, seen by running it on a batch.
+
+    Raises:
+        ValueError: no layer with parameters of its own ran.
+    """
+    owners = {
+        name: [f"{name}.{own}" if name else own for own, _ in layer.named_parameters(recurse=False)]
+        for name, layer in forward.module.named_modules()
+    }
+    calls: list[tuple[str, Any]] = []
+
+    def remember(name: str) -> Callable:
+        return lambda layer, inputs, output: calls.append((name, output))
+
+    handles = [
+        layer.register_forward_hook(remember(name))
+        for name, layer in forward.module.named_modules()
+        if any(own in params for own in owners[name])
+    ]
+    try:
+        with torch.no_grad():
+            output = forward(params, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not calls:
+        raise ValueError(
+            "fit_laplace: no layer of the module with trained parameters of its own ran, so that there is no last layer: pass "
+            f"subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
+        )
+    name, last = calls[-1]
+    layer = forward.module.get_submodule(name)
+    names = tuple(own for own in owners[name] if own in params)
+    once = sum(called == name for called, _ in calls) == 1
+    return LastLayer(
+        names, layer, once and type(layer) is nn.Linear and last is output and len(names) == len(owners[name])
+    )
+
+
+@dataclass(frozen=True)
+class Features:
+    """``features(batch)``: what the last layer sees of a batch, detached."""
+
+    forward: Forward
+    params: Mapping[str, Tensor]
+    layer: nn.Module
+
+    def __call__(self, batch: Any) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].detach()))
+        try:
+            with torch.no_grad():
+                self.forward(self.params, batch)
+        finally:
+            handle.remove()
+        return seen[-1]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear last layer: ``head(params, (features, targets)) -> outputs``."""
+
+    weight: str
+    bias: str | None
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
+        return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])
+
+
+def head(names: tuple[str, ...]) -> Head:
+    """The linear layer whose parameters have these names."""
+    weight = next(name for name in names if name.rpartition(".")[2] == "weight")
+    return Head(weight, next((name for name in names if name.rpartition(".")[2] == "bias"), None))

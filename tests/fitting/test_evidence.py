@@ -1,0 +1,122 @@
+"""The evidence through one decomposition against the evidence of the posterior itself, and against Gaussian processes."""
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.fitting.evidence import Residual, _evidence, spectra, tune_prior_and_noise
+from bayesopt_chain.precision import Diagonal, LowRank
+
+N = 30
+STRUCTURES = ["dense", "root", "diagonal", "kronecker", "block"]
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def network(params, batch):
+    return torch.tanh(batch[0] @ params["w"] + params["b"]) @ params["h"]
+
+
+def start():
+    return {"w": torch.randn(3, 4), "b": torch.randn(4), "h": torch.randn(4, 2)}
+
+
+def accumulated(params, batch, structure, likelihood):
+    tx = bc.laplace()
+    _, state = tx.update(
+        params, tx.init(params), curvature=bc.curvature.ggn(network, likelihood, structure)(params, batch)
+    )
+    return tx, state
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_spectra_give_the_evidence_of_the_posterior(structure):
+    """At random priors (one a leaf, where the structure can) and scales, to 1e-9."""
+    params, batch, likelihood = start(), (torch.randn(N, 3), torch.randn(N, 2)), bc.likelihoods.gaussian(0.7)
+    tx, state = accumulated(params, batch, structure, likelihood)
+    nll = likelihood.nll(network(params, batch), batch[1]).sum()
+    squares = ((network(params, batch) - batch[1]).square() / 0.7).sum()
+    groups = spectra(state[0].precision)
+    evidence = _evidence(groups, params, -nll, Residual(squares, 2 * N), None)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        prior = torch.exp(2 * torch.randn(len(groups), generator=generator))
+        scale = torch.exp(torch.randn((), generator=generator))
+        leaves = {leaf: prior[n] for n, group in enumerate(groups) for leaf in group.leaves}
+        tree = optree.tree_unflatten(optree.tree_structure(params), [leaves[i] for i in range(3)])
+        scaled = bc.likelihoods.gaussian(0.7 / scale.item())
+        log_likelihood = -scaled.nll(network(params, batch), batch[1]).sum()
+        wanted = tx.log_evidence(state, params, log_likelihood, prior_precision=tree, likelihood_scale=scale)
+        torch.testing.assert_close(evidence({"prior": prior, "scale": scale}), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("data", [5, N], ids=["fewer data than parameters", "more"])
+@pytest.mark.parametrize("structure", ["dense", "root"])
+def test_with_the_maximum_solved_for_the_evidence_is_the_gaussian_processes_wherever_it_is_expanded(structure, data):
+    """A linear model at random parameters: log N(y; 0, X X^T / delta + I / s), to 1e-8; the tuned values are its stationary
+    point."""
+    x, y = torch.randn(data, 7), torch.randn(data, 1)
+    forward = lambda p, batch: batch[0] @ p  # noqa: E731
+    params, likelihood = torch.randn(7, 1), bc.likelihoods.gaussian()
+    total = bc.curvature.ggn(forward, likelihood, structure)(params, (x, y))
+    residual = y - x @ params
+    log_likelihood = -likelihood.nll(x @ params, y).sum()
+    options = {"residual": Residual(residual.square().sum(), data), "gradient": -x.T @ residual}
+    evidence = _evidence(spectra(total), params, log_likelihood, *options.values())
+
+    def gp(prior, scale):
+        kernel = x @ x.T / prior + torch.eye(data) / scale
+        return torch.distributions.MultivariateNormal(torch.zeros(data), kernel).log_prob(y[:, 0])
+
+    for prior, scale in ((0.3, 2.0), (10.0, 0.1), (1e-3, 30.0)):
+        prior, scale = torch.tensor(prior), torch.tensor(scale)
+        got = evidence({"prior": prior[None], "scale": scale})
+        torch.testing.assert_close(got, gp(prior, scale), rtol=1e-8, atol=1e-8)
+    if data == N:
+        y += 2 * x @ torch.randn(7, 1)
+        residual = y - x @ params
+        best = tune_prior_and_noise(
+            total,
+            params,
+            -likelihood.nll(x @ params, y).sum(),
+            residual=Residual(residual.square().sum(), data),
+            gradient=-x.T @ residual,
+        )
+        leaves = [best.prior_precision.clone().requires_grad_(), best.likelihood_scale.clone().requires_grad_()]
+        slopes = torch.autograd.grad(gp(*leaves), leaves)
+        assert max(abs(g * v).item() for g, v in zip(slopes, leaves)) < 1e-5
+        torch.testing.assert_close(best.log_evidence, gp(*leaves).detach(), rtol=1e-8, atol=1e-8)
+
+
+def test_degenerate_eigenvalues_give_finite_gradients():
+    """Repeated and zero eigenvalues (dead inputs): the gradient by the noise's scale is that of the formula."""
+    params = {"w": torch.ones(4, 3)}
+    x = torch.cat([torch.eye(2), torch.zeros(2, 2)], 1).repeat(5, 1)
+    total = bc.curvature.ggn(lambda p, batch: batch[0] @ p["w"], bc.likelihoods.gaussian(), "kronecker")(
+        params, (x, torch.zeros(10, 3))
+    )
+    evidence = _evidence(spectra(total), params, torch.tensor(-1.0), Residual(torch.tensor(4.0), 30), None)
+    scale = torch.tensor(2.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(evidence({"prior": torch.ones(1), "scale": scale}), scale)
+    # eigenvalues: 5 (six times: two inputs, three outputs) and 0 (six times)
+    torch.testing.assert_close(slope, torch.tensor(-2.0 + 15 / 2.0 - 0.5 * 6 * 5 / (2.0 * 5 + 1)))
+
+
+def test_a_structure_without_a_common_basis_is_refused_with_what_to_do():
+    params = torch.ones(3)
+    total = LowRank(torch.ones(3), torch.ones(1, 3), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"LowRank has no basis.*tune='validation'"):
+        tune_prior_and_noise(total, params, torch.tensor(-1.0))
+
+
+def test_nan_in_the_evidence_is_named():
+    nan = Diagonal(torch.tensor([1.0, torch.nan]), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="log_evidence is NaN"):
+        tune_prior_and_noise(nan, torch.ones(2), torch.tensor(-1.0))

@@ -1,0 +1,44 @@
+"""Every page of the site answers the same five questions, and is reached from the first one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+ASK = ("What is this", "When do I", "The shortest example", "The equation", "## What can go wrong")
+PAGES = [DOCS / f"{name}.md" for name in ("coming_from", "methods", "speed", "temperature")]
+PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem != "index"]
+MADE = ("api/index", "results")  # written when the site is built
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_answers_the_five_questions_with_an_example_that_runs(page):
+    text = page.read_text()
+    assert [question for question in ASK if question not in text] == []
+    assert ">>> " in text
+
+
+def test_every_page_in_a_table_of_contents_is_there():
+    for index in (DOCS / "index.md", DOCS / "howto" / "index.md"):
+        for toctree in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.S):
+            for name in [line for line in toctree.split("\n") if line and not line.startswith(":")]:
+                if name.startswith("notebooks/"):
+                    assert (DOCS.parent / f"{name}.ipynb").exists(), name
+                elif name not in MADE:
+                    assert (index.parent / f"{name}.md").exists(), name
+
+
+def test_every_page_stands_in_a_table_of_contents():
+    listed = (DOCS / "index.md").read_text() + (DOCS / "howto" / "index.md").read_text()
+    for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]:
+        if page.stem not in ("index", "results"):
+            assert re.search(rf"^{page.stem}$", listed, re.M), page
+
+
+def test_the_linked_documents_are_there():
+    for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")]:
+        for link in re.findall(r"\{doc\}`([^`<]+)`", page.read_text()):
+            target = (page.parent / link).resolve()
+            places = [target.with_suffix(".md"), DOCS.parent / "notebooks" / f"{target.name}.ipynb"]
+            assert any(p.exists() for p in places) or "/api/" in f"/{link}", (page.name, link)
