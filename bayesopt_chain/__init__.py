@@ -27,6 +27,7 @@ from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_r
 from bayesopt_chain.links.delay import delay
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
+from bayesopt_chain.links.localization import add_localization
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
 from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
@@ -72,6 +73,7 @@ __all__ = [
     "adamax",
     "adamw",
     "add_decayed_weights",
+    "add_localization",
     "add_momentum",
     "capture",
     "chain",

@@ -1,9 +1,30 @@
 """Can this run be trusted: mixing, discrepancy, temperatures, and what the minibatches do."""
 
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
+from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
+from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
+from bayesopt_chain.diagnostics.temperatures import Estimate, Temperatures, Thermometer, temperatures
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
 
-__all__ = ["GradientNoise", "Heating", "ess", "gradient_noise", "heating", "hessian_product", "ksd", "r_hat"]
+__all__ = [
+    "Diagnosis",
+    "Estimate",
+    "Finding",
+    "GradientNoise",
+    "Heating",
+    "LearningCoefficient",
+    "Temperatures",
+    "Thermometer",
+    "doctor",
+    "ess",
+    "gradient_noise",
+    "heating",
+    "hessian_product",
+    "ksd",
+    "local_learning_coefficient",
+    "r_hat",
+    "temperatures",
+]

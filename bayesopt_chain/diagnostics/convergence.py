@@ -20,7 +20,8 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
     Args:
-        draws: :class:`bayesopt_chain.Draws`, or a tree with leaves ``[draws, chains, ...]``. A single chain is split in two.
+        draws: :class:`bayesopt_chain.Draws`, or a tree with leaves ``[draws, chains, ...]``. A single chain is
+            cut in two chains first (of which it then splits each, as it does any chain).
         superchains: a number for each chain; chains of one number started at the same point. Then the nested R-hat
             (Margossian et al., 2024) is returned, which is right for many short chains.
 
@@ -39,7 +40,9 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
     from arviz_stats.base.array import array_stats
 
     if superchains is None:
-        return _each(draws, "r_hat", lambda x: array_stats.rhat(x, chain_axis=-2, draw_axis=-1, method="rank"))
+        return _each(
+            draws, "r_hat", lambda x: array_stats.rhat(_at_least_two(x), chain_axis=-2, draw_axis=-1, method="rank")
+        )
     ids = list(superchains)
     return _each(draws, "r_hat", lambda x: array_stats.rhat_nested(x, superchain_ids=ids, chain_axis=-2, draw_axis=-1))
 
@@ -69,6 +72,12 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         raise ValueError(f"ess: kind is 'bulk' or 'tail', got {kind!r}")
     prob = (0.05, 0.95) if kind == "tail" else None
     return _each(draws, "ess", lambda x: array_stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
+
+
+def _at_least_two(x: Any) -> Any:
+    """``[elements, chains, draws]`` with a single chain cut in two: ArviZ has no R-hat of one."""
+    half = x.shape[-1] // 2
+    return x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)
 
 
 def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:

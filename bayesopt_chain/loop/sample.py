@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -45,6 +45,26 @@ class Iteration(NamedTuple):
     state: Any
     info: Any
     is_draw: bool
+
+
+@runtime_checkable
+class Meter(Protocol):
+    """A callback that has something to say: what a progress bar shows, and one line when the run ends, or ``None``.
+
+    :class:`bayesopt_chain.diagnostics.Thermometer` is one.
+    """
+
+    def __call__(self, it: Iteration, /) -> Any:
+        """Look at a step."""
+        ...
+
+    def postfix(self) -> Mapping[str, str]:
+        """Names and values for the progress bar."""
+        ...
+
+    def warning(self) -> str | None:
+        """What is wrong with the run."""
+        ...
 
 
 def iterate(
@@ -114,8 +134,10 @@ def sample(
             returns at once when the run is complete; with more ``steps`` it makes the run longer.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
-        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run.
-        progress: show a progress bar (needs tqdm).
+        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
+            :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
+            is given when the run ends if it says that the data heat the chain.
+        progress: show a progress bar with loss, temperature and steps per second (needs tqdm).
 
     Returns:
         :class:`Draws`. ``KeyboardInterrupt`` ends the run and returns what there is, with ``complete=False``; so does a loss
@@ -238,8 +260,8 @@ class _Run(NamedTuple):
                         warnings.warn(f"sample: {why}; the run has diverged and ends here. Lower lr", stacklevel=3)
                         break
                     store.add(it)
-                    if bar is not None and torch.is_tensor(loss):
-                        bar.set_postfix(loss=f"{loss.mean().item():.4g}", refresh=False)
+                    if bar is not None:
+                        bar.set_postfix(self.shown(loss), refresh=False)
                 if bar is not None:
                     bar.update()
                 if any([callback(it) is True for callback in self.callbacks]):
@@ -253,11 +275,22 @@ class _Run(NamedTuple):
         finally:
             if bar is not None:
                 bar.close()
+        for text in [x.warning() for x in self.callbacks if isinstance(x, Meter)]:
+            if text is not None:
+                warnings.warn(f"sample: {text}", stacklevel=3)
         complete = done >= self.steps and finite
         if finite and whole:
             store.finish(*last, done, self.feed, complete, why)
         shards, spec, names = store.shards()
         return Draws(shards, spec, names, chains=self.chains, complete=complete, why=why, last=last)
+
+    def shown(self, loss: Any) -> dict[str, str]:
+        """What stands behind the progress bar."""
+        out = {"loss": f"{loss.mean().item():.4g}"} if torch.is_tensor(loss) else {}
+        for callback in self.callbacks:
+            if isinstance(callback, Meter):
+                out |= callback.postfix()
+        return out
 
     def until_interrupted(self, params: Any, state: Any, done: int) -> Iterator[Iteration]:
         """The steps; the first Ctrl-C ends them after the step under way, a second one raises at once."""

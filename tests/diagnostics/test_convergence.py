@@ -73,3 +73,9 @@ def test_short_runs_and_other_kinds_are_refused():
         bc.diagnostics.r_hat({"w": chains(3)})
     with pytest.raises(ValueError, match="'bulk' or 'tail'"):
         bc.diagnostics.ess({"w": chains()}, kind="all")
+
+
+def test_a_single_chain_that_drifts_has_not_converged_and_a_stationary_one_has():
+    x = torch.randn(400, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert float(bc.diagnostics.r_hat(x)) < 1.02
+    assert float(bc.diagnostics.r_hat(x + torch.linspace(0, 3, 400)[:, None, None])) > 1.2

@@ -44,6 +44,7 @@ LINKS = (
     alone("scale_by_schedule", lambda: bc.scale_by_schedule(falling)),
     alone("add_decayed_weights", lambda: bc.add_decayed_weights(0.1)),
     alone("add_decayed_weights, mask", lambda: bc.add_decayed_weights(0.1, mask=matrices)),
+    alone("add_localization", lambda: bc.add_localization(0.5, 0.1)),
     alone("flip_sign_and_add_weight_decay", lambda: bc.flip_sign_and_add_weight_decay(0.1, maximize=True)),
     alone("scale_by_rms", lambda: bc.scale_by_rms(0.9)),
     alone("scale_by_stddev", lambda: bc.scale_by_stddev(0.9)),

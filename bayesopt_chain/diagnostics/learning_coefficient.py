@@ -1,0 +1,122 @@
+r"""Local learning coefficient: how fast the volume of parameters with almost the loss of ``theta*`` shrinks.
+
+With ``L`` the mean loss and ``V(eps)`` the volume near ``theta*`` where ``L - L(theta*) < eps``, ``V ~ eps^lambda``
+(Watanabe, 2009; locally: Lau et al., 2024). Under a chain at temperature ``T`` that a spring holds near ``theta*``
+
+    lambda = (E[L] - L(theta*)) / T,           exp(-(L + strength |theta - theta*|^2 / 2) / T).
+
+A quadratic of curvatures ``k`` gives ``1/2 sum k / (k + strength)``: half the number of directions that are stiff against the
+spring. ``|x|^p`` gives ``1/p`` for each dimension at every ``T`` without a spring. A singular model has less than half its
+parameters. What white-noise SGLD, of variance ``T / ((k + strength) (1 - lr (k + strength) / 2))``, adds at the same learning
+rate does not arise: the noise is matched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.compose import chain
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.diagnostics.temperatures import estimate
+from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.loop.parallel import parallel, stack
+from bayesopt_chain.loop.sample import Feed, iterate
+from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.samplers.langevin import sghmc
+
+
+class LearningCoefficient(NamedTuple):
+    """What :func:`local_learning_coefficient` returns.
+
+    Attributes:
+        value: ``lambda``.
+        standard_error: of the mean over steps and chains, by batch means.
+        by_chain: ``lambda`` of every chain, ``[chains]``.
+        losses: the loss at every step behind the burn-in, ``[steps, chains]``.
+        reference: the loss at ``theta*``.
+    """
+
+    value: float
+    standard_error: float
+    by_chain: Tensor
+    losses: Tensor
+    reference: float
+
+    def __str__(self) -> str:
+        return f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g}"
+
+
+def local_learning_coefficient(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batches: Any,
+    *,
+    temperature: float,
+    lr: float,
+    strength: float,
+    momentum: float = 0.9,
+    steps: int = 2000,
+    burn_in: int = 500,
+    chains: int = 4,
+    sampler: Chain | None = None,
+) -> LearningCoefficient:
+    """Estimate the local learning coefficient at trained parameters.
+
+    Args:
+        loss: ``loss(params, batch)``, mean over the batch.
+        params: ``theta*``, a (local) minimum.
+        batches: one batch, or all data in batches of one size, as for :func:`bayesopt_chain.sample`.
+        temperature: ``1 / (N beta)``; Watanabe's choice is ``log(N) / N``.
+        lr: learning rate of the chain.
+        strength: of the spring to ``params``, in the units of the mean loss.
+        momentum: of the chain.
+        steps: of each chain, burn-in included.
+        burn_in: first steps whose losses are left out.
+        chains: number of independent chains, at once.
+        sampler: another chain in place of ``bc.sghmc(lr, momentum, temperature=temperature)``, at the same temperature.
+
+    Returns:
+        :class:`LearningCoefficient`.
+
+    Raises:
+        ValueError: a temperature that is not positive; a chain that diverged.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> found = bc.diagnostics.local_learning_coefficient(
+        ...     lambda w, batch: (w[:50] ** 2).sum() / 2, torch.zeros(80), None, temperature=0.1, lr=0.1, strength=0.25,
+        ...     steps=600, burn_in=200, chains=2
+        ... )
+        >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
+        True
+    """
+    if not temperature > 0:
+        raise ValueError(f"local_learning_coefficient: temperature must be positive, got {temperature}")
+    feed = Feed(batches)
+    every = [feed.batches] if feed.is_one else list(batches)
+    with torch.no_grad():
+        reference = float(torch.stack([_value(loss, params, batch).double() for batch in every]).mean())
+    tx = chain(add_localization(params, strength), sampler or sghmc(lr, momentum, temperature=temperature))
+    step = parallel(make_step(loss, tx), chains)
+    stacked = stack([optree.tree_map(lambda p: p.detach().clone(), params) for _ in range(chains)])
+    state, losses = step.init(tx, stacked), list[Tensor]()
+    for it in iterate(step, stacked, state, batches, steps=steps, burn_in=burn_in):
+        if it.is_draw:
+            losses.append(it.info.loss.double())
+    found = torch.stack(losses)
+    if not bool(torch.isfinite(found).all()):
+        raise ValueError("local_learning_coefficient: the chain diverged; lower lr")
+    scaled = (found - reference) / temperature
+    mean = estimate(scaled)
+    return LearningCoefficient(mean.value, mean.standard_error, scaled.mean(0), found, reference)
+
+
+def _value(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
+    out = loss(params, batch)
+    return out[0] if isinstance(out, tuple) else out

@@ -1,0 +1,112 @@
+r"""Localisation, ``u + strength * (theta - center)``: the loss plus ``strength |theta - center|^2 / 2``.
+
+Written before momentum and preconditioners, what is sampled is ``exp(-(loss + strength |theta - center|^2 / 2) / T)``, the
+posterior held near ``center``. It is weight decay about another point than the origin; the noise is matched to both alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Decay, Response
+
+
+class LocalizationState(NamedTuple):
+    """The centre of each leaf."""
+
+    center: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AddLocalization(Link):
+    """The link behind :func:`add_localization`."""
+
+    center: Any = field(hash=False)
+    strength: float
+    needs_params = True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AddLocalization):
+            return NotImplemented
+        (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.center) for x in (self, other))
+        alike = spec_a == spec_b and self.strength == other.strength and self.masks == other.masks
+        return alike and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+
+    __hash__ = Link.__hash__
+
+    @property
+    def response(self) -> Response:
+        return Decay(self.strength)
+
+    def init(self, leaves: Leaves, at: At) -> LocalizationState:
+        params = at.spec.unflatten(at.all_params)
+        try:
+            tree = optree.tree_broadcast_prefix(self.center, params, none_is_leaf=True)
+        except ValueError as err:
+            raise ValueError(
+                f"add_localization: center is no tree like the parameters, nor a prefix of one: {err}"
+            ) from None
+        centre = optree.tree_leaves(tree, none_is_leaf=True)
+        for j, p in zip(at.index, leaves):
+            x = centre[j]
+            if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.shape == p.shape)):
+                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+                raise ValueError(
+                    f"add_localization: center has {came} where the parameter {at.plan.paths[j] or 'tensor'} has shape "
+                    f"{tuple(p.shape)}; pass parameters of the same model"
+                )
+        return LocalizationState(tuple([_like(centre[j], p) for j, p in zip(at.index, leaves)]))
+
+    def update(self, g: Leaves, state: LocalizationState, op: Op, at: At) -> tuple[Leaves, LocalizationState]:
+        params = [p.detach() if op.inplace and p.requires_grad else p for p in at.params]
+        return op.add(g, [p - c for p, c in zip(params, state.center)], alpha=self.strength), state
+
+    def __str__(self) -> str:
+        return f"add_localization(..., {self.strength})"
+
+
+def _like(value: Any, p: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=p.dtype, device=p.device).detach().expand(p.shape).clone()
+
+
+@checked_types
+def add_localization(center: Any, strength: float) -> Chain:
+    """Add ``strength * (params - center)`` to the updates: a spring to a point of the parameter space.
+
+    Write it first in a chain: then ``exp(-(loss + strength / 2 |params - center|^2) / temperature)`` is sampled, exactly, as
+    with weight decay. (Behind momentum the spring that is sampled is ``1 - momentum`` times as strong.) The local learning
+    coefficient (:func:`bayesopt_chain.diagnostics.local_learning_coefficient`) is read under it.
+
+    Args:
+        center: a tree like the parameters (or a prefix of one, or a number for all); a copy is kept in the state.
+        strength: curvature of the spring, in the units of the loss (the mean over data), not negative; 0 is the identity.
+
+    Returns:
+        A link whose state is one tensor like each parameter.
+
+    Raises:
+        ValueError: a negative or infinite strength; at ``init`` a centre that is not like the parameters; at ``update``,
+            missing parameters.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, p = bc.add_localization([torch.ones(1)], 0.5), [torch.tensor([3.0])]
+        >>> tx.update([torch.zeros(1)], tx.init(p), params=p, inplace=False)[0]
+        [tensor([1.])]
+    """
+    if not (strength >= 0.0 and math.isfinite(strength)):
+        raise ValueError(f"add_localization: strength must be finite and not negative, got {strength}")
+    if strength == 0.0:
+        return Chain(())
+    return Chain((AddLocalization(center, strength),))
