@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_it_has_a_title_and_figures(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_outputs_name_no_folder_of_the_machine_that_ran_it(name):
     outputs = " ".join(str(cell.outputs) for cell in code(read(name)))
-    assert "/home/" not in outputs and "/work/" not in outputs and "site-packages" not in outputs
+    assert not re.search(r"/(home|root|usr|opt|tmp)/|site-packages", outputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
