@@ -21,7 +21,7 @@ for chains in ((), (3,), (2, 2), (0,)):
     keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
     out = torch.full((*chains, sum(sizes)), 9.0, device=device)
     flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
-    fill(out, *flat, sizes, 250)
+    fill(out, *flat, sizes, [250 + i for i in range(len(sizes))])
     want = torch.cat([in_tensors(keys, steps, n, 250 + i, torch.float32) for i, n in enumerate(sizes)], -1)
     torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
 print("alike")
