@@ -79,7 +79,14 @@ def iterate(
 ) -> Iterator[Iteration]:
     """The steps of a run, one after the other; :func:`sample` is this with the draws kept.
 
-    Args: as those of :func:`sample`.
+    Args:
+        step, params, state, batches, steps, burn_in, thinning: as in :func:`sample`.
+
+    Returns:
+        An iterator over :class:`Iteration`, one for each step.
+
+    Raises:
+        ValueError: arguments that make no run.
 
     Example:
         >>> import torch, bayesopt_chain as bc
