@@ -15,7 +15,7 @@ another changes the transformation and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -96,12 +96,13 @@ class Step:
 
 
 def make_step(
-    loss: Loss,
+    loss: Loss | None,
     tx: GradientTransformation,
     *,
     curvature: Callable[[Any, Any], Any] | None = None,
     gradient_variance: Callable[[Any, Any], Any] | None = None,
     hessian_diagonal: Callable[[Any, Any], Any] | None = None,
+    keywords: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     inplace: bool = False,
     check_finite: bool = False,
 ) -> Step:
@@ -109,6 +110,7 @@ def make_step(
 
     Args:
         loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
+            ``None`` for a filter with ``curvature=bc.ekf.observe(...)``, which knows its likelihood and reads no gradient.
         tx: any gradient transformation of this library or of TorchOpt.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
@@ -116,6 +118,8 @@ def make_step(
             parameters (a matrix for ``sgfs(dense=True)``), for a ``tx`` that takes it.
         hessian_diagonal: ``hessian_diagonal(params, batch)``, the diagonal of the mean loss's Hessian as a tree like the
             parameters, for a ``tx`` that takes it.
+        keywords: further keywords of ``tx.update``, each a function of ``(params, batch)``:
+            ``{"transition_noise": lambda params, batch: 0.01 * batch["days"]}``.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
             in states where a posterior accumulates (Laplace, SWAG, the filters), which are new ones at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
@@ -156,6 +160,7 @@ def make_step(
             curvature=curvature,
             gradient_variance=gradient_variance,
             hessian_diagonal=hessian_diagonal,
+            keywords=keywords,
             inplace=inplace,
             check_finite=check_finite,
         )
@@ -167,6 +172,11 @@ def make_step(
         )
     given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
     estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
+    if keywords and (unknown := keywords.keys() - accepts) and ANY not in accepts:
+        raise TypeError(f"make_step: {tx!r} takes no {', '.join(sorted(unknown))}=; it takes {', '.join(sorted(accepts))}")
+    estimators |= keywords or {}
+    if loss is None and "curvature" not in estimators:
+        raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
     by_datum = "per_sample_gradients" in accepts
     links = tx.links if isinstance(tx, Chain) else ()
     draws = [i for i, link in enumerate(links) if link.samples]
@@ -180,6 +190,9 @@ def make_step(
 
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
+        if loss is None:
+            extra = {k: fn(params, batch) for k, fn in estimators.items()}
+            return *_observed(params, extra["curvature"]), extra
         grads, info = (per_sample_gradients if by_datum else gradient)(loss, params, batch)
         extra = {k: fn(params, batch) for k, fn in estimators.items()}
         if by_datum:
@@ -216,6 +229,16 @@ def make_step(
     finite = FiniteCheck() if check_finite else None
     chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
     return Step(chosen, tx, inplace, form, finite)
+
+
+def _observed(params: Any, observation: Any) -> tuple[Any, Info]:
+    """No gradient, and the mean negative log-likelihood of an observation that knows it."""
+    if not hasattr(observation, "log_likelihood"):
+        raise ValueError(
+            f"make_step: without a loss, curvature must be of bc.ekf.observe, not {type(observation).__name__}: pass a loss"
+        )
+    mean = -observation.log_likelihood / observation.count
+    return optree.tree_map(torch.zeros_like, params), Info(mean, ())
 
 
 def _mean_precision(precisions: list) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.state import State
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import paths
+from bayesopt_chain.trees import paths, require_like
 
 Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
@@ -70,6 +70,14 @@ def require_these(shapes: list | int, params: Any, who: str) -> None:
             f"{who}: the state is over parameters of {wanted}, params has {mine}: pass the tree that init was given "
             "(behind a mask, the leaves it selects)"
         )
+
+
+def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:
+    """Refuse a tree that does not hold the values of another, by the leaf's name; inside a transform nothing is compared."""
+    require_like(tree, wanted, what)
+    for name, leaf, other in zip(paths(wanted), optree.tree_leaves(tree), optree.tree_leaves(wanted)):
+        if not (is_hidden(leaf) or is_hidden(other) or torch.equal(leaf.detach(), other.detach().to(leaf))):
+            raise ValueError(f"{what} at {name} differ from {where} (by up to {(leaf - other).abs().max().item():.3g}): start there")
 
 
 def require_finite(tree: Any, what: str) -> None:

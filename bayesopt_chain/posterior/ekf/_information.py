@@ -1,13 +1,16 @@
-"""What a batch tells a filter: rows of information, whatever estimator they come from.
+r"""What a batch tells a filter: rows of information, whatever estimator they come from.
 
-    information of the batch = sum_m r_m r_m^T
+    information of the batch = sum_m r_m r_m^T,      force = the gradient of its log-likelihood at the mean
 
-An observation of a Gaussian likelihood knows its innovations too, each in units of its own noise: the filter then solves
-a least-squares problem instead of normal equations.
+An :class:`Observation` of a Gaussian likelihood knows its innovations e too, each in units of its own noise, so that the
+force is ``sum_m r_m e_m``: the filter then solves a least-squares problem instead of normal equations. One that is to be
+linearised over the whole Gaussian, and not at its mean, comes :class:`Unlinearised`
+(see :mod:`bayesopt_chain.posterior.ekf._statistical`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,109 +18,279 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.likelihoods import Likelihood, gaussian
+from bayesopt_chain.likelihoods._roots import Elementwise
+from bayesopt_chain.posterior.ekf._statistical import MOMENTS, Moments
+from bayesopt_chain.posterior.state import times
 from bayesopt_chain.precision import Precision
-from bayesopt_chain.trees import Tree, as_tensor, paths
+from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.trees import Tree, paths
+
+LINEARISATIONS = ("tangent", "statistical")
+SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
 
 class Observation(NamedTuple):
-    """A batch of Gaussian observations, linearised. ``rows``: the outputs' Jacobian over the noise's standard deviation,
-    leaves ``[M, *leaf.shape]``; ``innovation``: target minus output over the same, ``[M]``; ``count``: 0-d, the data.
+    """A batch of M observations, linearised at the mean.
+
+    ``rows``: leaves ``[M, *leaf.shape]``, for Gaussian noise the outputs' Jacobian over the noise's standard deviation.
+    ``innovation``: target minus output over the same, ``[M]``; where outputs are not independent (classes), ``None``.
+    ``force``: the gradient of the batch's log-likelihood, a tree like the parameters; ``None`` for Gaussian noise. ``count``:
+    0-d, the data. ``log_likelihood``: of the batch at the mean, normalised, 0-d, float64.
     """
 
     rows: Tree
-    innovation: Tensor
+    innovation: Tensor | None
+    force: Tree | None
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    log_likelihood: Tensor
+
+
+class Unlinearised(NamedTuple):
+    """A batch whose linearisation waits for the filter's covariance.
+
+    ``jacobian``: of the outputs, leaves ``[G C, *leaf.shape]`` for G groups of C outputs that are observed together;
+    ``outputs``: ``[G, C]``; ``targets``: ``[G]``; ``moments``: the likelihood's; ``count``, ``log_likelihood``: as in
+    :class:`Observation`.
+    """
+
+    jacobian: Tree
+    outputs: Tensor
+    targets: Tensor
+    moments: Moments
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    log_likelihood: Tensor
 
 
 class Information(NamedTuple):
-    """Rows, leaf by leaf ``[M, *leaf.shape]``; the innovations, ``[M]``, if known; the number of data."""
+    """What a filter conditions on. ``rows``: leaf by leaf ``[M, *leaf.shape]``; ``innovation``: ``[M]`` or ``None``; the
+    ``force``, ``None`` for Gaussian innovations; ``log_likelihood``: at the mean, ``None`` if nobody said; ``foretold``: the log probability that was
+    given to the targets beforehand, where it is known without completing the square.
+    """
 
     rows: list[Tensor]
     innovation: Tensor | None
+    force: list[Tensor] | None
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    log_likelihood: Tensor | None
+    foretold: Tensor | None = None
 
 
 def observe(
-    forward: Callable[[Tree, Any], Tensor], variance: float | Tensor = 1.0
-) -> Callable[[Tree, Any], Observation]:
-    """Linearise a model with Gaussian noise, for a filter's observation form.
+    forward: Callable[[Tree, Any], Tensor],
+    likelihood: Likelihood | float | Tensor = 1.0,
+    *,
+    linearisation: str = "tangent",
+) -> Callable[[Tree, Any], Observation | Unlinearised]:
+    r"""Linearise a model for a filter: outputs, their Jacobian and the log-likelihood from one pass.
+
+    ``"tangent"`` expands the log-likelihood at the filter's mean, with its expected (Fisher) Hessian: the extended Kalman
+    filter. ``"statistical"`` fits the line to the targets' mean ``E[y | theta]`` by least squares over the filter's Gaussian,
+
+        A = Cov[y, f] Cov[f]^-1,    R = Cov[y] - A Cov[f] A^T,    y = E[y] + A (f - E[f]) + N(0, R),
+
+    and so knows how wide the Gaussian is: a filter that is unsure takes smaller steps and claims less (statistical linear
+    regression: Garcia-Fernandez, Tronarp and Särkkä, 2019). The outputs f are linear in the parameters in both; moments over
+    them are by Gauss-Hermite quadrature (Bernoulli, and up to six classes), spherical cubature (more classes) or exact
+    (Poisson, Gaussian).
 
     Args:
-        forward: ``forward(params, batch) -> outputs [B, *event]``; ``batch = (inputs, targets)``, targets like the outputs.
-        variance: of the noise, in the targets' units squared: a number, or a tensor ``[*event]``. Default 1.
+        forward: ``forward(params, batch) -> outputs [B, *event]``; ``batch = (inputs, targets)``.
+        likelihood: of :mod:`bayesopt_chain.likelihoods`, or the variance of Gaussian noise, in the targets' units squared: a
+            number, or a tensor ``[*event]``. Default: variance 1.
+        linearisation: "tangent" (default) or "statistical"; the second for ``gaussian`` (where both are the same),
+            ``bernoulli``, ``poisson`` and ``categorical``.
 
     Returns:
-        ``estimate(params, batch)``, an :class:`Observation`, to be passed where a filter takes ``curvature``.
+        ``estimate(params, batch)``, to be passed where a filter takes ``curvature``. ``make_step(None, tx, curvature=estimate)``
+        asks for no loss beside it. Its cost is one backward pass over M outputs at once, M = B times the entries of an event.
 
     Raises:
-        ValueError: a variance that is not positive; targets of another shape than the outputs.
+        ValueError: a variance that is not positive, a linearisation that does not exist or that the likelihood has none of; at
+            the estimate, targets of a shape that the likelihood does not take.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> estimate = bc.ekf.observe(lambda params, batch: batch[0] @ params, variance=0.25)
+        >>> estimate = bc.ekf.observe(lambda params, batch: batch[0] @ params, 0.25)
         >>> observation = estimate(torch.zeros(2, 1), (torch.eye(2), torch.ones(2, 1)))
         >>> observation.innovation
         tensor([2., 2.])
     """
-    if not bool(torch.as_tensor(variance > 0).all()):
-        raise ValueError(f"ekf.observe: variance must be positive, got {variance}")
+    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood))
+    if linearisation not in LINEARISATIONS:
+        raise ValueError(f"ekf.observe: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
+    is_gaussian = chosen.name == "gaussian"
+    if linearisation == "statistical" and not is_gaussian and chosen.name not in MOMENTS:
+        raise ValueError(
+            f"ekf.observe: the {chosen.name} likelihood has no moments to linearise by, only gaussian, {', '.join(MOMENTS)} "
+            "have: use linearisation='tangent'"
+        )
 
-    def estimate(params: Tree, batch: Any) -> Observation:
+    def estimate(params: Tree, batch: Any) -> Observation | Unlinearised:
         leaves, structure = optree.tree_flatten(params)
-
-        def outputs(chosen: tuple) -> tuple[Tensor, Tensor]:
-            f = forward(optree.tree_unflatten(structure, list(chosen)), batch)
-            return f, f
-
-        jacobian, f = torch.func.jacrev(outputs, has_aux=True)(tuple(leaf.detach() for leaf in leaves))
-        if batch[1].shape != f.shape:
-            raise ValueError(f"ekf.observe: targets {tuple(batch[1].shape)}, outputs {tuple(f.shape)}: make them alike")
-        deviation = as_tensor(variance, f.dtype, f.device).sqrt().expand_as(f).reshape(-1)
-        rows = [
-            j.reshape(f.numel(), *leaf.shape) / deviation.reshape(-1, *[1] * leaf.ndim)
-            for j, leaf in zip(jacobian, leaves)
-        ]
-        count = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device)
-        innovation = (batch[1] - f).detach().reshape(-1) / deviation
-        return Observation(optree.tree_unflatten(structure, [row.detach() for row in rows]), innovation, count)
+        f, nll, slope, pull = _evaluated(forward, chosen, leaves, structure, batch)
+        known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
+        if is_gaussian:
+            inverse_deviation = chosen.root(f, batch[1]).diagonal().sqrt().reshape(-1)
+            innovation = (batch[1] - f).reshape(-1) * inverse_deviation
+            rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
+            return Observation(optree.tree_unflatten(structure, rows), innovation, None, *known)
+        if linearisation == "statistical":
+            jacobian = pull(torch.eye(f.numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape))
+            groups = f.reshape(-1, f.shape[-1] if chosen.name == "categorical" else 1)
+            tree = optree.tree_unflatten(structure, jacobian)
+            return Unlinearised(tree, groups, batch[1].reshape(-1), MOMENTS[chosen.name], *known)
+        root = chosen.root(f, batch[1])
+        if isinstance(root, Elementwise):
+            scale = root.scale.reshape(-1).clamp_min(SMALLEST)
+            innovation = -slope().reshape(-1) / scale
+            rows = pull(torch.diag(scale).reshape(-1, *f.shape))
+            force = [torch.tensordot(innovation, row, dims=1) for row in rows]
+        else:
+            columns = torch.cat([_separate(root.part(0, root.columns)), -slope()[None]])
+            innovation, pulled = None, pull(columns)
+            rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
+        tree, forces = (optree.tree_unflatten(structure, x) for x in (rows, force))
+        return Observation(tree, innovation, forces, *known)
 
     return estimate
 
 
-def information(increment: Any, leaves: list[Tensor], who: str) -> Information:
+def _variance(value: Any) -> Any:
+    if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
+        raise TypeError(
+            f"ekf.observe: likelihood must be one of bc.likelihoods or a variance, got {type(value).__name__}"
+        )
+    if not bool(torch.as_tensor(value > 0).all()):
+        raise ValueError(f"ekf.observe: variance must be positive, got {value}")
+    return value
+
+
+def _separate(factors: Tensor) -> Tensor:
+    """Columns ``[K, B, *event]`` as cotangents of one datum each, ``[K B, B, *event]``."""
+    k, b = factors.shape[:2]
+    flat = torch.diag_embed(factors.reshape(k, b, -1).mT)  # [K, E, B, B]
+    return flat.movedim(1, -1).reshape(k * b, *factors.shape[1:])
+
+
+def _evaluated(
+    forward: Callable[[Tree, Any], Tensor], likelihood: Likelihood, leaves: list[Tensor], structure: Any, batch: Any
+) -> tuple[Tensor, Tensor, Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]:
+    """Outputs, the batch's negative log-likelihood, its slope by the outputs, and the pullback of cotangents
+    ``[M, *outputs.shape]`` to leaves ``[M, *leaf.shape]``. Through autograd; under a ``torch.func`` transformation (many
+    filters by ``vmap``) through ``torch.func``."""
+
+    def outputs(chosen: list[Tensor]) -> Tensor:
+        return forward(optree.tree_unflatten(structure, chosen), batch)
+
+    detached = [leaf.detach() for leaf in leaves]
+    if is_transformed():
+        f, vjp = torch.func.vjp(outputs, detached)
+        nll = likelihood.nll(f, batch[1]).sum()
+        return f, nll, lambda: likelihood.gradient(f, batch[1]), lambda v: torch.vmap(lambda x: vjp(x)[0])(v)
+    with torch.enable_grad():
+        chosen = [leaf.requires_grad_() for leaf in detached]
+        f = outputs(chosen)
+        if not f.requires_grad:
+            raise ValueError("ekf.observe: forward does not depend on params: compute the outputs from what it is given")
+        nll = likelihood.nll(f, batch[1]).sum()
+
+    def pull(v: Tensor) -> list[Tensor]:
+        if v.shape[0] == 1:
+            pulled = torch.autograd.grad(f, chosen, v[0], allow_unused=True)
+            return [torch.zeros_like(leaf)[None] if x is None else x[None] for x, leaf in zip(pulled, chosen)]
+        pulled = torch.autograd.grad(f, chosen, v, allow_unused=True, is_grads_batched=True)
+        return [leaf.new_zeros((v.shape[0], *leaf.shape)) if x is None else x for x, leaf in zip(pulled, chosen)]
+
+    return f.detach(), nll.detach(), lambda: torch.autograd.grad(nll, f, retain_graph=True)[0], pull
+
+
+def information(
+    increment: Any, leaves: list[Tensor], who: str, loss: Tensor | None, solve: Callable[[Tree], Tree]
+) -> Information:
     """Take an increment apart.
 
     Args:
-        increment: a precision that has rows, or an :class:`Observation`.
+        increment: a precision that has rows, an :class:`Observation` or an :class:`Unlinearised` one.
         leaves: the parameters'.
         who: the filter, for the errors.
+        loss: the mean negative log-likelihood of the batch, if it is known.
+        solve: the filter's covariance times rows, a tree like the increment's.
 
     Raises:
         ValueError: none given, one over other parameters, or an indefinite one.
         TypeError: a structure without rows.
     """
-    if isinstance(increment, Observation):
-        rows, innovation = increment.rows, increment.innovation
+    innovation, force, foretold, log_likelihood = None, None, None, None
+    if isinstance(increment, Unlinearised):
+        rows, innovation, foretold = _linearised(increment, leaves, who, solve)
+    elif isinstance(increment, Observation):
+        rows, innovation, log_likelihood = increment.rows, increment.innovation, increment.log_likelihood
+        force = None if increment.force is None else optree.tree_leaves(increment.force)
     elif isinstance(increment, Precision):
-        rows, innovation = _rows(increment, who), None
+        rows = _rows(increment, who)
+        log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
     else:
         came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
         raise ValueError(
             f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
             "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
+    flat = _require_over(rows, leaves, who)
+    return Information(flat, innovation, force, increment.count, log_likelihood, foretold)
+
+
+def _linearised(
+    increment: Unlinearised, leaves: list[Tensor], who: str, solve: Callable[[Tree], Tree]
+) -> tuple[Tree, Tensor, Tensor]:
+    """Rows and innovations of the line through the moments, and the targets' log probability under them."""
+    jacobian = _require_over(increment.jacobian, leaves, who)
+    groups, size = increment.outputs.shape
+    spread: Any = 0
+    for j, moved in zip(jacobian, optree.tree_leaves(solve(increment.jacobian))):
+        a, b = (x.reshape(groups, size, -1).to(torch.float64) for x in (j, moved))
+        spread = spread + a @ b.mT
+    slope, innovation, foretold = increment.moments(increment.outputs.to(torch.float64), increment.targets, spread)
+    kept = slope.shape[1]
+    rows = [
+        (slope.to(j.dtype) @ j.reshape(groups, size, -1)).reshape(groups * kept, *j.shape[1:]) for j in jacobian
+    ]
+    tree = optree.tree_unflatten(optree.tree_structure(increment.jacobian), rows)
+    return tree, innovation.reshape(-1).to(increment.outputs.dtype), foretold.sum()
+
+
+def _require_over(rows: Tree, leaves: list[Tensor], who: str) -> list[Tensor]:
     flat = optree.tree_leaves(rows)
-    if [tuple(row.shape[1:]) for row in flat] != [tuple(leaf.shape) for leaf in leaves]:
+    if [row.shape[1:] for row in flat] != [leaf.shape for leaf in leaves]:
         raise ValueError(
             f"{who}: the increment is over {dict(zip(paths(rows), [tuple(r.shape[1:]) for r in flat]))}, the parameters have "
             f"the shapes {[tuple(leaf.shape) for leaf in leaves]}: estimate the curvature of these parameters"
         )
-    return Information(flat, innovation, increment.count)
+    return flat
 
 
 def of_moving(known: Information, moves: list[bool]) -> Information:
     """What is known of the leaves that move, the others being fixed: the rows of a fixed leaf are zero."""
-    return known._replace(rows=[row if m else torch.zeros_like(row) for row, m in zip(known.rows, moves)])
+    force = known.force and [x if m else torch.zeros_like(x) for x, m in zip(known.force, moves)]
+    rows = [row if m else torch.zeros_like(row) for row, m in zip(known.rows, moves)]
+    return known._replace(rows=rows, force=force)
+
+
+def weighed(known: Information, g: list, leaves: list[Tensor], lr: float | Tensor) -> Information:
+    """The batch times lr: its rows and innovations times lr^1/2, its force ``-lr B g`` unless it brought one."""
+    is_one = not isinstance(lr, Tensor) and lr == 1
+    force = known.force
+    if known.innovation is None and force is None:
+        force = [torch.zeros_like(p) if x is None else -times(x, known.count) for x, p in zip(g, leaves)]
+    if is_one:
+        return known._replace(force=force)
+    root = lr.sqrt() if isinstance(lr, Tensor) else math.sqrt(lr)
+    return known._replace(
+        rows=[times(row, root) for row in known.rows],
+        innovation=None if known.innovation is None else times(known.innovation, root),
+        force=None if force is None else [times(x, lr) for x in force],
+        log_likelihood=None if known.log_likelihood is None else known.log_likelihood * lr,
+    )
 
 
 def _rows(increment: Precision, who: str) -> Tree:

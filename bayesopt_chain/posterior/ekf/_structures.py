@@ -1,18 +1,23 @@
-r"""What the extended Kalman filters remember, and one prediction and update of it.
+r"""What the extended Kalman filters remember, and one prediction and one update of it.
 
-Parameters walk at random and may be forgotten, theta_t = theta_{t-1} + w, w ~ N(0, Q). With the information (inverse
-covariance) Lambda, the batch's rows r (so that ``sum r r^T`` is its Fisher information) and its force f, all weighed by lr,
+Parameters move and may be forgotten, theta_t = F theta_{t-1} + w, w ~ N(0, Q). With the information (inverse covariance)
+Lambda, the batch's rows r (so that ``sum r r^T`` is its Fisher information) and its force f, all weighed by lr,
 
-    predict    Lambda <- ((forgetting Lambda)^-1 + Q)^-1
-    update     Lambda <- Lambda + sum r r^T,      theta <- theta + Lambda^-1 f,
+    predict    Lambda <- (F (forgetting Lambda)^-1 F^T + Q)^-1,    theta <- F theta
+    update     Lambda <- Lambda + sum r r^T,                       theta <- theta + Lambda^-1 f,
 
 where ``f = -B g`` for B data and the mean gradient g of the negative log-likelihood, and ``f = sum r e`` for whitened
-innovations e of a Gaussian likelihood. The dense filter carries a triangular root, Lambda = R^T R, through one orthogonal
-rotation
+innovations e. The log evidence grows by
 
-    [ I       0   0 ]           [ *    *    *  ]
-    [ R s     R   0 ]   =  Q    [ 0    R'   c  ],     s = diag(Q)^1/2,   R' (theta' - theta) = c,
-    [ 0       r   e ]           [ 0    0    *  ]
+    log int p(y | theta) N(theta; m, Lambda^-1) = l - 1/2 log |Lambda'| / |Lambda| - 1/2 q,
+        q = min_d |e - r d|^2 + d^T Lambda d    with l = log p(y | m) + |e|^2 / 2,
+        q = -f^T d,  d = Lambda'^-1 f           with l = log p(y | m), where the innovations are not known,
+
+which is exact where the model is linear and Gaussian. The dense filter carries a triangular root, Lambda = R^T R, through
+orthogonal rotations,
+
+    [ I          0      ]        [ *   *  ]        [ R   0 ]        [ R'  c ]
+    [ R F^-1 s   R F^-1 ]  =  Q  [ 0   R' ],       [ r   e ]  =  Q  [ 0   d ],    Q = s s^T,   R' move = c,   d^2 = q,
 
 so that no information matrix is ever formed: float32 then resolves what the matrix would lose (Bierman, 1977). The diagonal
 filter keeps y, the diagonal of Lambda, and moves the mean by the whole of the batch,
@@ -36,42 +41,75 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.posterior.ekf._information import Information
+from bayesopt_chain.posterior.ekf._motion import Motion
 from bayesopt_chain.posterior.state import times
-from bayesopt_chain.precision import Cholesky, Diagonal, LowRank, Precision, flatten, shape_only, unflatten
+from bayesopt_chain.precision import (
+    Cholesky,
+    Diagonal,
+    LowRank,
+    Precision,
+    Woodbury,
+    flatten,
+    shape_only,
+    unflatten,
+)
+from bayesopt_chain.precision._algebra import total
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.precision._triangular import signed
 from bayesopt_chain.trees import combine, common_dtype, gram, project, size
 
 
+class Tally(NamedTuple):
+    """What every filter counts, 0-d: the last fields of its state."""
+
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    updates: Tensor
+    log_evidence: Tensor
+    scored: Tensor
+
+
 class DenseFilterState(NamedTuple):
-    """``root``: ``[P, P]`` lower triangular, positive diagonal, ``Lambda = root root^T``. ``count``: 0-d, data so far."""
+    """``root``: ``[P, P]`` lower triangular, positive diagonal, ``Lambda = root root^T``. ``count``: data so far, ``updates``:
+    int64, ``log_evidence``: in nats, of the ``scored`` data whose likelihood was known; 0-d, float64.
+    """
 
     root: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    updates: Tensor
+    log_evidence: Tensor
+    scored: Tensor
 
 
 class DiagonalFilterState(NamedTuple):
-    """``precision``: the diagonal of Lambda, one tensor for each parameter. ``count``: 0-d, data so far."""
+    """``precision``: the diagonal of Lambda, one tensor for each parameter. The others as in :class:`DenseFilterState`."""
 
     precision: tuple[Tensor, ...]
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    updates: Tensor
+    log_evidence: Tensor
+    scored: Tensor
 
 
 class LowRankFilterState(NamedTuple):
-    """``diagonal``: y, one tensor for each parameter; ``rows``: W^T, ``[rank, *leaf.shape]`` each. ``count``: 0-d."""
+    """``diagonal``: y, one tensor for each parameter; ``rows``: W^T, ``[rank, *leaf.shape]`` each. The others as in
+    :class:`DenseFilterState`."""
 
     diagonal: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    updates: Tensor
+    log_evidence: Tensor
+    scored: Tensor
 
 
-class Weighed(NamedTuple):
-    """A batch, weighed by lr: rows r, the innovations e, if known, the force f, the number of data."""
+class Conditioned(NamedTuple):
+    """The moves of the leaves, the state's information after an update, ``log |Lambda'| / |Lambda|`` and q."""
 
-    rows: list[Tensor]
-    innovation: Tensor | None
-    force: list[Tensor]
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    moves: list[Tensor]
+    state: Any
+    growth: Tensor
+    misfit: Tensor
 
 
 class Structure:
@@ -79,15 +117,22 @@ class Structure:
 
     name: str
     state: type
+    mixes: bool  # whether it can hold correlations that a transition makes
 
-    def start(self, prior: list[Tensor], leaves: list[Tensor], count: Tensor) -> Any:
-        """The state of a diagonal prior."""
+    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> Any:
+        """The state of a prior.
+
+        Raises:
+            ValueError: a prior that this structure cannot hold.
+        """
         raise NotImplementedError
 
-    def step(
-        self, state: Any, batch: Weighed, noise: list[Tensor] | None, forgetting: Any, leaves: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        """The moves of the leaves, and the state after one prediction and update."""
+    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> Any:
+        """The state before the update, after the parameters moved."""
+        raise NotImplementedError
+
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+        """What a weighed batch makes of a predicted state."""
         raise NotImplementedError
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
@@ -107,26 +152,57 @@ class Structure:
 class DenseRoot(Structure):
     name = "ekf.dense"
     state = DenseFilterState
+    mixes = True
 
-    def start(self, prior: list[Tensor], leaves: list[Tensor], count: Tensor) -> DenseFilterState:
+    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DenseFilterState:
         dtype = common_dtype(leaves)
         require_dense_fits(size(leaves), dtype, leaves[0].device)
-        return DenseFilterState(torch.diag(flatten(prior, leaves).to(dtype).sqrt()), count)
+        if isinstance(prior, Diagonal):
+            return DenseFilterState(torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), *tally)
+        known = prior.factorised()
+        root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
+        return DenseFilterState(root.detach().to(dtype).clone(), *tally)
 
-    def step(
-        self, state: Any, batch: Weighed, noise: list[Tensor] | None, forgetting: Any, leaves: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        root = times(state.root.mT, forgetting**0.5)
+    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DenseFilterState:
+        if motion.transition is None and motion.noise is None and motion.forgets_nothing:
+            return state
+        root = times(state.root.mT, motion.forgetting**0.5)
+        if isinstance(motion.transition, Tensor):
+            root = torch.linalg.solve_ex(motion.transition.to(root.dtype), root, left=False).result
+        elif motion.transition is not None:
+            root = root / flatten(motion.transition, leaves).to(root.dtype)
+        if motion.noise is None:
+            upper = root if motion.transition is None else _triangle(root)
+            return state._replace(root=upper.mT)
+        if isinstance(motion.noise, Tensor):
+            walked = root @ motion.noise.to(root.dtype)
+        else:
+            walked = root * flatten(motion.noise, leaves).to(root.dtype).sqrt()
+        parameters, noises = root.shape[-1], walked.shape[-1]
+        first = torch.eye(noises, noises + parameters, dtype=root.dtype, device=root.device)
+        stacked = torch.cat([first, torch.cat([walked, root], dim=1)])
+        return state._replace(root=_triangle(stacked)[noises:, noises:].mT)
+
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+        root = state.root.mT
+        parameters = root.shape[-1]
         rows = flatten(batch.rows, leaves).to(root.dtype)
-        deviations = None if noise is None else flatten(noise, leaves).to(root.dtype).sqrt()
-        innovation = None if batch.innovation is None else batch.innovation.to(root.dtype)
-        upper, solved = rotated(root, rows, innovation, deviations)
-        if innovation is None:
+        if batch.innovation is None:
+            upper = _triangle(torch.cat([root, rows]))
             force = flatten(batch.force, leaves).to(root.dtype)
             solved = torch.linalg.solve_triangular(upper.mT, force[:, None], upper=False)
+            misfit = -solved.square().sum()
+        else:
+            beside = torch.cat([root.new_zeros(parameters), batch.innovation.to(root.dtype)])[:, None]
+            triangle = _triangle(torch.cat([torch.cat([root, rows]), beside], dim=1))
+            upper, solved = triangle[:parameters, :parameters], triangle[:parameters, parameters:]
+            misfit = triangle[parameters, parameters].square()
         moves = torch.linalg.solve_triangular(upper, solved, upper=True)[:, 0]
-        after = DenseFilterState(upper.mT.clone(memory_format=torch.contiguous_format), state.count + batch.count)
-        return optree.tree_leaves(unflatten(moves, leaves)), after
+        if batch.innovation is not None and batch.force is not None:
+            misfit = -solved.square().sum()
+        growth = 2 * (upper.diagonal() / root.diagonal()).log().sum()
+        after = upper.mT.clone(memory_format=torch.contiguous_format)
+        return Conditioned(_unflattened(moves, leaves), state._replace(root=after), growth, misfit)
 
     def shapes(self, state: Any) -> int:
         return state.root.shape[-1]
@@ -135,50 +211,45 @@ class DenseRoot(Structure):
         return Cholesky(state.root, shape_only(params), state.count)
 
 
-def rotated(root: Tensor, rows: Tensor, innovation: Tensor | None, deviations: Tensor | None) -> tuple[Tensor, Tensor]:
-    """R' and c of the rotation above, ``[P, P]`` and ``[P, 1]`` (``[P, 0]`` without innovations).
+def _triangle(stacked: Tensor) -> Tensor:
+    """The triangular factor of rows, its diagonal not negative."""
+    return signed(torch.linalg.qr(stacked, mode="r").R)
 
-    Args:
-        root: R, ``[P, P]``.
-        rows: r, ``[M, P]``.
-        innovation: e, ``[M]``.
-        deviations: s, ``[P]``; ``None`` where the parameters stand still.
-    """
-    parameters = root.shape[-1]
-    right = rows.new_zeros((parameters + rows.shape[0], 0))
-    if innovation is not None:
-        right = torch.cat([root.new_zeros(parameters), innovation])[:, None]
-    stacked = torch.cat([torch.cat([root, rows]), right], dim=1)
-    skip = 0
-    if deviations is not None:
-        walked = torch.cat([root * deviations, rows.new_zeros((rows.shape[0], parameters))])
-        first = torch.eye(parameters, stacked.shape[1] + parameters, dtype=root.dtype, device=root.device)
-        stacked = torch.cat([first, torch.cat([walked, stacked], dim=1)])
-        skip = parameters
-    triangle = signed(torch.linalg.qr(stacked, mode="r").R)[skip : skip + parameters, skip:]
-    return triangle[:, :parameters], triangle[:, parameters:]
+
+def _unflattened(vector: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return [vector.to(leaves[0].dtype).reshape(leaves[0].shape)] if len(leaves) == 1 else unflatten(vector, leaves)
 
 
 @dataclass(frozen=True)
 class DiagonalInformation(Structure):
     name = "ekf.diagonal"
     state = DiagonalFilterState
+    mixes = False
 
-    def start(self, prior: list[Tensor], leaves: list[Tensor], count: Tensor) -> DiagonalFilterState:
-        return DiagonalFilterState(tuple(v.clone() for v in prior), count)
+    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> DiagonalFilterState:
+        if not isinstance(prior, Diagonal):
+            raise ValueError(
+                f"{self.name}: it holds a diagonal, the prior is {type(prior).__name__}: pass a Gaussian with a diagonal "
+                "precision, or use bc.ekf.dense"
+            )
+        return DiagonalFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.values)), *tally)
 
-    def step(
-        self, state: Any, batch: Weighed, noise: list[Tensor] | None, forgetting: Any, leaves: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        before = [times(y, forgetting) for y in state.precision]
-        if noise is not None:
-            before = [y / (1 + q * y) for y, q in zip(before, noise)]
+    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> DiagonalFilterState:
+        y = _moved_diagonal(state.precision, motion)
+        if motion.noise is not None:
+            y = [v / (1 + q * v) for v, q in zip(y, motion.noise)]
+        return state._replace(precision=tuple(y))
+
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
+        before = list(state.precision)
         if batch.innovation is None:
-            moves = solve_with_rows(before, batch.rows, batch.force)
+            misfit, (moves, growth) = None, solve_with_rows(before, batch.rows, batch.force or [])
         else:
-            moves = gain(before, batch.rows, batch.innovation)
+            moves, growth, misfit = gain(before, batch.rows, batch.innovation)
+        if batch.force is not None:
+            misfit = -dot(batch.force, moves)
         after = tuple(y + row.square().sum(0) for y, row in zip(before, batch.rows))
-        return moves, DiagonalFilterState(after, state.count + batch.count)
+        return Conditioned(moves, state._replace(precision=after), growth, misfit)
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
         return new._replace(precision=tuple(b if m else a for a, b, m in zip(old.precision, new.precision, moves)))
@@ -187,29 +258,50 @@ class DiagonalInformation(Structure):
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.count)
 
 
-def solve_with_rows(diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]) -> list[Tensor]:
-    """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``.
+def _moved_diagonal(diagonal: Any, motion: Motion) -> list[Tensor]:
+    """A diagonal information after forgetting and a diagonal transition."""
+    y = list(diagonal) if motion.forgets_nothing else [times(v, motion.forgetting) for v in diagonal]
+    return y if motion.transition is None else [v / a.square() for v, a in zip(y, motion.transition)]
+
+
+def solve_with_rows(
+    diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and the growth of the determinant.
 
     In float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
     """
     d, r, f = ([x.to(torch.float64) for x in leaves] for leaves in (diagonal, rows, force))
     scaled = [row / x for row, x in zip(r, d)]
-    capacity = _capacity([row / x.sqrt() for row, x in zip(r, d)])
-    along = torch.linalg.solve_ex(capacity, project(scaled, f)).result  # never singular, and nothing to wait for
-    return [(x / y - move).to(like.dtype) for x, y, move, like in zip(f, d, combine(along, scaled), force)]
+    lower = _capacity_root([row / x.sqrt() for row, x in zip(r, d)])
+    along = torch.cholesky_solve(project(scaled, f)[:, None], lower)[:, 0]
+    moves = [x / y - move for x, y, move in zip(f, d, combine(along, scaled))]
+    return [m.to(like.dtype) for m, like in zip(moves, force)], 2 * lower.diagonal().log().sum()
 
 
-def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> list[Tensor]:
-    """``D^-1 r^T (I + r D^-1 r^T)^-1 e``: the Kalman gain of whitened innovations."""
-    capacity = _capacity([row / d.sqrt() for row, d in zip(rows, diagonal)])
-    along = torch.linalg.solve_ex(capacity, innovation.to(capacity.dtype)).result
-    return [torch.tensordot(along.to(row.dtype), row, dims=1) / d for row, d in zip(rows, diagonal)]
+def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """The inner product of two lists of leaves."""
+    return total((x * y).sum() for x, y in zip(a, b))
 
 
-def _capacity(white: list[Tensor]) -> Tensor:
-    """``I + w w^T`` of whitened rows."""
+def gain(
+    diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """``D^-1 r^T (I + r D^-1 r^T)^-1 e``, the Kalman gain of whitened innovations, the determinant's growth, and q."""
+    scaled = [row / d for row, d in zip(rows, diagonal)]
+    lower = _capacity_root([row / d.sqrt() for row, d in zip(rows, diagonal)])
+    e = innovation.to(lower.dtype)
+    along = torch.cholesky_solve(e[:, None], lower)[:, 0]
+    moves = [torch.tensordot(along.to(row.dtype), row, dims=1) for row in scaled]
+    return moves, 2 * lower.diagonal().log().sum(), e @ along
+
+
+def _capacity_root(white: list[Tensor]) -> Tensor:
+    """The lower root of ``I + w w^T`` of whitened rows, which is never singular."""
     dtype = common_dtype(white)
-    return gram([w.to(dtype) for w in white]) + torch.eye(white[0].shape[0], dtype=dtype, device=white[0].device)
+    capacity = gram([w.to(dtype) for w in white])
+    capacity.diagonal().add_(1)
+    return torch.linalg.cholesky_ex(capacity).L
 
 
 @dataclass(frozen=True)
@@ -217,28 +309,52 @@ class LowRankInformation(Structure):
     rank: int
     name = "ekf.low_rank"
     state = LowRankFilterState
+    mixes = False
 
-    def start(self, prior: list[Tensor], leaves: list[Tensor], count: Tensor) -> LowRankFilterState:
+    def start(self, prior: Precision, leaves: list[Tensor], tally: Tally) -> LowRankFilterState:
         if self.rank > size(leaves):
             raise ValueError(f"ekf.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
         rows = tuple(p.new_zeros((self.rank, *p.shape)) for p in leaves)
-        return LowRankFilterState(tuple(v.clone() for v in prior), rows, count)
+        if isinstance(prior, Woodbury):
+            prior = prior.unfactorised()
+        if isinstance(prior, Diagonal):
+            return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.values)), rows, *tally)
+        if not isinstance(prior, LowRank) or len(optree.tree_leaves(prior.rows)[0]) > self.rank:
+            raise ValueError(
+                f"{self.name}: it holds a diagonal and {self.rank} directions, the prior is {type(prior).__name__}: pass a "
+                "Gaussian with a diagonal or low-rank precision of no more directions, or use bc.ekf.dense"
+            )
+        given = [x.detach() for x in optree.tree_leaves(prior.rows)]
+        filled = tuple(torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows))
+        return LowRankFilterState(
+            tuple(v.detach().clone() for v in optree.tree_leaves(prior.diagonal)), filled, *tally
+        )
 
-    def step(
-        self, state: Any, batch: Weighed, noise: list[Tensor] | None, forgetting: Any, leaves: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        diagonal = [times(y, forgetting) for y in state.diagonal]
-        rows = [times(row, forgetting**0.5) for row in state.rows]
-        if noise is not None:
-            diagonal, rows = walked_low_rank(diagonal, rows, noise)
+    def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
+        diagonal = _moved_diagonal(state.diagonal, motion)
+        rows = list(state.rows) if motion.forgets_nothing else [times(row, motion.forgetting**0.5) for row in state.rows]
+        if motion.transition is not None:
+            rows = [row / a for row, a in zip(rows, motion.transition)]
+        if motion.noise is not None:
+            diagonal, rows = walked_low_rank(diagonal, rows, list(motion.noise))
+        return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
+
+    def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         force = batch.force
-        if batch.innovation is not None:
+        if force is None:
             force = [torch.tensordot(batch.innovation.to(row.dtype), row, dims=1) for row in batch.rows]
-        joint = [torch.cat([a, b]) for a, b in zip(rows, batch.rows)]
-        moves = LowRank(diagonal, joint, batch.count).factorised().solve(force)
+        joint = [torch.cat([a, b]) for a, b in zip(state.rows, batch.rows)]
+        before = LowRank(list(state.diagonal), list(state.rows), batch.count)
+        after = LowRank(list(state.diagonal), joint, batch.count).factorised()
+        moves = after.solve(force)
+        if batch.force is not None:
+            misfit = -dot(force, moves)
+        else:
+            misfit = (batch.innovation - project(batch.rows, moves)).square().sum() + before.quad(moves)
         kept, overflow = compress(joint, self.rank)
-        after = tuple(y + x for y, x in zip(diagonal, overflow))
-        return moves, LowRankFilterState(after, tuple(row.clone() for row in kept), state.count + batch.count)
+        diagonal = tuple(y + x for y, x in zip(state.diagonal, overflow))
+        new = state._replace(diagonal=diagonal, rows=tuple(row.clone() for row in kept))
+        return Conditioned(moves, new, after.logdet() - before.logdet(), misfit)
 
     def precision(self, state: Any, params: Any) -> LowRank:
         diagonal, rows = (optree.tree_unflatten(optree.tree_structure(params), x) for x in state[:2])

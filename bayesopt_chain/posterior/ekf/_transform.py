@@ -7,7 +7,7 @@ filter is exact: one pass at lr = 1 is then the Bayesian posterior, whatever the
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,25 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.ekf._information import Information, information, of_moving
+from bayesopt_chain.core.scalar_or_schedule import is_schedule
+from bayesopt_chain.posterior.draw import Draw
+from bayesopt_chain.posterior.ekf import _smoothing
+from bayesopt_chain.posterior.ekf._information import information, of_moving, weighed
+from bayesopt_chain.posterior.ekf._motion import Motion, noise_of, transition_at
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
     DiagonalInformation,
     LowRankInformation,
     Structure,
-    Weighed,
+    Tally,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, times
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, require_values
+from bayesopt_chain.precision import Cholesky, Diagonal, shape_only, unflatten
+from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, spread
+
+Number = float | Tensor | Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Filter(Link):
 
     structure: Structure
     lr: Any
+    prior: Any = field(hash=False, compare=False)
     prior_precision: Any = field(hash=False, compare=False)
+    transition: Any = field(hash=False, compare=False)
     transition_noise: Any = field(hash=False, compare=False)
     forgetting: Any
     whole = True
@@ -54,11 +63,17 @@ class Filter(Link):
 
     @property
     def accepts(self) -> frozenset[str]:
-        return frozenset({"curvature"})
+        keywords = {"curvature", "loss", "lr", "transition_noise"}
+        return frozenset(keywords if self.transition is None else keywords | {"draw"})
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.accepts
+        return frozenset({"curvature"} if self.transition is None else {"curvature", "draw"})
+
+    @property
+    def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """With a transition the gradient is taken at the predicted mean."""
+        return 0 if self.transition is None else 1
 
     @property
     def name(self) -> str:
@@ -71,38 +86,94 @@ class Filter(Link):
     def init(self, leaves: list, at: At) -> Any:
         params = at.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
-        prior = self._tree("prior_precision", self.prior_precision, params)
-        self._noise(params)
-        return self.structure.start(prior, leaves, torch.zeros((), dtype=torch.float64, device=leaves[0].device))
+        device = leaves[0].device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        if not is_schedule(self.transition_noise):
+            self.motion(self.transition_noise, zero, params)
+        return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
+
+    def _prior(self, params: Any) -> Any:
+        """The precision to start from."""
+        if self.prior is not None:
+            require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
+            return self.prior.precision
+        values = [v.expand(p.shape) for v, p in zip(self._spread(params), optree.tree_leaves(params))]
+        for path, v in zip(paths(params), values):
+            if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
+                raise ValueError(
+                    f"{self.name}: prior_precision is not positive at {path} (smallest entry {v.min().item():.3g}): "
+                    "pass positive, finite numbers"
+                )
+        tree = optree.tree_unflatten(optree.tree_structure(params), values)
+        return Diagonal(tree, torch.zeros((), dtype=torch.float64))
+
+    def _spread(self, params: Any) -> list[Tensor]:
+        return spread(self.prior_precision, params, "prior_precision")
+
+    def motion(self, noise: Any, updates: Tensor, params: Any) -> tuple[list[Tensor], Motion]:
+        """Where the mean moves to, and how the parameters move, before update number ``updates``."""
+        if is_schedule(noise):
+            noise = noise(updates)
+        moved, transition = transition_at(self.transition, params, self.structure.mixes, self.name)
+        return moved, Motion(transition, noise_of(noise, params, self.structure.mixes, self.name), self.forgetting)
+
+    def sample(self, state: Any, params: list, at: At) -> Draw:
+        moved, _ = transition_at(self.transition, at.tree(params), self.structure.mixes, self.name)
+        return Draw(moved, (), state.updates, state.updates)
 
     def update(self, g: list, state: Any, op: Op, at: At) -> tuple[list, Any]:
-        leaves = at.params
-        known = information(at.extra.get("curvature"), leaves, self.name)
-        moving = [x is not None for x in g]
-        batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, self.lr)
-        moves, new = self.structure.step(state, batch, self._noise(at.tree(leaves)), self.forgetting, leaves)
-        return [move if m else None for move, m in zip(moves, moving)], self.structure.only(state, new, moving)
+        leaves, moving = at.params, [x is not None for x in g]
+        params = at.tree(leaves)
+        lr = self._lr(at.extra.get("lr", self.lr), state.updates)
+        moved, motion = self.motion(at.extra.get("transition_noise", self.transition_noise), state.updates, params)
+        if self.transition is not None:
+            self._require_predicted(at.extra.get("draw"), state, moved, moving)
+        predicted = self.structure.predict(state, motion, leaves)
 
-    def _noise(self, params: Any) -> list[Tensor] | None:
-        """Transition variances like the parameters, ``None`` for none."""
-        if isinstance(self.transition_noise, (int, float)) and self.transition_noise == 0:
-            return None
-        return self._tree("transition_noise", self.transition_noise, params)
+        def solve(rows: Any) -> Any:
+            return self.structure.precision(predicted, params).factorised().solve(rows)
 
-    def _tree(self, name: str, value: Any, params: Any) -> list[Tensor]:
-        out = [v.expand(p.shape) for v, p in zip(spread(value, params, name), optree.tree_leaves(params))]
-        for path, v in zip(paths(params), out):
-            if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
-                what = "is singular or negative" if name == "transition_noise" else "is not positive"
-                cure = "; a number 0 switches it off" if name == "transition_noise" else ""
-                raise ValueError(
-                    f"{self.name}: {name} {what} at {path} (smallest entry {v.min().item():.3g}): "
-                    f"pass positive, finite numbers{cure}"
-                )
-        return out
+        known = information(at.extra.get("curvature"), leaves, self.name, at.extra.get("loss"), solve)
+        batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
+        moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
+        if self.transition is not None:
+            moves = [move + (b - a) for move, a, b in zip(moves, leaves, moved)]
+        gained, scored = evidence(batch, lr, growth, misfit)
+        new = self.structure.only(state, new, moving)._replace(
+            count=state.count + batch.count,
+            updates=state.updates + 1,
+            log_evidence=state.log_evidence + gained,
+            scored=state.scored + scored,
+        )
+        return [move if m else None for move, m in zip(moves, moving)], new
+
+    def _lr(self, value: Any, updates: Tensor) -> float | Tensor:
+        """The learning rate now."""
+        lr = value(updates) if is_schedule(value) else value
+        if is_schedule(self.lr) or value is not self.lr:
+            checks.number(f"{self.name}: lr", lr, "[0, inf)", tensor=True)
+        return lr
+
+    def _require_predicted(self, draw: Any, state: Any, moved: list[Tensor], moving: list[bool]) -> None:
+        """Refuse a gradient that was not taken at the predicted mean."""
+        if not isinstance(draw, Draw):
+            raise ValueError(
+                f"{self.name}: with a transition the gradient and the curvature are taken at the predicted mean: call "
+                "draw = tx.predict(state, params), take both at draw.params and pass draw=draw (make_step does)"
+            )
+        if not all(moving):
+            raise ValueError(f"{self.name}: with a transition every parameter moves; pass a gradient for each of them")
+        if is_readable(draw.count) and is_readable(state.updates) and draw.count != state.updates:
+            raise ValueError(
+                f"{self.name}: the prediction is of update {draw.count.item()}, the state of {state.updates.item()}: predict "
+                "from the state that is passed to update, once for each update"
+            )
 
     def __str__(self) -> str:
         words = [f"lr={checks.show(self.lr)}"]
+        words += [] if self.prior is None else ["prior=..."]
+        words += [] if self.transition is None else ["transition=..."]
         words += [] if self._is_default("transition_noise", 0.0) else ["transition_noise=..."]
         words += [] if self._is_default("forgetting", 1.0) else [f"forgetting={self.forgetting}"]
         return f"{self.name}({', '.join(words)})"
@@ -112,26 +183,30 @@ class Filter(Link):
         return isinstance(value, (int, float)) and value == default
 
 
-def weighed(known: Information, g: list, leaves: list[Tensor], lr: float | Tensor) -> Weighed:
-    """What a batch weighs: its rows and innovations times lr^1/2, its force ``-lr B g``."""
-    root = lr.sqrt() if torch.is_tensor(lr) else math.sqrt(lr)
-    force = [torch.zeros_like(p) if x is None else -times(x, lr * known.count) for x, p in zip(g, leaves)]
-    return Weighed(
-        [times(row, root) for row in known.rows],
-        None if known.innovation is None else times(known.innovation, root),
-        force,
-        known.count,
-    )
+def evidence(batch: Any, lr: Any, growth: Tensor, misfit: Tensor) -> tuple[Any, Any]:
+    """What a batch adds to the log evidence, and how many data are scored by that."""
+    if batch.foretold is not None:
+        known = torch.as_tensor(lr == 1, device=batch.count.device)
+        return torch.where(known, batch.foretold, 0.0), torch.where(known, batch.count, 0.0)
+    if batch.log_likelihood is None:
+        return 0.0, 0.0
+    gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)
+    if batch.force is None:
+        gained = gained + 0.5 * batch.innovation.to(torch.float64).square().sum()
+    return gained, batch.count
 
 
 class KalmanFilter(PosteriorTransformation):
-    """What the functions of :mod:`bayesopt_chain.posterior.ekf` return: a chain with a question for its state."""
+    """What the functions of :mod:`bayesopt_chain.posterior.ekf` return: a chain with questions for its state.
+
+    Each takes the state of this transformation, or of a chain that has it as a link.
+    """
 
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
         Args:
-            state: of this transformation, or of a chain that has it as a link.
+            state: from ``init`` or ``update``.
             params: the mean, a tree of the parameters.
 
         Returns:
@@ -145,63 +220,188 @@ class KalmanFilter(PosteriorTransformation):
         mean = optree.tree_map(torch.Tensor.detach, params)
         return Gaussian(mean, structure.precision(mine, params)).factorised()
 
+    def predict(self, state: Any, params: Any) -> Draw:
+        """Where the mean is when the next batch comes: the point at which gradient and curvature are taken.
+
+        Args:
+            state: from ``init`` or ``update``.
+            params: the mean after the last update.
+
+        Returns:
+            A :class:`Draw` without noise; its ``params`` are the transition of the mean. With a transition, ``update`` takes it
+            as ``draw=``; :func:`bayesopt_chain.make_step` does all of this.
+
+        Raises:
+            ValueError: parameters of other shapes than the state's; a transition that does not fit them.
+        """
+        mine, link = self._state(state), self._link
+        require_these(link.structure.shapes(mine), params, str(link))
+        moved, _ = transition_at(link.transition, params, link.structure.mixes, link.name)
+        tree = optree.tree_unflatten(optree.tree_structure(params), moved)
+        return Draw(tree, (), mine.updates, mine.updates)
+
+    def log_evidence(self, state: Any) -> Tensor:
+        """The log marginal likelihood of all data so far, in nats, accumulated batch by batch.
+
+        Exact where the model is linear and Gaussian, for every structure that can hold the posterior; elsewhere that of the
+        linearised model. With a Fisher increment (an estimator of ``bc.curvature``) it is as normalised as the loss; with
+        lr other than 1 it is of the likelihood to the power lr; with statistical linearisation it is the sum of the log
+        probabilities that each batch's targets were given one by one, which is the log evidence for batches of one.
+
+        Args:
+            state: from ``init`` or ``update``.
+
+        Returns:
+            0-d, float64.
+
+        Raises:
+            ValueError: the log-likelihood of some batches is unknown.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(prior_precision=1.0), torch.zeros(1)
+            >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: batch[0] @ params))
+            >>> params, state, _ = step(params, tx.init(params), (torch.ones(1, 1), torch.tensor([2.0])))
+            >>> tx.log_evidence(state), torch.distributions.Normal(0.0, 2**0.5).log_prob(torch.tensor(2.0))
+            (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
+        """
+        mine = self._state(state)
+        if is_readable(mine.count) and mine.scored != mine.count:
+            raise ValueError(
+                f"{self._link.name}: the log-likelihood of {int(mine.count - mine.scored)} of {int(mine.count)} data is unknown: "
+                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
+                "linearisation='statistical' there is an evidence at lr=1 only"
+            )
+        return mine.log_evidence
+
+    def smooth(self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None) -> list[Gaussian]:
+        """Condition the parameters of every step on the data of all steps (Rauch, Tung and Striebel, 1965).
+
+        Exact where the transition is linear and the observations are linear and Gaussian: then these are the marginals of the
+        joint Gaussian of all steps.
+
+        Args:
+            history: ``(params, state)`` of ``init`` and after every update, in order.
+            transition_noise: what was passed to each update by keyword, one for each but the first of ``history``. Default:
+                the transformation's own, a schedule at every count.
+
+        Returns:
+            One :class:`Gaussian` for each entry of ``history``; the last is its filtered posterior.
+
+        Raises:
+            ValueError: a transition by a function; a low-rank filter, whose smoothed covariance is not of its form; a history
+                with gaps.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(prior_precision=1.0, transition_noise=1.0), torch.zeros(1)
+            >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: params))
+            >>> history = [(params, tx.init(params))]
+            >>> for y in ([1.0], [2.0]):
+            ...     history.append(step(*history[-1], (None, torch.tensor(y)))[:2])
+            >>> [round(gaussian.mean.item(), 3) for gaussian in tx.smooth(history)]
+            [0.5, 1.0, 1.5]
+        """
+        link, states = self._link, [self._state(state) for _, state in history]
+        structure, trees = link.structure, [optree.tree_map(torch.Tensor.detach, params) for params, _ in history]
+        if callable(link.transition) and not isinstance(link.transition, Tensor):
+            raise ValueError(f"{link.name}: smooth needs a linear transition, and this one is a function: pass its matrix")
+        if isinstance(structure, LowRankInformation):
+            raise ValueError(
+                f"{link.name}: smooth is for bc.ekf.dense and bc.ekf.diagonal; a smoothed covariance is not low-rank plus "
+                "diagonal"
+            )
+        steps = len(history) - 1
+        noises = [link.transition_noise] * steps if transition_noise is None else list(transition_noise)
+        counts = [int(state.updates) for state in states]
+        if steps < 0 or len(noises) != steps or counts != list(range(counts[0], counts[0] + len(counts))):
+            raise ValueError(
+                f"{link.name}: smooth needs (params, state) after every update and the noise of each, got {len(history)} states "
+                f"after updates {counts[:8]} and {len(noises)} noises"
+            )
+        for tree, state in zip(trees, states):
+            require_these(structure.shapes(state), tree, str(link))
+        means = [optree.tree_leaves(tree) for tree in trees]
+        moments = [_smoothing.last(structure, states[-1], means[-1])]
+        for t in reversed(range(steps)):
+            _, motion = link.motion(noises[t], states[t].updates, trees[t])
+            moments.append(_smoothing.smoothed(structure, states[t], means[t], motion, moments[-1]))
+        return [_gaussian(m, tree, state.count) for m, tree, state in zip(reversed(moments), trees, states)]
+
+
+def _gaussian(moments: _smoothing.Moments, tree: Any, count: Tensor) -> Gaussian:
+    mean, root = moments
+    if root.ndim == 1:
+        return Gaussian(unflatten(mean, tree), Diagonal(unflatten(root.square().reciprocal(), tree), count))
+    return Gaussian(unflatten(mean, tree), Cholesky(_smoothing.precision_root(root), shape_only(tree), count))
+
 
 @checked
 def dense(
-    lr: float | Tensor = 1.0,
+    lr: Number = 1.0,
     *,
+    prior: Gaussian | None = None,
     prior_precision: Any = 1.0,
+    transition: Any = None,
     transition_noise: Any = 0.0,
     forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
     """The extended Kalman filter with every correlation, as a square root of the information.
 
-    Its loss is the mean negative log-likelihood alone, which it multiplies by the datum count: the prior is
-    ``prior_precision`` about the first parameters. Each update takes the batch's ``curvature=``: an estimator's increment
-    with ``structure="root"`` ("dense" is taken apart into rows by an eigendecomposition, which loses digits), or an
-    :class:`Observation` from :func:`observe`, where the gradient is not read. Parameters without a gradient stay, and the
-    batch says nothing of them.
+    Its loss is the mean negative log-likelihood alone, which it multiplies by the datum count: the prior is ``prior``, or
+    ``prior_precision`` about the first parameters. Each update takes the batch's ``curvature=``: what :func:`observe` makes of
+    a model (the gradient is then not read, and ``make_step(None, tx, curvature=...)`` takes none), or an estimator's increment
+    with ``structure="root"`` ("dense" is taken apart into rows by an eigendecomposition, which loses digits). Parameters
+    without a gradient stay, and the batch says nothing of them.
 
     The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
     default, concerns the gradients' buffers alone.
 
     Args:
-        lr: weight of the log-likelihood; 1 is Bayes' rule, 0.5 counts every datum half. A number or a 0-d tensor.
+        lr: weight of the log-likelihood; 1 is Bayes' rule, 0.5 counts every datum half. A number, a 0-d tensor read at every
+            update, a schedule of the update count, or ``lr=`` of ``update``, which goes before.
+        prior: a :class:`Gaussian` about the first parameters, such as the posterior of another method; instead of
+            ``prior_precision``. ``init`` is given its mean.
         prior_precision: of the parameters at the start: a positive number or a tree that broadcasts to them.
+        transition: how the mean moves before each update: a number or a tree of factors, a matrix ``[P, P]`` over the
+            flattened parameters, or a function of the tree, which is linearised at the mean. Default: it stays. Gradient and
+            curvature are then taken at the predicted mean, :meth:`KalmanFilter.predict`.
         transition_noise: variance of the parameters' random walk before each update, in the parameters' units squared: a
-            number (0: they stand still) or a tree of positive ones that broadcasts.
+            number or a tree that broadcasts, with zeros where a parameter stands still, or a covariance ``[P, P]``. Tensors
+            are read at every update; a schedule of the update count, and ``transition_noise=`` of ``update``, give any of
+            these.
         forgetting: in (0, 1]; the information is multiplied by it before each update.
 
     Returns:
-        A transformation with ``posterior``. ``update`` needs ``params=`` and ``curvature=`` and costs
-        ``O((P + M) P^2)`` for M rows; its state holds ``P^2`` numbers.
+        A transformation with ``posterior``, ``predict``, ``log_evidence`` and ``smooth``. ``update`` needs ``params=`` and
+        ``curvature=`` and costs ``O((P + M) P^2)`` for M rows; its state holds ``P^2`` numbers.
 
     Raises:
-        ValueError: numbers out of range; at ``init``, a noise that is negative, or singular (zero in places); at
-            ``update``, no curvature, or that of other parameters.
+        ValueError: numbers out of range; at ``init``, a negative noise, a singular transition, or parameters that are not the
+            prior's mean; at ``update``, no curvature, or that of other parameters.
         TypeError: at ``update``, curvature of a structure that is not made of rows (diagonal, low-rank, Kronecker, block):
             with a diagonal in their place the mean diverges where features are correlated.
         MemoryError: at ``init``, where ``P^2`` does not fit.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> forward = lambda params, batch: batch[0] @ params
         >>> tx = bc.ekf.dense(prior_precision=1.0)
-        >>> loss = lambda params, batch: (forward(params, batch) - batch[1]).square().mean() / 2
-        >>> step = bc.make_step(loss, tx, curvature=bc.ekf.observe(forward, variance=1.0))
+        >>> step = bc.make_step(None, tx, curvature=bc.ekf.observe(lambda params, batch: batch[0] @ params, 1.0))
         >>> params = torch.zeros(1)
         >>> params, state, info = step(params, tx.init(params), (torch.ones(3, 1), torch.full((3,), 4.0)))
         >>> params, tx.posterior(state, params).marginal_variance
         (tensor([3.0000]), tensor([0.2500]))
     """
-    return _filter(DenseRoot(), lr, prior_precision, transition_noise, forgetting)
+    return _filter(DenseRoot(), lr, prior, prior_precision, transition, transition_noise, forgetting)
 
 
 @checked
 def diagonal(
-    lr: float | Tensor = 1.0,
+    lr: Number = 1.0,
     *,
+    prior: Gaussian | None = None,
     prior_precision: Any = 1.0,
+    transition: Any = None,
     transition_noise: Any = 0.0,
     forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
@@ -209,7 +409,8 @@ def diagonal(
 
     Its mean moves by the exact gain of the diagonal prior, from the same curvature as :func:`dense` takes; between batches the
     correlations are forgotten. Its state holds one tensor for each parameter, an update costs ``O(M^2 P)`` for M rows.
-    Arguments, results and errors: :func:`dense`.
+    Transitions are numbers or trees, noises variances, a prior has a diagonal precision. Arguments, results and errors:
+    :func:`dense`.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -220,15 +421,17 @@ def diagonal(
         >>> updates, tx.posterior(state, params).marginal_variance
         (tensor([1., 1.]), tensor([0.5000, 0.5000]))
     """
-    return _filter(DiagonalInformation(), lr, prior_precision, transition_noise, forgetting)
+    return _filter(DiagonalInformation(), lr, prior, prior_precision, transition, transition_noise, forgetting)
 
 
 @checked
 def low_rank(
-    lr: float | Tensor = 1.0,
+    lr: Number = 1.0,
     *,
     rank: int = 10,
+    prior: Gaussian | None = None,
     prior_precision: Any = 1.0,
+    transition: Any = None,
     transition_noise: Any = 0.0,
     forgetting: float | Tensor = 1.0,
 ) -> KalmanFilter:
@@ -236,7 +439,8 @@ def low_rank(
     Duran-Martin, Shestopaloff, Jones and Murphy, 2023).
 
     Exact as long as the information has no more directions than ``rank``. Its state holds ``rank + 1`` tensors for each
-    parameter, an update costs ``O((rank + M)^2 P)``. Curvature, other arguments, results and errors: :func:`dense`.
+    parameter, an update costs ``O((rank + M)^2 P)``. Transitions are numbers or trees, noises variances, a prior has a
+    diagonal or low-rank precision; it has no ``smooth``. Curvature, other arguments, results and errors: :func:`dense`.
 
     Args:
         rank: at least 1 and at most the number of parameters.
@@ -252,11 +456,22 @@ def low_rank(
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"ekf.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is ekf.diagonal")
-    return _filter(LowRankInformation(rank), lr, prior_precision, transition_noise, forgetting)
+    return _filter(LowRankInformation(rank), lr, prior, prior_precision, transition, transition_noise, forgetting)
 
 
 def _filter(
-    structure: Structure, lr: Any, prior_precision: Any, transition_noise: Any, forgetting: Any
+    structure: Structure,
+    lr: Any,
+    prior: Any,
+    prior_precision: Any,
+    transition: Any,
+    transition_noise: Any,
+    forgetting: Any,
 ) -> KalmanFilter:
-    checks.number(f"{structure.name}: lr", lr, "(0, inf)", tensor=True)
-    return KalmanFilter((Filter(structure, lr, prior_precision, transition_noise, forgetting),))
+    checks.number(f"{structure.name}: lr", lr, "(0, inf)", tensor=True, schedule=True)
+    if prior is not None and not isinstance(prior, Gaussian):
+        raise TypeError(f"{structure.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
+    if prior is not None and not (isinstance(prior_precision, (int, float)) and prior_precision == 1):
+        raise ValueError(f"{structure.name}: prior has a precision of its own: leave prior_precision out")
+    link = Filter(structure, lr, prior, prior_precision, transition, transition_noise, forgetting)
+    return KalmanFilter((link,))
