@@ -123,6 +123,7 @@ ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
     **dict.fromkeys(("omega", "step_size_fn"), _schedule),
     **dict.fromkeys(("optimizer", "scale_optimizer"), _transformation),
     "prior_precision": NumberOrTree(_POSITIVE),
+    "transition": NumberOrTree(_FINITE),
     "transition_noise": NumberOrTree(_NOT_NEGATIVE),
     "clip_radius": Range("(0, inf]"),
     "zeta": Range("(0, 1]"),

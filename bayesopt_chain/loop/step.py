@@ -173,7 +173,9 @@ def make_step(
     given = {"curvature": curvature, "gradient_variance": gradient_variance, "hessian_diagonal": hessian_diagonal}
     estimators = {k: fn for k, fn in given.items() if fn is not None and (k in accepts or ANY in accepts)}
     if keywords and (unknown := keywords.keys() - accepts) and ANY not in accepts:
-        raise TypeError(f"make_step: {tx!r} takes no {', '.join(sorted(unknown))}=; it takes {', '.join(sorted(accepts))}")
+        raise TypeError(
+            f"make_step: {tx!r} takes no {', '.join(sorted(unknown))}=; it takes {', '.join(sorted(accepts))}"
+        )
     estimators |= keywords or {}
     if loss is None and "curvature" not in estimators:
         raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")

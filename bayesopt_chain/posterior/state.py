@@ -77,7 +77,9 @@ def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:
     require_like(tree, wanted, what)
     for name, leaf, other in zip(paths(wanted), optree.tree_leaves(tree), optree.tree_leaves(wanted)):
         if not (is_hidden(leaf) or is_hidden(other) or torch.equal(leaf.detach(), other.detach().to(leaf))):
-            raise ValueError(f"{what} at {name} differ from {where} (by up to {(leaf - other).abs().max().item():.3g}): start there")
+            raise ValueError(
+                f"{what} at {name} differ from {where} (by up to {(leaf - other).abs().max().item():.3g}): start there"
+            )
 
 
 def require_finite(tree: Any, what: str) -> None:

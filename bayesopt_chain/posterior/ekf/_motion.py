@@ -7,7 +7,7 @@ parameters, or a function of the tree, whose derivative at the mean is F. A nois
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
@@ -32,7 +32,7 @@ class Motion(NamedTuple):
         return is_number(self.forgetting) and self.forgetting == 1
 
 
-def is_matrix(value: Any, params: Tree) -> bool:
+def is_matrix(value: Any, params: Tree) -> TypeGuard[Tensor]:
     """Whether a value is a matrix over all parameters, and not a tree that broadcasts to them."""
     n = size(params)
     if not isinstance(value, Tensor) or value.shape != (n, n) or n == 1:
@@ -57,8 +57,9 @@ def transition_at(value: Any, params: Tree, mixes: bool, who: str) -> tuple[list
             "this filter cannot hold that: pass a number or a tree of numbers, or use bc.ekf.dense"
         )
     if is_matrix(value, params):
-        _require(torch.linalg.matrix_rank(value) == len(value) if not is_hidden(value) else None, value, who)
-        return _unflattened(value.to(common_dtype(leaves)) @ flatten(params, params), leaves), value
+        matrix = value
+        _require(None if is_hidden(matrix) else torch.linalg.matrix_rank(matrix) == len(matrix), matrix, who)
+        return _unflattened(matrix.to(common_dtype(leaves)) @ flatten(params, params), leaves), matrix
     if callable(value) and not isinstance(value, Tensor):
         return _along(value, leaves, structure, who)
     factors = [a.expand(p.shape) for a, p in zip(spread(value, params, f"{who}: transition"), leaves)]

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._memory import require_dense_fits
-from bayesopt_chain.posterior.ekf._information import Information
+from bayesopt_chain.posterior.ekf._information import Information, weighted_sum
 from bayesopt_chain.posterior.ekf._motion import Motion
 from bayesopt_chain.posterior.state import times
 from bayesopt_chain.precision import (
@@ -158,7 +158,9 @@ class DenseRoot(Structure):
         dtype = common_dtype(leaves)
         require_dense_fits(size(leaves), dtype, leaves[0].device)
         if isinstance(prior, Diagonal):
-            return DenseFilterState(torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), *tally)
+            return DenseFilterState(
+                torch.diag(flatten(optree.tree_leaves(prior.values), leaves).to(dtype).sqrt()), *tally
+            )
         known = prior.factorised()
         root = known.factor if isinstance(known, Cholesky) else torch.linalg.cholesky(known.to_dense())
         return DenseFilterState(root.detach().to(dtype).clone(), *tally)
@@ -243,11 +245,12 @@ class DiagonalInformation(Structure):
     def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
         before = list(state.precision)
         if batch.innovation is None:
-            misfit, (moves, growth) = None, solve_with_rows(before, batch.rows, batch.force or [])
+            assert batch.force is not None
+            moves, growth = solve_with_rows(before, batch.rows, batch.force)
+            misfit = -dot(batch.force, moves)
         else:
             moves, growth, misfit = gain(before, batch.rows, batch.innovation)
-        if batch.force is not None:
-            misfit = -dot(batch.force, moves)
+            misfit = misfit if batch.force is None else -dot(batch.force, moves)
         after = tuple(y + row.square().sum(0) for y, row in zip(before, batch.rows))
         return Conditioned(moves, state._replace(precision=after), growth, misfit)
 
@@ -264,9 +267,7 @@ def _moved_diagonal(diagonal: Any, motion: Motion) -> list[Tensor]:
     return y if motion.transition is None else [v / a.square() for v, a in zip(y, motion.transition)]
 
 
-def solve_with_rows(
-    diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]
-) -> tuple[list[Tensor], Tensor]:
+def solve_with_rows(diagonal: list[Tensor], rows: list[Tensor], force: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """``(D + r^T r)^-1 f = D^-1 (f - r^T (I + r D^-1 r^T)^-1 r D^-1 f)``, and the growth of the determinant.
 
     In float64, for where the rows outweigh D by a factor s the difference loses s units of the last place.
@@ -284,15 +285,13 @@ def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
     return total((x * y).sum() for x, y in zip(a, b))
 
 
-def gain(
-    diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
+def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """``D^-1 r^T (I + r D^-1 r^T)^-1 e``, the Kalman gain of whitened innovations, the determinant's growth, and q."""
     scaled = [row / d for row, d in zip(rows, diagonal)]
     lower = _capacity_root([row / d.sqrt() for row, d in zip(rows, diagonal)])
     e = innovation.to(lower.dtype)
     along = torch.cholesky_solve(e[:, None], lower)[:, 0]
-    moves = [torch.tensordot(along.to(row.dtype), row, dims=1) for row in scaled]
+    moves = [weighted_sum(along, row) for row in scaled]
     return moves, 2 * lower.diagonal().log().sum(), e @ along
 
 
@@ -326,13 +325,13 @@ class LowRankInformation(Structure):
             )
         given = [x.detach() for x in optree.tree_leaves(prior.rows)]
         filled = tuple(torch.cat([x.to(z.dtype), z[len(x) :]]) for x, z in zip(given, rows))
-        return LowRankFilterState(
-            tuple(v.detach().clone() for v in optree.tree_leaves(prior.diagonal)), filled, *tally
-        )
+        return LowRankFilterState(tuple(v.detach().clone() for v in optree.tree_leaves(prior.diagonal)), filled, *tally)
 
     def predict(self, state: Any, motion: Motion, leaves: list[Tensor]) -> LowRankFilterState:
         diagonal = _moved_diagonal(state.diagonal, motion)
-        rows = list(state.rows) if motion.forgets_nothing else [times(row, motion.forgetting**0.5) for row in state.rows]
+        rows = (
+            list(state.rows) if motion.forgets_nothing else [times(row, motion.forgetting**0.5) for row in state.rows]
+        )
         if motion.transition is not None:
             rows = [row / a for row, a in zip(rows, motion.transition)]
         if motion.noise is not None:
@@ -340,17 +339,16 @@ class LowRankInformation(Structure):
         return state._replace(diagonal=tuple(diagonal), rows=tuple(rows))
 
     def update(self, state: Any, batch: Information, leaves: list[Tensor]) -> Conditioned:
-        force = batch.force
-        if force is None:
-            force = [torch.tensordot(batch.innovation.to(row.dtype), row, dims=1) for row in batch.rows]
+        e = batch.innovation
+        force = batch.force or [weighted_sum(e, row) for row in batch.rows if e is not None]
         joint = [torch.cat([a, b]) for a, b in zip(state.rows, batch.rows)]
         before = LowRank(list(state.diagonal), list(state.rows), batch.count)
         after = LowRank(list(state.diagonal), joint, batch.count).factorised()
         moves = after.solve(force)
-        if batch.force is not None:
+        if e is None or batch.force is not None:
             misfit = -dot(force, moves)
         else:
-            misfit = (batch.innovation - project(batch.rows, moves)).square().sum() + before.quad(moves)
+            misfit = (e - project(batch.rows, moves)).square().sum() + before.quad(moves)
         kept, overflow = compress(joint, self.rank)
         diagonal = tuple(y + x for y, x in zip(state.diagonal, overflow))
         new = state._replace(diagonal=diagonal, rows=tuple(row.clone() for row in kept))

@@ -268,13 +268,15 @@ class KalmanFilter(PosteriorTransformation):
         mine = self._state(state)
         if is_readable(mine.count) and mine.scored != mine.count:
             raise ValueError(
-                f"{self._link.name}: the log-likelihood of {int(mine.count - mine.scored)} of {int(mine.count)} data is unknown: "
-                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
+                f"{self._link.name}: the log-likelihood of {int(mine.count - mine.scored)} of {int(mine.count)} data is "
+                "unknown: pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
                 "linearisation='statistical' there is an evidence at lr=1 only"
             )
         return mine.log_evidence
 
-    def smooth(self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None) -> list[Gaussian]:
+    def smooth(
+        self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None
+    ) -> list[Gaussian]:
         """Condition the parameters of every step on the data of all steps (Rauch, Tung and Striebel, 1965).
 
         Exact where the transition is linear and the observations are linear and Gaussian: then these are the marginals of the
@@ -305,7 +307,9 @@ class KalmanFilter(PosteriorTransformation):
         link, states = self._link, [self._state(state) for _, state in history]
         structure, trees = link.structure, [optree.tree_map(torch.Tensor.detach, params) for params, _ in history]
         if callable(link.transition) and not isinstance(link.transition, Tensor):
-            raise ValueError(f"{link.name}: smooth needs a linear transition, and this one is a function: pass its matrix")
+            raise ValueError(
+                f"{link.name}: smooth needs a linear transition, and this one is a function: pass its matrix"
+            )
         if isinstance(structure, LowRankInformation):
             raise ValueError(
                 f"{link.name}: smooth is for bc.ekf.dense and bc.ekf.diagonal; a smoothed covariance is not low-rank plus "
@@ -316,8 +320,8 @@ class KalmanFilter(PosteriorTransformation):
         counts = [int(state.updates) for state in states]
         if steps < 0 or len(noises) != steps or counts != list(range(counts[0], counts[0] + len(counts))):
             raise ValueError(
-                f"{link.name}: smooth needs (params, state) after every update and the noise of each, got {len(history)} states "
-                f"after updates {counts[:8]} and {len(noises)} noises"
+                f"{link.name}: smooth needs (params, state) after every update and the noise of each, got {len(history)} "
+                f"states after updates {counts[:8]} and {len(noises)} noises"
             )
         for tree, state in zip(trees, states):
             require_these(structure.shapes(state), tree, str(link))
@@ -470,7 +474,9 @@ def _filter(
 ) -> KalmanFilter:
     checks.number(f"{structure.name}: lr", lr, "(0, inf)", tensor=True, schedule=True)
     if prior is not None and not isinstance(prior, Gaussian):
-        raise TypeError(f"{structure.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
+        raise TypeError(
+            f"{structure.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}"
+        )
     if prior is not None and not (isinstance(prior_precision, (int, float)) and prior_precision == 1):
         raise ValueError(f"{structure.name}: prior has a precision of its own: leave prior_precision out")
     link = Filter(structure, lr, prior, prior_precision, transition, transition_noise, forgetting)
