@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesopt_chain.core.scalar_or_schedule import is_number
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import Tree, common_dtype, flatten, paths, size, spread, unflatten
+from bayesopt_chain.trees import Tree, common_dtype, flatten, paths, require_like, size, spread, unflatten
 
 
 class Motion(NamedTuple):
@@ -74,7 +74,9 @@ def _along(
     """A function's value and derivative at the mean."""
 
     def moved(flat: Tensor) -> tuple[Tensor, Tensor]:
-        out = flatten(function(optree.tree_unflatten(structure, _unflattened(flat, leaves))), like)
+        tree = function(optree.tree_unflatten(structure, _unflattened(flat, leaves)))
+        require_like(tree, like, f"{who}: the result of transition")
+        out = flatten(tree, like)
         return out, out
 
     like = optree.tree_unflatten(structure, leaves)
