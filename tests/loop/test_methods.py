@@ -57,6 +57,9 @@ METHODS = {
     "low rank": lambda: bc.vi.low_rank(
         bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, rank=3, scale_optimizer=bc.adam(0.005)
     ),
+    "kronecker": lambda: bc.vi.kronecker(
+        bc.adam(0.05), temperature=1 / N, weight_decay=1 / N, init_scale=0.1, scale_optimizer=bc.adam(0.02)
+    ),
     "ivon": lambda: bc.vi.ivon(0.1, temperature=1 / N, weight_decay=1 / N, betas=(0.9, 0.999)),
     "von": lambda: bc.vi.von(0.1, temperature=1 / N, weight_decay=1 / N, n_samples=2),
     "vogn": lambda: bc.vi.vogn(0.1, temperature=1 / N, weight_decay=1 / N),

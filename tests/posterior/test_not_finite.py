@@ -72,7 +72,7 @@ def test_a_filter_that_saw_nan_says_nan(name):
         tx.posterior(state, start())
 
 
-@pytest.mark.parametrize("make", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank])
+@pytest.mark.parametrize("make", [bc.vi.mean_field, bc.vi.dense, bc.vi.low_rank, bc.vi.kronecker])
 def test_a_variational_family_that_saw_nan_says_nan(make):
     tx = make(bc.adam(0.1), temperature=0.1, **({"rank": 2} if make is bc.vi.low_rank else {}))
     step, params = bc.make_step(lambda p, b: (p["a"] * b).sum() + p["b"].sum(), tx), start()

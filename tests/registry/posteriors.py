@@ -41,6 +41,10 @@ FAMILIES = {
     "low_rank, not landing": lambda t: bc.vi.low_rank(
         bc.sgd(0.01), temperature=t, init_scale=0.1, rank=2, stick_the_landing=False
     ),
+    "kronecker": lambda t: bc.vi.kronecker(bc.sgd(0.01), temperature=t, init_scale=0.1),
+    "kronecker, not landing": lambda t: bc.vi.kronecker(
+        bc.adam(0.01), temperature=t, init_scale=0.1, stick_the_landing=False
+    ),
     "ivon": lambda t: bc.vi.ivon(0.1, temperature=t, betas=(0.9, 0.99), weight_decay=0.1),
 }
 
@@ -50,6 +54,7 @@ POSTERIORS = (
     variational("vogn", lambda t: bc.vi.vogn(0.1, temperature=t, weight_decay=0.1), per_sample_gradients=per_sample),
     filter_("dense", lambda: bc.ekf.dense(0.5), two_rows),
     filter_("dense, forgetting", lambda: bc.ekf.dense(0.1, transition_noise=0.01, forgetting=0.9), two_rows),
+    filter_("dense, moving", lambda: bc.ekf.dense(lambda count: 0.5, transition_noise=lambda count: 0.01), two_rows),
     filter_("diagonal", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), unit_rows, joint=False),
     filter_("diagonal, mixed rows", lambda: bc.ekf.diagonal(0.5, transition_noise=0.1), two_rows),
     filter_("low_rank", lambda: bc.ekf.low_rank(0.5, rank=3, transition_noise=0.1), two_rows),

@@ -1,8 +1,21 @@
 """Variational inference as gradient transformations: families of Gaussians, and natural gradients."""
 
 from bayesopt_chain.posterior.draw import Draw
-from bayesopt_chain.posterior.vi._gaussian_families import dense, low_rank, mean_field
+from bayesopt_chain.posterior.vi._elbo import Elbo, negative_elbo
+from bayesopt_chain.posterior.vi._gaussian_families import dense, kronecker, low_rank, mean_field
 from bayesopt_chain.posterior.vi._natural import ivon, vogn, von
 from bayesopt_chain.posterior.vi._transform import VariationalInfo
 
-__all__ = ["Draw", "VariationalInfo", "dense", "ivon", "low_rank", "mean_field", "vogn", "von"]
+__all__ = [
+    "Draw",
+    "Elbo",
+    "VariationalInfo",
+    "dense",
+    "ivon",
+    "kronecker",
+    "low_rank",
+    "mean_field",
+    "negative_elbo",
+    "vogn",
+    "von",
+]

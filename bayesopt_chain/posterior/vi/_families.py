@@ -3,6 +3,9 @@ r"""The Gaussian families of variational inference: how noise displaces the mean
     mean field     theta - mu = sigma * z,          phi = log sigma,         Lambda = diag(sigma^-2)
     dense          theta - mu = L z,                phi = L below its diagonal and log diag L,   Lambda = (L L^T)^-1
     low rank       theta - mu = B z + d * eps,      phi = (B, log d),        Lambda = (B B^T + diag d^2)^-1
+    Kronecker      theta - mu = U Z V^T,            phi = U, V likewise,     Lambda = (U U^T)^-1 (x) (V V^T)^-1
+
+The last holds for each leaf, seen as a matrix ``[d0, d1]`` (a vector as ``[n, 1]``), as in :mod:`bayesopt_chain.precision`.
 
 A family is asked for the displacement of a noise, for ``score = Lambda (theta - mu)``, for ``pullback``, the transposed
 derivative of the displacement by phi applied to gradients at the draws and averaged over them, and for the entropy
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -25,6 +28,7 @@ from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
+    Eigenbasis,
     LowRankCovariance,
     Precision,
     flatten,
@@ -43,10 +47,12 @@ class Family:
     """What a family answers. Leaves are those that are present; samples stand on axis 0 of noise and gradients."""
 
     name: str
-    init_scale: float
+    init_scale: Any
+    by_leaf = False  # whether it can start with one scale a leaf only
 
-    def start(self, leaves: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
-        """The first phi, where ``normals(n)`` are ``n`` standard normals like every leaf, ``[n, *leaf.shape]``."""
+    def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
+        """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
+        every leaf, ``[n, *leaf.shape]``."""
         raise NotImplementedError
 
     def noise_like(self, leaves: list[Tensor]) -> list[Tensor]:
@@ -92,11 +98,11 @@ class Family:
 
 @dataclass(frozen=True)
 class MeanField(Family):
-    init_scale: float
+    init_scale: Any = field(hash=False, compare=False)
     name = "vi.mean_field"
 
-    def start(self, leaves, normals):
-        return tuple(torch.full_like(leaf, math.log(self.init_scale)).detach() for leaf in leaves)
+    def start(self, leaves, scales, normals):
+        return tuple(_logs(leaf, scale) for leaf, scale in zip(leaves, scales))
 
     def noise_like(self, leaves):
         return leaves
@@ -126,14 +132,14 @@ class MeanField(Family):
 
 @dataclass(frozen=True)
 class Dense(Family):
-    init_scale: float
+    init_scale: Any = field(hash=False, compare=False)
     name = "vi.dense"
 
-    def start(self, leaves, normals):
-        dtype, parameters = common_dtype(leaves), size(leaves)
-        device = leaves[0].device
-        require_dense_fits(parameters, dtype, device)
-        return (math.log(self.init_scale) * torch.eye(parameters, dtype=dtype, device=device),)
+    def start(self, leaves, scales, normals):
+        dtype = common_dtype(leaves)
+        require_dense_fits(size(leaves), dtype, leaves[0].device)
+        logs = [_logs(leaf, scale) for leaf, scale in zip(leaves, scales)]
+        return (torch.diag(flatten(logs, leaves).to(dtype)),)
 
     def noise_like(self, leaves):
         return [leaves[0].new_empty((), dtype=common_dtype(leaves)).expand(size(leaves))]
@@ -150,9 +156,7 @@ class Dense(Family):
 
     def pullback(self, scale, noise, gradients):
         like = [g[0] for g in gradients]
-        by_factor = (flatten(gradients, like).mT @ noise[0] / noise[0].shape[0]).tril()
-        diagonal = by_factor.diagonal() * scale[0].diagonal().exp()
-        return (by_factor.tril(-1) + torch.diag_embed(diagonal),)
+        return (_by_raw(flatten(gradients, like).mT @ noise[0] / noise[0].shape[0], scale[0]),)
 
     def entropy(self, scale):
         return scale[0].diagonal().sum() + _constant(scale[0].shape[-1])
@@ -178,16 +182,16 @@ class Dense(Family):
 
 @dataclass(frozen=True)
 class LowRank(Family):
-    init_scale: float
+    init_scale: Any = field(hash=False, compare=False)
     rank: int
     name = "vi.low_rank"
 
-    def start(self, leaves, normals):
+    def start(self, leaves, scales, normals):
         if self.rank > size(leaves):
             raise ValueError(f"vi.low_rank: rank={self.rank} is above the number of parameters, {size(leaves)}")
-        half = self.init_scale / math.sqrt(2)
-        rows = tuple(row * (half / math.sqrt(self.rank)) for row in normals(self.rank))
-        return (*rows, *(torch.full_like(leaf, math.log(half)).detach() for leaf in leaves))
+        halves = [(scale / math.sqrt(2)).to(leaf.dtype) for scale, leaf in zip(scales, leaves)]
+        rows = tuple(row * (half / math.sqrt(self.rank)) for row, half in zip(normals(self.rank), halves))
+        return (*rows, *(_logs(leaf, half) for leaf, half in zip(leaves, halves)))
 
     def noise_like(self, leaves):
         dtype = common_dtype(leaves)
@@ -236,13 +240,102 @@ class LowRank(Family):
         return low_rank_covariance([(2 * d).exp() for d in log_d], list(rows), torch.ones((), dtype=torch.float64))
 
 
+@dataclass(frozen=True)
+class Kronecker(Family):
+    init_scale: Any = field(hash=False, compare=False)
+    name = "vi.kronecker"
+    by_leaf = True
+
+    def start(self, leaves, scales, normals):
+        def identity(n: int, leaf: Tensor, scale: Any) -> Tensor:
+            require_dense_fits(n, leaf.dtype, leaf.device)
+            return torch.diag(_logs(leaf.new_empty(n), scale))
+
+        lefts = [identity(_rows(leaf), leaf, scale) for leaf, scale in zip(leaves, scales)]
+        rights = [
+            identity(leaf.numel() // _rows(leaf), leaf, torch.ones_like(scale)) for leaf, scale in zip(leaves, scales)
+        ]
+        return (*lefts, *rights)
+
+    def noise_like(self, leaves):
+        return leaves
+
+    def displace(self, scale, noise, leaves):
+        lefts, rights = _factors(scale)
+        return [(u @ _matrices(z, u) @ v.mT).reshape(z.shape) for u, v, z in zip(lefts, rights, noise)]
+
+    def score(self, scale, noise, leaves):
+        out = []
+        for u, v, z in zip(*_factors(scale), noise):
+            left = torch.linalg.solve_triangular(u.mT, _matrices(z, u), upper=True)
+            out.append(torch.linalg.solve_triangular(v, left, upper=False, left=False).reshape(z.shape))
+        return out
+
+    def pullback(self, scale, noise, gradients):
+        lefts, rights = [], []
+        for raw_u, raw_v, u, v, z, g in zip(*_halves(scale), *_factors(scale), noise, gradients):
+            z, g = _matrices(z, u), _matrices(g, u)
+            lefts.append(_by_raw((g @ v @ z.mT).mean(0), raw_u))
+            rights.append(_by_raw((g.mT @ u @ z).mean(0), raw_v))
+        return (*lefts, *rights)
+
+    def entropy(self, scale):
+        lefts, rights = _halves(scale)
+        logs = [len(v) * u.diagonal().sum() + len(u) * v.diagonal().sum() for u, v in zip(lefts, rights)]
+        return torch.stack([x.to(logs[0]) for x in logs]).sum() + _constant(self.shapes(scale))
+
+    def entropy_gradient(self, scale):
+        lefts, rights = _halves(scale)
+        by_left = [len(v) * torch.eye(len(u)).to(u) for u, v in zip(lefts, rights)]
+        return (*by_left, *(len(u) * torch.eye(len(v)).to(v) for u, v in zip(lefts, rights)))
+
+    def only(self, gradient, leaves, moves):
+        return [x if m else None for x, m in zip(gradient, [*moves, *moves])]
+
+    def shapes(self, scale):
+        return sum(len(u) * len(v) for u, v in zip(*_halves(scale)))
+
+    def precision(self, scale, params, count):
+        (lefts, rights), structure = _factors(scale), optree.tree_structure(params)
+        bases = [[torch.linalg.svd(x) for x in side] for side in (lefts, rights)]
+        values = [torch.outer(u.S, v.S).square().reciprocal() for u, v in zip(*bases)]
+        left, right = (optree.tree_unflatten(structure, [x.U for x in side]) for side in bases)
+        return Eigenbasis(left, right, optree.tree_unflatten(structure, values), shape_only(params), count)
+
+
+def _rows(leaf: Tensor) -> int:
+    """Of a leaf seen as a matrix."""
+    return leaf.shape[0] if leaf.ndim else 1
+
+
+def _matrices(x: Tensor, left: Tensor) -> Tensor:
+    """``[S, *leaf.shape]`` as ``[S, d0, d1]``."""
+    return x.reshape(x.shape[0], len(left), -1)
+
+
+def _factors(scale: Scale) -> tuple[list[Tensor], list[Tensor]]:
+    """U and V of every leaf."""
+    lefts, rights = _halves(scale)
+    return [cholesky(u) for u in lefts], [cholesky(v) for v in rights]
+
+
+def _by_raw(by_factor: Tensor, raw: Tensor) -> Tensor:
+    """The gradient by what is optimized from that by the triangular factor."""
+    return by_factor.tril(-1) + torch.diag_embed(by_factor.diagonal() * raw.diagonal().exp())
+
+
+def _logs(leaf: Tensor, scale: Tensor) -> Tensor:
+    """log scale, like a leaf."""
+    return scale.log().to(leaf).expand(leaf.shape).clone().detach()
+
+
 def cholesky(raw: Tensor) -> Tensor:
     """L from what is optimized: itself below the diagonal, its exponential on it."""
     return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
 
 
 def _halves(scale: Scale) -> tuple[Scale, Scale]:
-    """The rows of B^T and log d."""
+    """The rows of B^T and log d; the factors U and V."""
     return scale[: len(scale) // 2], scale[len(scale) // 2 :]
 
 

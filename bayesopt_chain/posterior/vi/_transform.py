@@ -12,14 +12,15 @@ the negative ELBO divided by the number of data when ``T = 1 / N`` and the loss 
 
 where ``pullback`` is the transposed derivative of the displacement by phi. Both are unbiased. The first is exactly zero,
 for every draw, where q is the posterior (Roeder, Wu and Duvenaud, 2017). The optimizer then sees a gradient of mu and one
-of phi. Gradients of the reparameterised ELBO: Kucukelbir, Tran, Ranganath, Gelman and Blei, 2017 (mean field and dense); Ong,
-Nott and Smith, 2018 (low rank plus diagonal).
+of phi. A prior N(mu_0, Lambda_0^-1) that the loss leaves out adds ``T Lambda_0 (theta - mu_0)`` to g; weight decay delta is
+the prior with ``mu_0 = 0``, ``T Lambda_0 = delta``. Gradients of the reparameterised ELBO: Kucukelbir, Tran, Ranganath,
+Gelman and Blei, 2017 (mean field and dense); Ong, Nott and Smith, 2018 (low rank plus diagonal).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -42,6 +43,8 @@ from bayesopt_chain.posterior.state import (
     times,
 )
 from bayesopt_chain.posterior.vi._families import Family
+from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.trees import paths, require_like, spread
 
 
 class VariationalState(NamedTuple):
@@ -80,6 +83,7 @@ class Variational(Drawing):
     antithetic: bool = False
     stick_the_landing: bool = True
     weight_decay: float = 0.0
+    prior: Any = field(default=None, hash=False, compare=False)
     state = VariationalState
     whole = True
     needs_params = True
@@ -102,10 +106,26 @@ class Variational(Drawing):
         def normals(n: int) -> tuple[Tensor, ...]:  # the stream's first value; the draws begin with the second
             return standard_normals(key, zero, leaves, at.paths, n, stream=self.stream)
 
-        scale = self.family.start(leaves, normals)
+        require_prior(self.prior, params, self.family.name)
+        scale = self.family.start(leaves, self._first_scales(params), normals)
         return VariationalState(
             scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1
         )
+
+    def _first_scales(self, params: Any) -> list[Tensor]:
+        """The standard deviations to start from, by leaf."""
+        scales = spread(self.family.init_scale, params, f"{self.family.name}: init_scale")
+        for path, scale in zip(paths(params), scales):
+            if not is_hidden(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
+                raise ValueError(
+                    f"{self.family.name}: init_scale is not positive at {path} (smallest entry {scale.min().item():.3g}): pass "
+                    "positive, finite standard deviations"
+                )
+            if self.family.by_leaf and scale.ndim:
+                raise ValueError(
+                    f"{self.family.name}: init_scale at {path} has shape {tuple(scale.shape)}: pass one number a leaf"
+                )
+        return scales
 
     def displacements(self, state: VariationalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
         like, names = self.family.noise_like(leaves), self.family.noise_names(names)
@@ -142,6 +162,10 @@ class Variational(Drawing):
         if self.weight_decay:
             theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
             filled = [x + self.weight_decay * y if m else x for x, y, m in zip(filled, theta, moves)]
+        if self.prior is not None:
+            theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
+            pull = prior_force(self.prior, theta)
+            filled = [x + times(y, temperature) if m else x for x, y, m in zip(filled, pull, moves)]
         if self.stick_the_landing:
             score = family.score(state.scale, noise, leaves)
             filled = [x - times(y, temperature) if m else x for x, y, m in zip(filled, score, moves)]
@@ -163,12 +187,16 @@ class Variational(Drawing):
         return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
 
     def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
-        """``loss - T H[q]``, and the weight decay's prior at the draw."""
+        """``loss - T H[q]``, and the prior at the draw."""
+        if (self.weight_decay or self.prior is not None) and draw is None:
+            raise ValueError(
+                f"{self.family.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
+            )
+        if self.prior is not None:
+            density = self.prior.log_prob(like_prior(self.prior, optree.tree_leaves(draw.params))).mean()  # pyright: ignore[reportOptionalMemberAccess]
+            loss = loss - times(density.to(loss), now(self.temperature, state.count - 1))
         if self.weight_decay:
-            if draw is None:
-                raise ValueError(
-                    f"{self.family.name}: with weight_decay the negative ELBO needs draw=, the draw of the loss"
-                )
+            assert draw is not None
             squares = torch.stack([x.square().sum().to(loss) for x in optree.tree_leaves(draw.params)]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
         if self.is_deterministic:
@@ -193,6 +221,24 @@ class Variational(Drawing):
         words = [str(self.mean_optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
         words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
         return f"{self.family.name}({', '.join(words)})"
+
+
+def require_prior(prior: Any, params: Any, who: str) -> None:
+    """Refuse a prior over other parameters."""
+    if prior is not None:
+        require_like(prior.mean, params, f"{who}: prior.mean")
+
+
+def like_prior(prior: Gaussian, leaves: list) -> Any:
+    """Leaves as the tree that a prior is over."""
+    return optree.tree_unflatten(optree.tree_structure(prior.mean), leaves)
+
+
+def prior_force(prior: Gaussian, theta: list) -> list:
+    """``Lambda_0 (theta - mu_0)``, shaped like theta: the gradient of half the precision's quadratic form."""
+    centred = [x - m for x, m in zip(theta, optree.tree_leaves(prior.mean))]
+    half = lambda *xs: prior.precision.quad(like_prior(prior, list(xs))).sum() / 2  # noqa: E731
+    return list(torch.func.grad(half, argnums=tuple(range(len(centred))))(*centred))
 
 
 class DrawingTransformation(PosteriorTransformation):
@@ -242,7 +288,7 @@ class DrawingTransformation(PosteriorTransformation):
 
 
 class VariationalTransform(DrawingTransformation):
-    """What ``mean_field``, ``dense`` and ``low_rank`` return."""
+    """What ``mean_field``, ``dense``, ``low_rank`` and ``kronecker`` return."""
 
     def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
         """The negative ELBO per datum, in nats: ``loss - T H[q]``.
@@ -250,12 +296,13 @@ class VariationalTransform(DrawingTransformation):
         Args:
             state: from ``init`` or ``update``.
             loss: the mean loss over the draws from that state, 0-d.
-            draw: those draws, needed with ``weight_decay``, for the prior there (without its normaliser, a constant).
+            draw: those draws, needed with ``prior`` and ``weight_decay``, for the prior's density there (with ``weight_decay``
+                without its normaliser, a constant).
 
         Returns:
             0-d, differentiable in ``loss``.
 
         Raises:
-            ValueError: with ``weight_decay`` and no draw.
+            ValueError: with ``prior`` or ``weight_decay`` and no draw.
         """
         return self._link.negative_elbo(self._state(state), loss, draw)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.vi._families import cholesky
+from bayesopt_chain.precision import Cholesky, flatten, shape_only
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,7 @@ FAMILIES = {
     "mean_field": {},
     "dense": {},
     "low_rank": {"rank": 2},
+    "kronecker": {},
 }
 
 
@@ -49,9 +52,16 @@ def mean_and_covariance(name, params, scale):
         lower = cholesky(scale[0])
         return flat, lower @ lower.T, lambda z: lower @ z[0]
     half = len(scale) // 2
+    if name == "kronecker":
+        root = torch.block_diag(*[torch.kron(cholesky(u), cholesky(v)) for u, v in zip(scale[:half], scale[half:])])
+        return flat, root @ root.T, lambda z: root @ z[0]
     rows = torch.cat([s.reshape(s.shape[0], -1) for s in scale[:half]], 1)
     d = torch.cat([s.reshape(-1) for s in scale[half:]]).exp()
     return flat, rows.T @ rows + torch.diag(d.square()), lambda z: rows.T @ z[1] + d * z[0]
+
+
+def moments_of(gaussian):
+    return flatten(gaussian.mean, gaussian.mean), torch.linalg.inv(gaussian.precision.to_dense())
 
 
 def as_tree(flat, like):
@@ -61,7 +71,7 @@ def as_tree(flat, like):
 
 def noise_of(name, draw, s):
     flat = [z[s].reshape(-1) for z in draw.noise]
-    if name == "mean_field":
+    if name in ("mean_field", "kronecker"):
         return [torch.cat(flat)]
     return [flat[0]] if name == "dense" else [torch.cat(flat[:-1]), flat[-1]]
 
@@ -72,12 +82,20 @@ def log_q(x, mean, covariance):
     return -0.5 * white.square().sum() - lower.diagonal().log().sum() - 0.5 * len(x) * math.log(2 * math.pi)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.7])
+def some_prior():
+    """A Gaussian away from zero, with correlations across leaves."""
+    root = torch.randn(9, 9).tril() + 3 * torch.eye(9)
+    return Gaussian(parameters(), Cholesky(root, shape_only(parameters()), torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.7, "prior"])
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("sticks", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay):
     """To 1e-10: along the path only when sticking the landing, else with the entropy's exact gradient."""
+    gaussian = some_prior() if decay == "prior" else None
+    decay = 0.0 if decay == "prior" else decay
     tx = getattr(bc.vi, name)(
         capture_gradients(),
         temperature=T,
@@ -86,12 +104,15 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
         stick_the_landing=sticks,
         antithetic=samples > 1,
         weight_decay=decay,
+        prior=gaussian,
         **FAMILIES[name],
     )
     params, batch = parameters(), torch.randn(5, 3)
     state = tx.init(params)
     bent = tuple(s + 0.1 * torch.randn_like(s) for s in state[0].scale)  # away from the start's symmetries
-    state = state.replace(0, state[0]._replace(scale=tuple(b.tril() if name == "dense" else b for b in bent)))
+    state = state.replace(
+        0, state[0]._replace(scale=tuple(b.tril() if name in ("dense", "kronecker") else b for b in bent))
+    )
     draw = tx.sample(state, params)
     points = (
         [draw.params] if samples == 1 else [optree.tree_map(lambda x, s=s: x[s], draw.params) for s in range(samples)]
@@ -111,6 +132,8 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
         if sticks:
             total = total + T * log_q(theta, flat.detach(), covariance.detach()) / samples
         total = total + (loss(as_tree(theta, params), batch) + 0.5 * decay * theta.square().sum()) / samples
+        if gaussian is not None:
+            total = total - T * log_q(theta, *moments_of(gaussian)) / samples
     if not sticks:
         total = total - T * 0.5 * torch.logdet(2 * math.pi * math.e * covariance)
     want = torch.autograd.grad(total, [*(mean[k] for k in sorted(mean)), *scale])
@@ -119,6 +142,8 @@ def test_gradients_equal_autograd_through_the_elbo(name, sticks, samples, decay)
         assert (x - y).abs().max() < 1e-10
     average = sum(loss(point, batch) for point in points) / samples
     prior = sum(0.5 * decay * x.square().sum() for point in points for x in point.values()) / samples
+    if gaussian is not None:
+        prior = sum(-T * log_q(flatten(point, point), *moments_of(gaussian)) for point in points) / samples
     entropy = 0.5 * torch.logdet(2 * math.pi * math.e * covariance)
     torch.testing.assert_close(tx.negative_elbo(state, average, draw), (average + prior - T * entropy).detach())
 
