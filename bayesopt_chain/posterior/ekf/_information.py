@@ -26,7 +26,7 @@ from bayesopt_chain.precision import Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, paths
 
-LINEARISATIONS = ("tangent", "statistical")
+LINEARISATIONS = ("tangent", "empirical", "statistical")
 MEANS = {"bernoulli": torch.sigmoid, "poisson": torch.exp}  # canonical: the slope of nll is the mean minus the target
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
@@ -86,7 +86,9 @@ def observe(
     r"""Linearise a model for a filter: outputs, their Jacobian and the log-likelihood from one pass.
 
     ``"tangent"`` expands the log-likelihood at the filter's mean, with its expected (Fisher) Hessian: the extended Kalman
-    filter. ``"statistical"`` fits the line to the targets' mean ``E[y | theta]`` by least squares over the filter's Gaussian,
+    filter. ``"empirical"`` takes the square of each datum's own gradient for that Hessian: one row a datum, for any likelihood,
+    and noisier, as it depends on the target. ``"statistical"`` fits the line to the targets' mean ``E[y | theta]`` by least
+    squares over the filter's Gaussian,
 
         A = Cov[y, f] Cov[f]^-1,    R = Cov[y] - A Cov[f] A^T,    y = E[y] + A (f - E[f]) + N(0, R),
 
@@ -98,12 +100,13 @@ def observe(
         forward: ``forward(params, batch) -> outputs [B, *event]``; ``batch = (inputs, targets)``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`, or the variance of Gaussian noise, in the targets' units squared: a
             number, or a tensor ``[*event]``. Default: variance 1.
-        linearisation: "tangent" (default) or "statistical"; the second for ``gaussian`` (where both are the same),
-            ``bernoulli``, ``poisson`` and ``categorical``.
+        linearisation: "tangent" (default), "empirical", or "statistical": the last for ``gaussian`` (where it is the
+            tangent), ``bernoulli``, ``poisson`` and ``categorical``.
 
     Returns:
         ``estimate(params, batch)``, to be passed where a filter takes ``curvature``; ``make_step(None, tx, curvature=...)``
-        asks for no loss beside it. Its cost is one backward pass over M outputs at once, M = B times the entries of an event.
+        asks for no loss beside it. Its cost is one backward pass over M outputs at once, M = B times the entries of an event
+        ("empirical": B).
 
     Raises:
         ValueError: a variance that is not positive, a linearisation that does not exist or that the likelihood has none of; at
@@ -128,9 +131,17 @@ def observe(
 
     def estimate(params: Tree, batch: Any) -> Observation | Unlinearised:
         leaves, structure = optree.tree_flatten(params)
-        f, slope, pull = _evaluated(forward, chosen, leaves, structure, batch)
-        nll = chosen.nll(f, batch[1]).sum().to(torch.float64)
-        known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll
+        f, pull = _evaluated(forward, leaves, structure, batch)
+        if is_gaussian or linearisation == "statistical":
+            nll, slope = chosen.nll(f, batch[1]).sum(), f
+        else:
+            nll, slope = _nll_and_slope(chosen, f, batch[1])
+        known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
+        if linearisation == "empirical":
+            rows = pull(_separate(slope[None]))
+            force = [-row.sum(0) for row in rows]
+            tree, forces = (optree.tree_unflatten(structure, x) for x in (rows, force))
+            return Observation(tree, -torch.ones_like(rows[0].reshape(len(f), -1)[:, 0]), forces, *known)
         if is_gaussian:
             inverse_deviation = chosen.root(f, batch[1]).diagonal().sqrt().reshape(-1)
             innovation = (batch[1] - f).reshape(-1) * inverse_deviation
@@ -144,11 +155,11 @@ def observe(
         root = chosen.root(f, batch[1])
         if isinstance(root, Elementwise):
             scale = root.scale.reshape(-1).clamp_min(SMALLEST)
-            innovation = -slope().reshape(-1) / scale
+            innovation = -slope.reshape(-1) / scale
             rows = pull(torch.diag(scale).reshape(-1, *f.shape))
             force = [weighted_sum(innovation, row) for row in rows]
         else:
-            columns = torch.cat([_separate(root.part(0, root.columns)), -slope()[None]])
+            columns = torch.cat([_separate(root.part(0, root.columns)), -slope[None]])
             innovation, pulled = None, pull(columns)
             rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
         tree, forces = (optree.tree_unflatten(structure, x) for x in (rows, force))
@@ -174,12 +185,24 @@ def _separate(factors: Tensor) -> Tensor:
     return flat.movedim(1, -1).reshape(k * b, *factors.shape[1:])
 
 
+def _nll_and_slope(likelihood: Likelihood, f: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The batch's negative log-likelihood, and its gradient by the outputs."""
+    if likelihood.name in MEANS:
+        return likelihood.nll(f, targets).sum(), MEANS[likelihood.name](f) - targets
+    if is_transformed():
+        slope, nll = torch.func.grad_and_value(lambda x: likelihood.nll(x, targets).sum())(f)
+        return nll, slope
+    with torch.enable_grad():
+        f = f.detach().requires_grad_()
+        nll = likelihood.nll(f, targets).sum()
+    return nll.detach(), torch.autograd.grad(nll, f)[0]
+
+
 def _evaluated(
-    forward: Callable[[Tree, Any], Tensor], likelihood: Likelihood, leaves: list[Tensor], structure: Any, batch: Any
-) -> tuple[Tensor, Callable[[], Tensor], Callable[[Tensor], list[Tensor]]]:
-    """Outputs, the slope of the negative log-likelihood in them, and the pullback of cotangents ``[M, *outputs.shape]`` to
-    leaves ``[M, *leaf.shape]``. Through autograd; under a ``torch.func`` transformation (many filters by ``vmap``) through
-    ``torch.func``."""
+    forward: Callable[[Tree, Any], Tensor], leaves: list[Tensor], structure: Any, batch: Any
+) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Outputs, and the pullback of cotangents ``[M, *outputs.shape]`` to leaves ``[M, *leaf.shape]``. Through autograd; under
+    a ``torch.func`` transformation (many filters by ``vmap``) through ``torch.func``."""
 
     def outputs(chosen: list[Tensor]) -> Tensor:
         return forward(optree.tree_unflatten(structure, chosen), batch)
@@ -187,7 +210,7 @@ def _evaluated(
     detached = [leaf.detach() for leaf in leaves]
     if is_transformed():
         f, vjp = torch.func.vjp(outputs, detached)  # pyright: ignore[reportAssignmentType]
-        return f, lambda: likelihood.gradient(f, batch[1]), lambda v: torch.vmap(lambda x: vjp(x)[0])(v)
+        return f, lambda v: torch.vmap(lambda x: vjp(x)[0])(v)
     with torch.enable_grad():
         chosen = [leaf.requires_grad_() for leaf in detached]
         f = outputs(chosen)
@@ -196,13 +219,6 @@ def _evaluated(
                 "ekf.observe: forward does not depend on params: compute the outputs from what it is given"
             )
 
-    def slope() -> Tensor:
-        if likelihood.name in MEANS:
-            return MEANS[likelihood.name](f.detach()) - batch[1]
-        with torch.enable_grad():
-            outer = f.detach().requires_grad_()
-            return torch.autograd.grad(likelihood.nll(outer, batch[1]).sum(), outer)[0]
-
     def pull(v: Tensor) -> list[Tensor]:
         if v.shape[0] == 1:
             pulled = torch.autograd.grad(f, chosen, v[0], allow_unused=True)
@@ -210,7 +226,7 @@ def _evaluated(
         pulled = torch.autograd.grad(f, chosen, v, allow_unused=True, is_grads_batched=True)
         return [leaf.new_zeros((v.shape[0], *leaf.shape)) if x is None else x for x, leaf in zip(pulled, chosen)]
 
-    return f.detach(), slope, pull
+    return f.detach(), pull
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
