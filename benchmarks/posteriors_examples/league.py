@@ -54,10 +54,9 @@ def ours(matches: list) -> dict[str, Any]:
     """With this library."""
     import bayesopt_chain as bc
 
-    result = bc.likelihoods.custom(lambda d, y: -chances(d).log().gather(1, y[:, None])[:, 0])
-    estimate = bc.ekf.observe(lambda skills, match: -skills[match[0]].diff()[:, 0], result)
-    walk = {"transition_noise": lambda skills, match: WALK * match[2]}
-    tx, skills, losses = bc.ekf.diagonal(), torch.zeros(TEAMS), []
+    classes, skills, losses = bc.likelihoods.categorical(), torch.zeros(TEAMS), []
+    estimate = bc.ekf.observe(lambda skills, match: chances(-skills[match[0]].diff()[:, 0]).log(), classes)
+    walk, tx = {"transition_noise": lambda skills, match: WALK * match[2]}, bc.ekf.diagonal()
     step, state = bc.make_step(None, tx, curvature=estimate, keywords=walk), tx.init(skills)
     for match in matches:
         skills, state, info = step(skills, state, match)
@@ -69,8 +68,8 @@ def ours(matches: list) -> dict[str, Any]:
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
     """Their number, ours, and how far apart they may be.
 
-    Both square the gradient of the observed result. Theirs divides it by each team's own precision, ours solves for both teams
-    together, so that the deviations are equal to rounding at equal means and the means differ by a part of a deviation.
+    Theirs takes the squared gradient of the observed result for the information, ours its expectation over the results, and
+    solves for both teams together: skills differ by a part of a deviation, and the forecasts are better.
     """
     half, apart = len(a["losses"]) // 2, ((a["skills"] - b["skills"]) / a["deviations"]).abs().mean().item()
     return {

@@ -35,7 +35,7 @@ def moments(posterior):
     return flatten(posterior.mean, posterior.mean), torch.linalg.inv(posterior.precision.to_dense())
 
 
-@pytest.mark.parametrize("family, rank", [("dense", None), ("low_rank", 4)])
+@pytest.mark.parametrize("family, rank", [("dense", None), pytest.param("low_rank", 4, marks=pytest.mark.slow)])
 def test_the_posterior_of_the_first_half_as_prior_of_the_second_gives_that_of_all(family, rank):
     """Continual learning, exactly: to 1e-8 after 1,000 steps on the second half alone."""
     second, prior = halves()
@@ -157,6 +157,7 @@ def layered(seed=0):
     return a @ a.T + torch.eye(3), c @ c.T + torch.eye(2), torch.randn(3, 2, generator=g)
 
 
+@pytest.mark.slow
 def test_the_kronecker_family_converges_to_a_matrix_normal():
     """Sticking the landing, to 1e-7 after 3,000 steps: mean, covariance, and the bound is tight."""
     a, c, mean = layered()
