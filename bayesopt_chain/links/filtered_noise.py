@@ -19,7 +19,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, require_valid, root
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.core.state import zeros
 
 
@@ -50,7 +50,7 @@ class FilteredNoise(Keyed):
 
     def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
         xi = self.normals(state, g, at, len(self.current))
         e = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]

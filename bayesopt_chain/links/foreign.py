@@ -9,8 +9,7 @@ from typing import Any
 
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.chain import ANY
-from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Response
 from bayesopt_chain.core.state import ALL
