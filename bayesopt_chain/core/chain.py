@@ -50,10 +50,10 @@ class Chain(GradientTransformation):
     compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
     def __new__(cls, links: Sequence[Link], lower: Lower | None = None) -> Self:
-        self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))
+        self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])
-        self.accepts = frozenset().union(*(x.accepts for x in self.links))
+        self.accepts = frozenset[str]().union(*(x.accepts for x in self.links))
         self.needy = next((x for x in self.links if x.needs_params), None)
         self.plans, self.last = dict[Layout, Plan](), None
         return self
@@ -67,7 +67,7 @@ class Chain(GradientTransformation):
     @property
     def needs(self) -> frozenset[str]:
         """The keywords without which ``update`` refuses."""
-        return frozenset().union(*(x.needs for x in self.links))
+        return frozenset[str]().union(*(x.needs for x in self.links))
 
     def with_links(self, links: Sequence[Link]) -> Chain:
         """The same kind of transformation with other links in the places of its own."""

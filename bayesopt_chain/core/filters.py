@@ -47,7 +47,7 @@ class Filtered:
         """How many tensors like a leaf it remembers."""
         return max(len(self.c), len(self.d)) - 1
 
-    def coefficients(self, now: Conditions, before: Conditions | None) -> tuple[list[Any], None]:
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
         """The factors of the draws at these temperatures; a velocity is never rescaled."""
         t = now.temperature
         root = law.root(t, torch.where) if isinstance(t, Tensor) else math.sqrt(t)
@@ -115,9 +115,7 @@ class Scheduled:
         """How many tensors like a leaf it remembers."""
         return 0 if self.order == 1 else 3 if self.both else 1
 
-    def coefficients(
-        self, now: Conditions, before: Conditions
-    ) -> tuple[tuple[law.ScheduleCoefficients, ...], Tensor | None]:
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
         """Those of each branch, and what the velocity is multiplied by before the step."""
         mu, total = self.momentum, self.direct + self.momentum_gain
         branches = ((self.direct, 0.0), (self.momentum_gain, mu)) if self.both else ((total, mu),)
@@ -127,9 +125,9 @@ class Scheduled:
         return out, (out[-1].velocity_scale if mu else None)
 
     def _rule(self, gain: float, momentum: float, now: Conditions, before: Conditions) -> law.ScheduleCoefficients:
-        levels = [c.inverse / gain + self.decay_level * c.square for c in (now, before)]
-        temperatures = now.temperature, before.temperature
-        return law.scheduled_momentum_noise(momentum, *levels, *temperatures, order=self.order, where=torch.where)
+        level, last = (c.inverse / gain + self.decay_level * c.square for c in (now, before))
+        heat, last_heat = now.temperature, before.temperature
+        return law.scheduled_momentum_noise(momentum, level, last, heat, last_heat, order=self.order, where=torch.where)
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
         """The noise and the new memory."""

@@ -15,7 +15,7 @@ from bayesopt_chain.core.filters import Conditions
 from bayesopt_chain.core.link import NoiseLink
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.scalar_or_schedule import now
+from bayesopt_chain.core.scalar_or_schedule import now as value_at
 from bayesopt_chain.random import stream as keyed_stream
 
 Rates = Callable[[int, Sequence[int]], Tensor]
@@ -85,10 +85,10 @@ class Injection:
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
-        temperature = now(self.link.temperature, state.count)
+        temperature = value_at(self.link.temperature, state.count)
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
-        by_site = [
+        by_site: list[Any] = [
             ([site.constants] * len(rows), None, None)
             if site.constants is not None
             else _coefficients(
@@ -133,15 +133,17 @@ class Injection:
 
 def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Rates) -> Any:
     """By leaf, the filter's coefficients and the velocity's scale; and the conditions that this step leaves behind."""
-    last = Conditions(*before.unbind(-1))
-    one = torch.ones_like(before[:, 0])
+    last_heat, last_inverse, last_square = before.unbind(-1)
+    one = torch.ones_like(last_heat)
     front, behind = (math.prod((rates(i, site.leaves) for i in part), start=one) for part in site.rates)
     moves = (front != 0) & (behind != 0)  # lr = 0 keeps the velocity at the level it was brought to
-    inverse = torch.where(moves, front / torch.where(moves, behind, one), last.inverse)
-    current = Conditions(one * temperature, inverse, torch.where(moves, front * front, last.square))
-    values, scale = site.process.coefficients(current, last)
+    inverse = torch.where(moves, front / torch.where(moves, behind, one), last_inverse)
+    square, heat = torch.where(moves, front * front, last_square), one * temperature
+    now, last = Conditions(heat, inverse, square), Conditions(last_heat, last_inverse, last_square)
+    values, scale = site.process.coefficients(now, last)
     if scale is not None:  # a cold velocity is the optimizer's own, and stays
-        scale = torch.where((current.temperature != 0) | (last.temperature != 0), scale, one).unbind()
+        scale = torch.where((heat != 0) | (last_heat != 0), scale, one).unbind()
+    numbers: list[Tensor]
     numbers, structure = optree.tree_flatten(values)
-    by_leaf = [structure.unflatten(x) for x in zip(*(v.unbind() for v in numbers))]
-    return by_leaf, scale, torch.stack(list(current), -1)
+    by_leaf = [structure.unflatten(x) for x in zip(*[v.unbind() for v in numbers])]
+    return by_leaf, scale, torch.stack([heat, inverse, square], -1)

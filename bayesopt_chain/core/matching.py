@@ -244,8 +244,8 @@ def _sites(
         carried, constants = 0.0, None
         if owner == at and links[at].carries and len(parts) == 1:
             carried, process = _carried(links[at].response, process)
-        if not changing:
-            constants = process.coefficients(Conditions(float(noise.temperature)), None)[0]
+        if isinstance(noise.temperature, (int, float)) and not changing:
+            constants = process.coefficients(still := Conditions(float(noise.temperature)), still)[0]
         colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
         out.append(Site(whole, at, leaves, process, colours, rates, carried, constants))
     return out

@@ -34,7 +34,7 @@ class Op:
 
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
         """``x f``, with one factor for all or one for each."""
-        factors = by if isinstance(by, (list, tuple)) else [by] * len(xs)
+        factors: list[Any] = [*by] if isinstance(by, (list, tuple)) else [by] * len(xs)
         first = factors[0] if factors else 1.0
         if self.inplace and are_small(xs) and all([f is first for f in factors]) and all([x.dtype in WIDE for x in xs]):
             foreach_mul_(list(xs), first)

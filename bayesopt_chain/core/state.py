@@ -45,18 +45,22 @@ class State(tuple[Any, ...]):
         return State((*self[:i], entry, *self[i + 1 :]), self.layout)
 
 
-optree.register_pytree_node(
+def _flatten(state: State) -> tuple[list[Any], Layout]:
+    return list(state), state.layout
+
+
+def _unflatten(layout: Layout, entries: Iterable[Any]) -> State:
+    return State(entries, layout)
+
+
+_trees: Any = optree  # its stubs leave out the name of the namespace in which TorchOpt's tree functions look
+_trees.register_pytree_node(
     State,
-    lambda state: (tuple(state), state.layout),  # pyright: ignore[reportAttributeAccessIssue]
-    lambda layout, entries: State(entries, layout),  # pyright: ignore[reportArgumentType]
-    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # where TorchOpt's tree functions look  # pyright: ignore[reportAttributeAccessIssue]
+    _flatten,
+    _unflatten,
+    namespace=getattr(_trees.registry, "__GLOBAL_NAMESPACE"),
 )
-_pytree.register_pytree_node(
-    State,
-    lambda state: (list(state), state.layout),
-    lambda entries, layout: State(entries, layout),
-    serialized_type_name="bayesopt_chain.State",
-)
+_pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
 def part(entry: Any, keep: Sequence[int], n: int) -> Any:
@@ -80,20 +84,25 @@ def put_back(entry: Any, keep: Sequence[int], n: int, new: Any) -> Any:
 
 def is_by_leaf(field: Any, n: int) -> bool:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
-    return isinstance(field, tuple) and len(field) == n
+    return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
+
+
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The tensors of a state or entry, and the structure that puts them back."""
+    return optree.tree_flatten(tree)
 
 
 def unshared(new: State, old: State) -> State:
     """A new state that shares no memory with the old one, nor its tensors with each other, and holds no views."""
-    leaves, spec = optree.tree_flatten(new)  # pyright: ignore[reportArgumentType]
-    seen = {id(t) for t in optree.tree_leaves(old)}  # pyright: ignore[reportArgumentType]
+    leaves, spec = flattened(new)
+    seen = {id(t) for t in flattened(old)[0]}
     out: list[Any] = []
     for t in leaves:
         if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
             t = t.clone()
         seen.add(id(t))
         out.append(t)
-    return optree.tree_unflatten(spec, out)  # pyright: ignore[reportReturnType]
+    return spec.unflatten(out)
 
 
 def selected(mask: Any, tree: Any) -> set[int]:

@@ -20,7 +20,7 @@ from bayesopt_chain.core.link import At, Link, NoiseLink, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
+from bayesopt_chain.core.state import ALL, Layout, flattened, part, paths_of, put_back
 from bayesopt_chain.random.stream import leaf_numbers
 
 Runs = dict[int, tuple[tuple[int, ...], Link]]
@@ -231,7 +231,8 @@ class Update:
             return
         entry, name = self.entries[i], self.plan.links[i].velocity
         if name == ALL:  # which tensor is whose is not known: the first leaf's factor for all
-            self.entries[i] = optree.tree_map(lambda t: change([t])[0] if t.is_floating_point() else t, entry)
+            tensors, structure = flattened(entry)
+            self.entries[i] = structure.unflatten([change([t])[0] if t.is_floating_point() else t for t in tensors])
         elif name is not None:
             velocity, at = list(getattr(entry, name)), self.positions(i, x.leaves)
             for k, v in zip(at, change([velocity[k] for k in at])):

@@ -92,7 +92,7 @@ def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:
+    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
             "nothing is learned without one, and sampling is exact only behind it"

@@ -53,13 +53,13 @@ class FilteredNoise(Keyed):
         checks.at_this_step("temperature", temperature)
         scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
         xi = self.normals(state, g, at, len(self.current))
-        e = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
+        e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
         if self.later:
             e = [y + kept for y, kept in zip(e, memory)]
-            later = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
-            memory = tuple(op.put(memory, later))  # pyright: ignore[reportArgumentType]
-        e = [y.to(x.dtype) for x, y in zip(g, e)]  # pyright: ignore[reportAttributeAccessIssue]
+            later: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
+            memory = tuple(op.put(memory, later))
+        e = [y.to(x.dtype) for x, y in zip(g, e)]
         if isinstance(temperature, Tensor):
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:
