@@ -57,4 +57,4 @@ def test_the_core_does_not_grow():
         for f in files
         for node in ast.walk(ast.parse(f.read_text()))
     )
-    assert lines <= 1975 and statements <= 1140, (lines, statements)
+    assert lines <= 1990 and statements <= 1145, (lines, statements)
