@@ -41,8 +41,10 @@ def is_matrix(value: Any, params: Tree) -> TypeGuard[Tensor]:
     return not (len(leaves) == 1 and leaves[0].ndim >= 2 and leaves[0].shape[-2:] == value.shape)
 
 
-def transition_at(value: Any, params: Tree, mixes: bool, who: str) -> tuple[list[Tensor], Tensor | list[Tensor] | None]:
-    """Where a mean moves to, as leaves, and F there.
+def transition_at(
+    value: Any, params: Tree, mixes: bool, who: str, check: bool = False
+) -> tuple[list[Tensor], Tensor | list[Tensor] | None]:
+    """Where a mean moves to, as leaves, and F there; ``check`` looks at its rank, which costs as much as the rest.
 
     Raises:
         ValueError: a matrix or a function where no correlations are kept, a transition that loses a parameter (0, or a
@@ -58,10 +60,10 @@ def transition_at(value: Any, params: Tree, mixes: bool, who: str) -> tuple[list
         )
     if is_matrix(value, params):
         matrix = value
-        _require(None if is_hidden(matrix) else torch.linalg.matrix_rank(matrix) == len(matrix), matrix, who)
+        _require(_has_full_rank(matrix) if check else None, matrix, who)
         return _unflattened(matrix.to(common_dtype(leaves)) @ flatten(params, params), leaves), matrix
     if callable(value) and not isinstance(value, Tensor):
-        return _along(value, leaves, structure, who)
+        return _along(value, leaves, structure, who, check)
     factors = [a.expand(p.shape) for a, p in zip(spread(value, params, f"{who}: transition"), leaves)]
     for path, a in zip(paths(params), factors):
         _require(None if is_hidden(a) else (a.isfinite() & (a != 0)).all(), path, who)
@@ -69,7 +71,7 @@ def transition_at(value: Any, params: Tree, mixes: bool, who: str) -> tuple[list
 
 
 def _along(
-    function: Callable[[Tree], Tree], leaves: list[Tensor], structure: Any, who: str
+    function: Callable[[Tree], Tree], leaves: list[Tensor], structure: Any, who: str, check: bool
 ) -> tuple[list[Tensor], Tensor]:
     """A function's value and derivative at the mean."""
 
@@ -81,12 +83,16 @@ def _along(
 
     like = optree.tree_unflatten(structure, leaves)
     matrix, value = torch.func.jacrev(moved, has_aux=True)(flatten(like, like).detach())
-    _require(None if is_hidden(matrix) else torch.linalg.matrix_rank(matrix) == len(matrix), function, who)
+    _require(_has_full_rank(matrix) if check else None, function, who)
     return _unflattened(value.detach(), leaves), matrix.detach()
 
 
 def _unflattened(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return optree.tree_leaves(unflatten(flat, leaves))
+
+
+def _has_full_rank(matrix: Tensor) -> Tensor | None:
+    return None if is_hidden(matrix) else torch.linalg.matrix_rank(matrix) == len(matrix)
 
 
 def _require(fine: Any, what: Any, who: str) -> None:

@@ -57,6 +57,7 @@ from bayesopt_chain.precision import (
 from bayesopt_chain.precision._algebra import total
 from bayesopt_chain.precision._low_rank import compress
 from bayesopt_chain.precision._triangular import signed
+from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import combine, common_dtype, gram, project, size
 
 
@@ -170,7 +171,9 @@ class DenseRoot(Structure):
             return state
         root = times(state.root.mT, motion.forgetting**0.5)
         if isinstance(motion.transition, Tensor):
-            root = torch.linalg.solve_ex(motion.transition.to(root.dtype), root, left=False).result
+            root, info = torch.linalg.solve_ex(motion.transition.to(root.dtype), root, left=False)
+            if is_readable(info) and int(info):
+                raise ValueError(f"{self.name}: transition is singular at this mean; what it loses is no information")
         elif motion.transition is not None:
             root = root / flatten(motion.transition, leaves).to(root.dtype)
         if motion.noise is None:

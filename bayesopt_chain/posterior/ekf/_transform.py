@@ -89,8 +89,9 @@ class Filter(Link):
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
+        transition_at(self.transition, params, self.structure.mixes, self.name, check=True)
         if not is_schedule(self.transition_noise):
-            self.motion(self.transition_noise, zero, params)
+            self.motion(self.transition_noise, count, params)
         return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
 
     def _prior(self, params: Any) -> Any:
