@@ -250,10 +250,10 @@ class KalmanFilter(PosteriorTransformation):
         probabilities that each batch's targets were given one by one, which is the log evidence for batches of one.
 
         Args:
-            state: from ``init`` or ``update``.
+            state: from ``init`` or ``update``, or stacked ones.
 
         Returns:
-            0-d, float64.
+            0-d, float64; ``[n]`` for n stacked states.
 
         Raises:
             ValueError: the log-likelihood of some batches is unknown.
@@ -267,10 +267,11 @@ class KalmanFilter(PosteriorTransformation):
             (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
         """
         mine = self._state(state)
-        if is_readable(mine.count) and mine.scored != mine.count:
+        unknown = mine.count - mine.scored
+        if is_readable(unknown) and bool((unknown != 0).any()):
             raise ValueError(
-                f"{self._link.name}: the log-likelihood of {int(mine.count - mine.scored)} of {int(mine.count)} data is "
-                "unknown: pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
+                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.count.sum())} data is unknown: "
+                "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
                 "linearisation='statistical' there is an evidence at lr=1 only"
             )
         return mine.log_evidence

@@ -135,3 +135,14 @@ def test_an_evidence_that_is_not_known_is_refused():
     _, state = tx.update(params, tx.init(params), params=params, curvature=increment)
     with pytest.raises(ValueError, match="log-likelihood of 3 of 3 data is unknown: pass loss= to update"):
         tx.log_evidence(state)
+
+
+def test_filters_side_by_side_have_an_evidence_each():
+    """Three transition noises would be three models: here three batches of data through one."""
+    tx, x = bc.ekf.dense(), torch.randn(3, 4, P, generator=torch.Generator().manual_seed(0))
+    estimate = bc.ekf.observe(forward, VARIANCE)
+    chains = bc.parallel(bc.make_step(None, tx, curvature=estimate), 3, batch_dim=0)
+    params = torch.zeros(3, P)
+    _, state, _ = chains(params, chains.init(tx, params), (x, torch.ones(3, 4)))
+    alone = [run(tx, estimate, torch.zeros(P), [(x[i], torch.ones(4))]) for i in range(3)]
+    torch.testing.assert_close(tx.log_evidence(state), torch.stack(alone), rtol=1e-12, atol=0)
