@@ -138,7 +138,7 @@ def test_an_evidence_that_is_not_known_is_refused():
 
 
 def test_filters_side_by_side_have_an_evidence_each():
-    """Three transition noises would be three models: here three batches of data through one."""
+    """Three batches of data, one a filter: each evidence is that of the filter alone, to 1e-12."""
     tx, x = bc.ekf.dense(), torch.randn(3, 4, P, generator=torch.Generator().manual_seed(0))
     estimate = bc.ekf.observe(forward, VARIANCE)
     chains = bc.parallel(bc.make_step(None, tx, curvature=estimate), 3, batch_dim=0)
