@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def normals(
         sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
             on, at = key.to(device), step.to(device)
-            names = [draw_number(i if numbers is None else numbers[i], k) for i in members for k in range(draws[i])]
+            leaves = tuple(members) if numbers is None else tuple([numbers[i] for i in members])
+            names = draw_numbers(leaves, tuple([draws[i] for i in members]))
             if kind == "gaussian":
                 pieces = iter(philox_normals(on, at, sizes, names, dtype))
             else:
@@ -73,7 +74,7 @@ def normals(
                 pieces = (x * scale for x in pieces)
         else:
             flat = _from_generator(key, step, salt, sum(sizes), dtype, kind, scale)
-            pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
+            pieces = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
         for i, shape in zip(members, shapes):
             mine = [next(pieces) for _ in range(draws[i])]
             out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
@@ -88,8 +89,10 @@ def _hash(path: str) -> int:
 def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
     """For each leaf 32 bits of a hash of its path, which name it to the counter-based stream.
 
+    Few leaves draw more than twice in a step; those that do are looked at when they draw (:func:`draw_numbers`).
+
     Raises:
-        ValueError: two paths whose draws would be the same.
+        ValueError: two paths whose first two draws would be the same.
     """
     numbers = tuple([hashed(path) for path in paths])
     seen: dict[int, str] = {}
@@ -106,6 +109,26 @@ def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -
 def draw_number(leaf: int, k: int) -> int:
     """The number of the ``k``-th draw of a leaf."""
     return (leaf + 0x9E3779B9 * k) & 0xFFFFFFFF
+
+
+@cache
+def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of all draws of one step: ``draws[i]`` of the leaf that is numbered ``leaves[i]``, one leaf after the other.
+
+    Raises:
+        ValueError: two of them are the same.
+    """
+    numbers = tuple([draw_number(leaf, k) for leaf, n in zip(leaves, draws) for k in range(n)])
+    if len(set(numbers)) < len(numbers):
+        seen: dict[int, int] = {}
+        for i, k in [(i, k) for i, n in enumerate(draws) for k in range(n)]:
+            other = seen.setdefault(draw_number(leaves[i], k), i)
+            if other != i:
+                raise ValueError(
+                    f"params: a draw of leaf {i} would be one of leaf {other}, since the hashes of their paths lie a few draws "
+                    'apart; rename one of them, or take stream="generator"'
+                )
+    return numbers
 
 
 def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -148,7 +171,10 @@ def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: 
     return (words.view(torch.int8)[:size] & 2).to(dtype).sub_(1.0)
 
 
-@torch.library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
+_library: Any = torch.library  # its functions carry no types
+
+
+@_library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
 def _stacked_draw(
     key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
 ) -> Tensor:
@@ -156,12 +182,24 @@ def _stacked_draw(
 
 
 @_stacked_draw.register_fake
-def _(key, step, salt, size, dtype, kind, scale):
+def _without_numbers(
+    key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
+) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
 @_stacked_draw.register_vmap
-def _(info, in_dims, key, step, salt, size, dtype, kind, scale):
+def _for_each_lane(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    key: Tensor,
+    step: Tensor,
+    salt: int,
+    size: int,
+    dtype: torch.dtype,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, int]:
     keys = key.movedim(in_dims[0], 0) if in_dims[0] is not None else key.expand(info.batch_size, *key.shape)
     steps = step.movedim(in_dims[1], 0) if in_dims[1] is not None else step.expand(info.batch_size, *step.shape)
     return torch.stack([_stacked_draw(k, s, salt, size, dtype, kind, scale) for k, s in zip(keys, steps)]), 0
