@@ -214,7 +214,7 @@ def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apa
     leaves = (7, 12345, draw_number(7, apart))
     short, long = (abs(apart),) * 3, (abs(apart) + 1,) * 3
     assert len(set(draw_numbers(leaves, short))) == 3 * abs(apart)
-    with pytest.raises(ValueError, match="leaf 2 would be one of leaf 0|leaf 0 would be one of leaf 2"):
+    with pytest.raises(ValueError, match=r"leaf 2 would be one of leaf 0|leaf 0 would be one of leaf 2"):
         draw_numbers(leaves, long)
     templates = [torch.empty(1, 4)] * 3
     with pytest.raises(ValueError, match="would be one of leaf"):
