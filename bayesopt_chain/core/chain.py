@@ -107,6 +107,7 @@ class Plan:
             taken |= set(run)
             learns = isinstance(x := links[i].response, Metric) and x.learns
             stages.append(Stage(run, link, learns, i in entering, frozenset().union(*(links[k].accepts for k in run))))
+        self.drawn = self.sites.keys() - {k for stage in stages for k in stage.run}  # by the chain, not in a run
         return stages
 
     def check(self, spec: Any, g: list[Any], params: Any) -> list[Any] | None:
@@ -309,7 +310,7 @@ class Chain(GradientTransformation):
         if inplace and len(g) > 1 and repeats(g):
             g = owned(g)
         entries, missing = list(state), any([x is None for x in g])
-        noises = self._draw(plan, entries, g, op) if plan.sites else []
+        noises = self._draw(plan, entries, g, op) if plan.drawn else []
         for stage in plan.stages:
             i = stage.run[0]
             where, link = plan.where[i], stage.link
@@ -365,7 +366,7 @@ class Chain(GradientTransformation):
     def _draw(self, plan: Plan, entries: list[Any], g: list[Any], op: Op) -> list[injection.Injected]:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
         noises: list[injection.Injected] = []
-        for i, weather in self._foresee(plan, entries):
+        for i, weather in [x for x in self._foresee(plan, entries) if x[0] in plan.drawn]:
             new, entries[i] = injection.draw(self.links[i], plan.sites[i], entries[i], weather, g, plan.numbers, op)  # pyright: ignore[reportArgumentType]
             noises += new
         for x in noises:

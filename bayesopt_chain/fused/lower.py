@@ -1,6 +1,11 @@
 """Runs of links lowered to one sweep. A lowered run is itself a link over the same entries of the state.
 
-v <- mu v + g;  u <- f v        momentum and a constant learning rate, block after block while both are in cache
+v <- mu v + g;  u <- f v                        momentum and a constant learning rate
+v <- mu v + g + e;  u <- f v;  v <- v + b e     the same with matched noise, which is drawn, scaled and added in the run
+u <- f (g + e + m);  m <- e                     a constant learning rate and the noise of SGD, which remembers its draw
+
+Matched noise is lowered where it is one site of constant coefficients that enters a run and is coloured by nothing. A run
+gives the bits of its links one by one, except that what the velocity carries of the noise, ``b e``, is rounded by itself.
 """
 
 from __future__ import annotations
@@ -12,13 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.filters import Filtered
+from bayesopt_chain.core.injection import LangevinNoiseState, NoiseLink
+from bayesopt_chain.core.link import At, Link, require_own_key
+from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
+from bayesopt_chain.fused.sweep_cpu import sweep_kernel
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
-from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import is_plain, is_transformed
 
 BLOCK = 2**20  # elements; two float32 blocks fit a third-level cache, and smaller ones cost calls
+_KINDS = (Tensor, torch.nn.Parameter)
 _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 
@@ -31,14 +42,18 @@ class MomentumThenScale(Link):
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
-        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore[reportOperatorIssue]
+        mu, factor = self.momentum.momentum, _factor(self.scale)
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
-                _sweep(t, x, mu, factor)  # pyright: ignore[reportArgumentType]
+                _sweep(t, x, mu, factor)
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
+
+
+def _factor(scale: Scale) -> float:
+    return scale.sign * scale.step_size  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
 def _is_plain(t: Tensor, x: Tensor) -> bool:
@@ -61,13 +76,158 @@ def _sweep(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
         torch.mul(part, factor, out=into)
 
 
+@dataclass(frozen=True)
+class Noisy(Link):
+    """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
+
+    noise: NoiseLink
+    momentum: Momentum | None
+    scale: Scale
+    site: Site
+    sizes: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    numbers: tuple[int, ...]
+    dtype: torch.dtype | None  # of all leaves, if it is one
+    whole = True
+
+    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        noise: LangevinNoiseState = states[-1]
+        kept = states[0].trace if self.momentum is not None else noise.memory
+        if all([x is not None for x in g]) and self._is_plain(g, kept, noise):
+            u, kept = self._swept(g, kept, noise, op)
+        else:
+            u, kept = self._by_links(g, kept, noise, op)
+        memory = noise.memory if self.momentum is not None else kept
+        noise = noise._replace(count=op.count([noise.count])[0], memory=memory)
+        if self.momentum is None:
+            return u, (states[0], noise)
+        return u, (states[0]._replace(trace=kept), states[1], noise)
+
+    @property
+    def _level(self) -> float:
+        return self.site.constants[0]  # pyright: ignore[reportOptionalSubscript]
+
+    def _is_plain(self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
+        """Whether a kernel may run over the memory of these tensors."""
+        if self.dtype not in _ONE or self.noise.noise != "gaussian" or not is_plain(noise.key, noise.count, *g[:1]):
+            return False
+        return noise.key.is_cpu and all(
+            [
+                type(x) in _KINDS
+                and x.dtype is self.dtype
+                and x.numel() == n
+                and x.is_contiguous()
+                and not x.requires_grad
+                for xs in (g, kept)
+                for x, n in zip(xs, self.sizes)
+            ]
+        )
+
+    def _swept(
+        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+    ) -> tuple[Leaves, tuple[Tensor, ...]]:
+        """The draw, and one pass for the rest."""
+        level, mu, f = self._level, self.momentum.momentum if self.momentum is not None else 0.0, _factor(self.scale)
+        scale = 1.0 if self.momentum is None else level  # scaled while it is drawn
+        e = keyed_stream.flat_normals(
+            noise.key, noise.count, self.sizes, self.numbers, g[0].dtype, self.noise.stream, scale
+        )
+        e = e.mul_(level) if self.momentum is None else e
+        sweep = sweep_kernel()
+        if sweep is None:
+            pieces = [x.view(shape) for x, shape in zip(e.split(self.sizes), self.shapes)]
+            return self._moved(g, kept, pieces, op)
+        u, t = (g, kept) if op.inplace else ([torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept])
+        sweep(self.sizes, g, kept, e, u, t, self.momentum is not None, mu, f, self.site.carried)
+        if op.inplace:
+            torch.autograd.graph.increment_version([*g, *kept])
+        return list(u), tuple(t)
+
+    def _by_links(
+        self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Whatever the tensors are; a leaf without a gradient keeps its state, and the others' draws stay what they are."""
+        live = [k for k, x in enumerate(g) if x is not None]
+        here: Leaves = [x for x in g if x is not None]
+        require_own_key(noise.key, here)
+        level = self._level
+        scale = level if self.momentum is not None else 1.0
+        xi = keyed_stream.normals(
+            noise.key, noise.count, noise.memory, [1] * len(g), self.noise.noise, self.noise.stream, scale, self.numbers
+        )
+        e = [xi[k][0] if self.momentum is not None else xi[k][0] * level for k in live]
+        u, t = self._moved(here, [kept[k] for k in live], e, op)
+        moved, after = list(g), list(kept)
+        for k, x, y in zip(live, u, t):
+            moved[k], after[k] = x, y
+        return moved, tuple(after)
+
+    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: Op) -> tuple[Leaves, tuple[Tensor, ...]]:
+        """The run, one operation after the other."""
+        f = _factor(self.scale)
+        if self.momentum is None:
+            y = [x + m[0] for x, m in zip(e, kept)]
+            after = op.put(kept, [x.unsqueeze(0) for x in e])
+            return op.mul(op.add(g, y), f), tuple(after)
+        g = op.add(g, e)
+        v = op.average(kept, self.momentum.momentum, g)
+        u = op.mul(op.put(g, v), f)
+        if self.site.carried:
+            v = op.add(v, [x * self.site.carried for x in e])
+        return u, tuple(v)
+
+
 def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], Link]]:
     """By its first link, every run that can be swept at once; ``plan.order`` has the links without those of noise."""
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
         m, s = links[i], links[k]
-        if type(m) is not Momentum or m.nesterov or m.dampening or m.moment_requires_grad:
-            continue
-        if type(s) is Scale and isinstance(s.step_size, (int, float)):
-            runs[i] = ((i, k), MomentumThenScale(m, s))
+        if _is_heavy_ball(m) and _is_constant(s):
+            runs[i] = ((i, k), MomentumThenScale(m, s))  # pyright: ignore[reportArgumentType]
+    for n, sites in plan.sites.items():
+        if len(sites) == 1 and (run := _noisy(links, plan, n, sites[0])) is not None:
+            runs[run[0][0]] = run
     return runs
+
+
+def _is_heavy_ball(link: Link) -> bool:
+    return type(link) is Momentum and not (link.nesterov or link.dampening or link.moment_requires_grad)
+
+
+def _is_constant(link: Link) -> bool:
+    return type(link) is Scale and isinstance(link.step_size, (int, float))
+
+
+def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
+    """The run that the noise of link ``n`` enters, if it is one of these."""
+    noise, process, i = links[n], site.process, site.enters
+    simple = isinstance(noise, NoiseLink) and not site.colours and site.rates == ((), ()) and site.constants
+    if not simple or not isinstance(process, Filtered) or process.d != (1.0,) or i not in plan.order:
+        return None
+    following = plan.order[plan.order.index(i) : plan.order.index(i) + 2]
+    if _is_heavy_ball(links[i]) and site.owner == i and not process.memory:
+        momentum = links[i]
+    elif _is_constant(links[i]) and process.memory == 1 and len(set(site.constants or ())) == 1:
+        momentum, following = None, following[:1]
+    else:
+        return None
+    scale = links[following[-1]]
+    if not _is_constant(scale) or len(following) != 1 + (momentum is not None):
+        return None
+    if any(plan.where[k] != site.leaves for k in (*following, n)) or any(
+        plan.layout.shapes[j] is None for j in site.leaves
+    ):
+        return None
+    shapes = tuple(plan.layout.shapes[j] for j in site.leaves)
+    dtypes = {plan.layout.dtypes[j] for j in site.leaves}
+    link = Noisy(
+        noise,  # pyright: ignore[reportArgumentType]
+        momentum,  # pyright: ignore[reportArgumentType]
+        scale,  # pyright: ignore[reportArgumentType]
+        site,
+        tuple(shape.numel() for shape in shapes),
+        shapes,
+        tuple(plan.numbers[j] for j in site.leaves),
+        dtypes.pop() if len(dtypes) == 1 else None,
+    )
+    return (*following, n), link

@@ -81,6 +81,26 @@ def normals(
     return out
 
 
+def flat_normals(
+    key: Tensor,
+    step: Tensor,
+    sizes: tuple[int, ...],
+    numbers: tuple[int, ...],
+    dtype: torch.dtype,
+    stream: Stream | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, in one tensor, leaf behind leaf.
+
+    ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements.
+    """
+    if stream != "philox":
+        return _seeded(int(key), int(step), 0, sum(sizes), dtype, "gaussian", scale)
+    names = draw_numbers(numbers, (1,) * len(numbers))
+    flat: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, names, dtype)
+    return flat.mul_(scale) if scale != 1.0 else flat
+
+
 def _hash(path: str) -> int:
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "little")
 

@@ -1,0 +1,122 @@
+r"""The arithmetic behind a draw as one C++ pass over many leaves on a CPU, with the bits of tensor operations.
+
+For every element, ``e`` being the noise of this step, each operation rounded by itself:
+
+    v = mu s + (g + e),      u = f v,    s <- v + carried e       momentum: its velocity keeps what it carries of the noise
+    x = g + (e + m),         u = f x,    m <- e                   without: the noise remembers its draw
+
+Tensor operations take a pass, and for each leaf a call, for each of these; here the call is one for all leaves. Results may
+be written over ``g`` and ``s`` or into new tensors. Compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.random import compiled
+
+_SOURCE = r"""
+#include <cstdint>
+
+namespace {
+
+template <class Real>
+void with_velocity(int64_t n, const Real* g, const Real* s, const Real* e, Real* u, Real* t, Real mu, Real f, Real carried) {
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const Real v = mu * s[j] + (g[j] + e[j]);
+    u[j] = f * v;
+    t[j] = v + carried * e[j];
+  }
+}
+
+template <class Real>
+void with_memory(int64_t n, const Real* g, const Real* m, const Real* e, Real* u, Real* t, Real f) {
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const Real noise = e[j];
+    u[j] = f * (g[j] + (noise + m[j]));
+    t[j] = noise;
+  }
+}
+
+template <class Real>
+void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, Real** t,
+           int velocity, double mu, double f, double carried, int threads) {
+  constexpr int64_t BLOCK = 1 << 14;
+#pragma omp parallel num_threads(threads) firstprivate(e) if (threads > 1)
+  for (int64_t i = 0; i < leaves; e += sizes[i++]) {
+    const int64_t blocks = (sizes[i] + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(static) nowait
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t a = b * BLOCK, n = sizes[i] - a < BLOCK ? sizes[i] - a : BLOCK;
+      if (velocity)
+        with_velocity(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(carried));
+      else
+        with_memory(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(f));
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(name, Real)                                                                                          \
+  extern "C" void name(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, \
+                       Real** t, int velocity, double mu, double f, double carried, int threads) {                  \
+    sweep(leaves, sizes, g, s, e, u, t, velocity, mu, f, carried, threads);                                         \
+  }
+EXPORT(sweep_float, float)
+EXPORT(sweep_double, double)
+"""
+
+_PARALLEL = 2**17  # elements below which threads cost more than they save
+Sweep = Callable[..., None]
+
+
+@cache
+def sweep_kernel() -> Sweep | None:
+    """``sweep(sizes, g, s, e, u, t, velocity, mu, f, carried)``, or ``None`` where nothing compiles.
+
+    ``g``, ``s``, ``u``, ``t`` are lists of contiguous tensors of these sizes, ``u`` and ``t`` written and perhaps the same as
+    ``g`` and ``s``; ``e`` is one tensor, leaf behind leaf; all of one dtype, float32 or float64. Without ``velocity``,
+    ``s`` is what the noise remembers.
+    """
+    try:
+        library = compiled.load(_SOURCE, "sweep")
+    except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
+        return None
+    kernels = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
+    integer, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    for kernel in kernels.values():
+        kernel.restype = None
+        kernel.argtypes = [integer, *[pointer] * 6, ctypes.c_int, real, real, real, ctypes.c_int]
+
+    @cache
+    def integers(sizes: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+        return (integer * len(sizes))(*sizes), sum(sizes)
+
+    def sweep(
+        sizes: tuple[int, ...],
+        g: Sequence[Tensor],
+        s: Sequence[Tensor],
+        e: Tensor,
+        u: Sequence[Tensor],
+        t: Sequence[Tensor],
+        velocity: bool,
+        mu: float,
+        f: float,
+        carried: float,
+    ) -> None:
+        array = pointer * len(sizes)
+        numbers, total = integers(sizes)
+        lists = [array(*map(Tensor.data_ptr, xs)) for xs in (g, s)]
+        results = [x if a is b else array(*map(Tensor.data_ptr, b)) for a, b, x in zip((g, s), (u, t), lists)]
+        threads = torch.get_num_threads() if total > _PARALLEL else 1
+        kernels[e.dtype](len(sizes), numbers, *lists, e.data_ptr(), *results, velocity, mu, f, carried, threads)
+
+    return sweep
