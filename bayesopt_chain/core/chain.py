@@ -340,7 +340,7 @@ class Chain(GradientTransformation):
                 g[j] = y
             for x in noises:  # the one place that knows of carried noise
                 if x.site.carried and x.site.owner == i:
-                    self._edit(plan, entries, x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
+                    self._edit(plan, entries, x, lambda v, x=x: op.add(v, [e * x.site.carried for e in x.noise]))
         if noises:
             self._enter(plan, len(links), noises, entries, g, op, None, None)
             for j in plan.noisy:  # coefficients of another precision promote 0-d leaves

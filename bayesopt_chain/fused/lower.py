@@ -5,7 +5,7 @@ v <- mu v + g + e;  u <- f v;  v <- v + b e     the same with matched noise, whi
 u <- f (g + e + m);  m <- e                     a constant learning rate and the noise of SGD, which remembers its draw
 
 Matched noise is lowered where it is one site of constant coefficients that enters a run and is coloured by nothing. A run
-gives the bits of its links one by one, except that what the velocity carries of the noise, ``b e``, is rounded by itself.
+gives the bits of its links one by one, pure and in place, with the kernel of :mod:`bayesopt_chain.fused.sweep_cpu` or without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bayesopt_chain.core.injection import LangevinNoiseState, NoiseLink
 from bayesopt_chain.core.link import At, Link, require_own_key
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
-from bayesopt_chain.fused.sweep_cpu import sweep_kernel
+from bayesopt_chain.fused.sweep_cpu import Sweep, sweep_kernel
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.random import stream as keyed_stream
@@ -43,10 +43,15 @@ class MomentumThenScale(Link):
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
         mu, factor = self.momentum.momentum, _factor(self.scale)
+        if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
+            sizes = tuple(map(Tensor.numel, g))
+            if all(map(_alike, g, first.trace)) and _are_plain(g, first.trace, sizes, g[0].dtype):
+                u, v = _swept(kernel, op, sizes, g, first.trace, factor, mu)
+                return u, (first._replace(trace=v), states[1])
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
-                _sweep(t, x, mu, factor)
+                _in_blocks(t, x, mu, factor)
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
@@ -56,13 +61,55 @@ def _factor(scale: Scale) -> float:
     return scale.sign * scale.step_size  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
+def _alike(x: Tensor, t: Tensor) -> bool:
+    return x.shape == t.shape
+
+
+def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype | None) -> bool:
+    """Whether a kernel may run over the memory of these tensors, where nothing is traced: on a CPU, dense, of one dtype, of
+    these sizes, and not differentiated."""
+    return dtype in _ONE and all(
+        [
+            type(x) in _KINDS
+            and x.dtype is dtype
+            and x.is_cpu
+            and x.numel() == n
+            and x.is_contiguous()
+            and not x.requires_grad
+            for xs in (g, kept)
+            for x, n in zip(xs, sizes)
+        ]
+    )
+
+
+def _swept(
+    kernel: Sweep,
+    op: Op,
+    sizes: tuple[int, ...],
+    g: Leaves,
+    kept: Sequence[Tensor],
+    f: float,
+    mu: float | None,
+    e: Tensor | None = None,
+    carried: float = 0.0,
+) -> tuple[Leaves, tuple[Tensor, ...]]:
+    """The kernel's updates and what is kept for the next step."""
+    if op.inplace:
+        kernel(sizes, g, kept, g, kept, f, mu, e, carried)
+        torch.autograd.graph.increment_version([*g, *kept])
+        return g, tuple(kept)
+    u, t = [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
+    kernel(sizes, g, kept, u, t, f, mu, e, carried)
+    return u, tuple(t)
+
+
 def _is_plain(t: Tensor, x: Tensor) -> bool:
     """Whether what writes into ``out`` is right here: it is not differentiated and takes shapes for granted."""
     same = t.dtype == x.dtype and t.shape == x.shape and t.device.type == "cpu" and t.dtype in _ONE
     return same and not (t.requires_grad or x.requires_grad)
 
 
-def _sweep(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
+def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
     """``t <- mu t + x; x <- factor t``: the bits of ``mul_``, ``add_``, ``mul``.
 
     ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself.
@@ -93,8 +140,8 @@ class Noisy(Link):
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         noise: LangevinNoiseState = states[-1]
         kept = states[0].trace if self.momentum is not None else noise.memory
-        if all([x is not None for x in g]) and self._is_plain(g, kept, noise):
-            u, kept = self._swept(g, kept, noise, op)
+        if self._is_plain(g, kept, noise):
+            u, kept = self._at_once(g, kept, noise, op)
         else:
             u, kept = self._by_links(g, kept, noise, op)
         memory = noise.memory if self.momentum is not None else kept
@@ -107,41 +154,24 @@ class Noisy(Link):
     def _level(self) -> float:
         return self.site.constants[0]  # pyright: ignore[reportOptionalSubscript]
 
-    def _is_plain(self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
-        """Whether a kernel may run over the memory of these tensors."""
-        if self.dtype not in _ONE or self.noise.noise != "gaussian" or not is_plain(noise.key, noise.count, *g[:1]):
+    def _is_plain(self, g: Sequence[Any], kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
+        if self.noise.noise != "gaussian" or any([x is None for x in g]) or not is_plain(noise.key, noise.count, g[0]):
             return False
-        return noise.key.is_cpu and all(
-            [
-                type(x) in _KINDS
-                and x.dtype is self.dtype
-                and x.numel() == n
-                and x.is_contiguous()
-                and not x.requires_grad
-                for xs in (g, kept)
-                for x, n in zip(xs, self.sizes)
-            ]
-        )
+        return noise.key.is_cpu and _are_plain(g, kept, self.sizes, self.dtype)
 
-    def _swept(
+    def _at_once(
         self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
-        """The draw, and one pass for the rest."""
-        level, mu, f = self._level, self.momentum.momentum if self.momentum is not None else 0.0, _factor(self.scale)
-        scale = 1.0 if self.momentum is None else level  # scaled while it is drawn
+        """One draw, and one pass for the rest."""
+        level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
+        scale = 1.0 if mu is None else level  # scaled while it is drawn
         e = keyed_stream.flat_normals(
             noise.key, noise.count, self.sizes, self.numbers, g[0].dtype, self.noise.stream, scale
         )
-        e = e.mul_(level) if self.momentum is None else e
-        sweep = sweep_kernel()
-        if sweep is None:
-            pieces = [x.view(shape) for x, shape in zip(e.split(self.sizes), self.shapes)]
-            return self._moved(g, kept, pieces, op)
-        u, t = (g, kept) if op.inplace else ([torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept])
-        sweep(self.sizes, g, kept, e, u, t, self.momentum is not None, mu, f, self.site.carried)
-        if op.inplace:
-            torch.autograd.graph.increment_version([*g, *kept])
-        return list(u), tuple(t)
+        e = e.mul_(level) if mu is None else e
+        if (kernel := sweep_kernel()) is not None:
+            return _swept(kernel, op, self.sizes, g, kept, _factor(self.scale), mu, e, self.site.carried)
+        return self._moved(g, kept, [x.view(shape) for x, shape in zip(e.split(self.sizes), self.shapes)], op)
 
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op

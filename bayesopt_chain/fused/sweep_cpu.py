@@ -2,8 +2,9 @@ r"""The arithmetic behind a draw as one C++ pass over many leaves on a CPU, with
 
 For every element, ``e`` being the noise of this step, each operation rounded by itself:
 
-    v = mu s + (g + e),      u = f v,    s <- v + carried e       momentum: its velocity keeps what it carries of the noise
-    x = g + (e + m),         u = f x,    m <- e                   without: the noise remembers its draw
+    v = mu s + g,            u = f v,    s <- v                   momentum and a constant factor behind it
+    v = mu s + (g + e),      u = f v,    s <- v + carried e       with noise: the velocity keeps what it carries of it
+    x = g + (e + m),         u = f x,    m <- e                   no momentum: the noise remembers its draw
 
 Tensor operations take a pass, and for each leaf a call, for each of these; here the call is one for all leaves. Results may
 be written over ``g`` and ``s`` or into new tensors. Compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
@@ -24,6 +25,16 @@ _SOURCE = r"""
 #include <cstdint>
 
 namespace {
+
+template <class Real>
+void without_noise(int64_t n, const Real* g, const Real* s, Real* u, Real* t, Real mu, Real f) {
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const Real v = mu * s[j] + g[j];
+    u[j] = f * v;
+    t[j] = v;
+  }
+}
 
 template <class Real>
 void with_velocity(int64_t n, const Real* g, const Real* s, const Real* e, Real* u, Real* t, Real mu, Real f, Real carried) {
@@ -50,12 +61,14 @@ void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s,
            int velocity, double mu, double f, double carried, int threads) {
   constexpr int64_t BLOCK = 1 << 14;
 #pragma omp parallel num_threads(threads) firstprivate(e) if (threads > 1)
-  for (int64_t i = 0; i < leaves; e += sizes[i++]) {
+  for (int64_t i = 0; i < leaves; e += e ? sizes[i] : 0, ++i) {
     const int64_t blocks = (sizes[i] + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static) nowait
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t a = b * BLOCK, n = sizes[i] - a < BLOCK ? sizes[i] - a : BLOCK;
-      if (velocity)
+      if (!e)
+        without_noise(n, g[i] + a, s[i] + a, u[i] + a, t[i] + a, Real(mu), Real(f));
+      else if (velocity)
         with_velocity(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(carried));
       else
         with_memory(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(f));
@@ -80,11 +93,11 @@ Sweep = Callable[..., None]
 
 @cache
 def sweep_kernel() -> Sweep | None:
-    """``sweep(sizes, g, s, e, u, t, velocity, mu, f, carried)``, or ``None`` where nothing compiles.
+    """``sweep(sizes, g, s, u, t, f, mu, e, carried)``, or ``None`` where nothing compiles.
 
     ``g``, ``s``, ``u``, ``t`` are lists of contiguous tensors of these sizes, ``u`` and ``t`` written and perhaps the same as
-    ``g`` and ``s``; ``e`` is one tensor, leaf behind leaf; all of one dtype, float32 or float64. Without ``velocity``,
-    ``s`` is what the noise remembers.
+    ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf; all of one dtype, float32 or float64. Where ``mu`` is
+    ``None``, ``s`` is what the noise remembers.
     """
     try:
         library = compiled.load(_SOURCE, "sweep")
@@ -104,19 +117,21 @@ def sweep_kernel() -> Sweep | None:
         sizes: tuple[int, ...],
         g: Sequence[Tensor],
         s: Sequence[Tensor],
-        e: Tensor,
         u: Sequence[Tensor],
         t: Sequence[Tensor],
-        velocity: bool,
-        mu: float,
         f: float,
-        carried: float,
+        mu: float | None,
+        e: Tensor | None = None,
+        carried: float = 0.0,
     ) -> None:
         array = pointer * len(sizes)
         numbers, total = integers(sizes)
         lists = [array(*map(Tensor.data_ptr, xs)) for xs in (g, s)]
         results = [x if a is b else array(*map(Tensor.data_ptr, b)) for a, b, x in zip((g, s), (u, t), lists)]
+        noise = None if e is None else e.data_ptr()
         threads = torch.get_num_threads() if total > _PARALLEL else 1
-        kernels[e.dtype](len(sizes), numbers, *lists, e.data_ptr(), *results, velocity, mu, f, carried, threads)
+        kernels[g[0].dtype](
+            len(sizes), numbers, *lists, noise, *results, mu is not None, mu or 0.0, f, carried, threads
+        )
 
     return sweep
