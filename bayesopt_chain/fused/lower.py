@@ -22,7 +22,7 @@ from bayesopt_chain.core.injection import LangevinNoiseState, NoiseLink
 from bayesopt_chain.core.link import At, Link, require_own_key
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
-from bayesopt_chain.fused.sweep_cpu import Sweep, sweep_kernel
+from bayesopt_chain.fused.sweep_cpu import Sweep, pointers, sweep_kernel
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.random import stream as keyed_stream
@@ -94,12 +94,13 @@ def _swept(
     carried: float = 0.0,
 ) -> tuple[Leaves, tuple[Tensor, ...]]:
     """The kernel's updates and what is kept for the next step."""
+    x, s = pointers(g), pointers(kept)
     if op.inplace:
-        kernel(sizes, g, kept, g, kept, f, mu, e, carried)
+        kernel(g[0].dtype, sizes, x, s, x, s, f, mu, e, carried)
         torch.autograd.graph.increment_version([*g, *kept])
         return g, tuple(kept)
     u, t = [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
-    kernel(sizes, g, kept, u, t, f, mu, e, carried)
+    kernel(g[0].dtype, sizes, x, s, pointers(u), pointers(t), f, mu, e, carried)
     return u, tuple(t)
 
 

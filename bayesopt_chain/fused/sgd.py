@@ -16,9 +16,11 @@ momentum, the remembered draw (:mod:`bayesopt_chain.core.matching`):
     v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
 ``(keep, momentum, carried) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``carried = 0``.
-Three ways to run it, all the same stream:
+Four ways to run it, all the same stream:
 
-* on a CPU a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
+* on a CPU, where leaves are small and every one has a gradient, one draw and one pass of
+  :mod:`bayesopt_chain.fused.sweep_cpu`, with the bits of ``update`` and ``apply_updates``; it leaves gradients as they are;
+* on a CPU otherwise a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
 * on a CUDA device :mod:`bayesopt_chain.fused.langevin_cuda`, which draws in the kernel: 20 bytes a float32 parameter;
 * any other noise drawn by its link, then torch's fused kernel.
 """
@@ -41,6 +43,7 @@ from bayesopt_chain.core.filters import Filtered
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import IN_PLACE
 from bayesopt_chain.core.state import State
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
@@ -98,7 +101,9 @@ class FusedSGD:
             if site.carried:
                 IN_PLACE.add(buffers.velocity, x.noise, site.carried)
             return state.replace(self.noise, after)
-        if buffers.by_kernel:
+        if buffers.places is not None:
+            self._sweep_at_once(buffers, live, noise)
+        elif buffers.by_kernel:
             self._kernels(buffers, live, noise)
         else:
             fill, carried = buffers.filler(noise), buffers.own.carried
@@ -112,6 +117,22 @@ class FusedSGD:
                 self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, carried)
         noise.count.add_(1)
         return state
+
+    def leaves_gradients(self, params: list, g: list, state: State) -> bool:
+        """Whether :meth:`advance` only reads the gradients, given what :meth:`fits`."""
+        return self._buffers(params, g, state).places is not None
+
+    def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
+        """The draw, and one pass for the rest."""
+        kernel, (theta, kept) = sweep_kernel(), buffers.places  # pyright: ignore[reportGeneralTypeIssues]
+        assert kernel is not None
+        buffers.filler(noise)(buffers.flat, buffers.sizes, buffers.numbers)
+        mu = self.momentum or None
+        kernel(
+            *(buffers.flat.dtype, tuple(buffers.sizes), pointers(g), kept, theta, kept, -self.lr, mu, buffers.flat),
+            *(buffers.own.carried, True),  # pyright: ignore[reportOptionalMemberAccess]
+        )
+        torch.autograd.graph.increment_version([*buffers.theta, *buffers.carried])
 
     def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
         """The tensors as the kernels take them: those of the last call where they are the same objects."""
@@ -203,7 +224,7 @@ class _Buffers:
             and (form.velocity is None or [t.shape for t in trace] == [params[j].shape for j in here])
             and (form.noise is None or [t.shape[1:] for t in memory] == [params[j].shape for j in here])
         )
-        self.own = None
+        self.own = self.places = None
         if not self.usable:
             return
         self.theta = [params[j].detach() for j in self.live]
@@ -246,6 +267,10 @@ class _Buffers:
             self.flat = torch.empty(sum(sizes), dtype=first.dtype)
             views = self.flat.split(sizes)
             self.fresh = [views[place[j]].view(g[j].shape) for j in self.live]
+            plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
+            if plain and all([p.is_cpu for p in self.theta]) and sweep_kernel() is not None:
+                self._view(self.velocity)
+                self.places = pointers(self.theta), pointers(self.carried)
 
     def filler(self, noise) -> Callable:
         """``fill(out, sizes, numbers)``: this step's noise for draws of these sizes and numbers."""

@@ -6,8 +6,9 @@ For every element, ``e`` being the noise of this step, each operation rounded by
     v = mu s + (g + e),      u = f v,    s <- v + carried e       with noise: the velocity keeps what it carries of it
     x = g + (e + m),         u = f x,    m <- e                   no momentum: the noise remembers its draw
 
-Tensor operations take a pass, and for each leaf a call, for each of these; here the call is one for all leaves. Results may
-be written over ``g`` and ``s`` or into new tensors. Compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
+and ``theta <- theta + u`` in the same pass where that is asked for. Tensor operations take a pass, and for each leaf a call,
+for each of these; here the call is one for all leaves. Results may be written over ``g`` and ``s`` or into new tensors.
+Compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
 """
 
 from __future__ import annotations
@@ -26,37 +27,45 @@ _SOURCE = r"""
 
 namespace {
 
-template <class Real>
+template <bool MOVES, class Real>
+void put(Real& u, Real move) {
+  if constexpr (MOVES)
+    u += move;
+  else
+    u = move;
+}
+
+template <bool MOVES, class Real>
 void without_noise(int64_t n, const Real* g, const Real* s, Real* u, Real* t, Real mu, Real f) {
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) {
     const Real v = mu * s[j] + g[j];
-    u[j] = f * v;
+    put<MOVES>(u[j], f * v);
     t[j] = v;
   }
 }
 
-template <class Real>
+template <bool MOVES, class Real>
 void with_velocity(int64_t n, const Real* g, const Real* s, const Real* e, Real* u, Real* t, Real mu, Real f, Real carried) {
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) {
     const Real v = mu * s[j] + (g[j] + e[j]);
-    u[j] = f * v;
+    put<MOVES>(u[j], f * v);
     t[j] = v + carried * e[j];
   }
 }
 
-template <class Real>
+template <bool MOVES, class Real>
 void with_memory(int64_t n, const Real* g, const Real* m, const Real* e, Real* u, Real* t, Real f) {
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) {
     const Real noise = e[j];
-    u[j] = f * (g[j] + (noise + m[j]));
+    put<MOVES>(u[j], f * (g[j] + (noise + m[j])));
     t[j] = noise;
   }
 }
 
-template <class Real>
+template <bool MOVES, class Real>
 void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, Real** t,
            int velocity, double mu, double f, double carried, int threads) {
   constexpr int64_t BLOCK = 1 << 14;
@@ -67,11 +76,11 @@ void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s,
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t a = b * BLOCK, n = sizes[i] - a < BLOCK ? sizes[i] - a : BLOCK;
       if (!e)
-        without_noise(n, g[i] + a, s[i] + a, u[i] + a, t[i] + a, Real(mu), Real(f));
+        without_noise<MOVES>(n, g[i] + a, s[i] + a, u[i] + a, t[i] + a, Real(mu), Real(f));
       else if (velocity)
-        with_velocity(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(carried));
+        with_velocity<MOVES>(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(carried));
       else
-        with_memory(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(f));
+        with_memory<MOVES>(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(f));
     }
   }
 }
@@ -80,8 +89,8 @@ void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s,
 
 #define EXPORT(name, Real)                                                                                          \
   extern "C" void name(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, \
-                       Real** t, int velocity, double mu, double f, double carried, int threads) {                  \
-    sweep(leaves, sizes, g, s, e, u, t, velocity, mu, f, carried, threads);                                         \
+                       Real** t, int moves, int velocity, double mu, double f, double carried, int threads) {       \
+    (moves ? sweep<true, Real> : sweep<false, Real>)(leaves, sizes, g, s, e, u, t, velocity, mu, f, carried, threads); \
   }
 EXPORT(sweep_float, float)
 EXPORT(sweep_double, double)
@@ -89,49 +98,52 @@ EXPORT(sweep_double, double)
 
 _PARALLEL = 2**17  # elements below which threads cost more than they save
 Sweep = Callable[..., None]
+Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+def pointers(tensors: Sequence[Tensor]) -> Pointers:
+    """Where tensors lie, as the kernel takes it."""
+    return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
 
 
 @cache
 def sweep_kernel() -> Sweep | None:
-    """``sweep(sizes, g, s, u, t, f, mu, e, carried)``, or ``None`` where nothing compiles.
+    """``sweep(dtype, sizes, g, s, u, t, f, mu, e, carried, moves)``, or ``None`` where nothing compiles.
 
-    ``g``, ``s``, ``u``, ``t`` are lists of contiguous tensors of these sizes, ``u`` and ``t`` written and perhaps the same as
-    ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf; all of one dtype, float32 or float64. Where ``mu`` is
-    ``None``, ``s`` is what the noise remembers.
+    ``g``, ``s``, ``u``, ``t`` are :func:`pointers` to contiguous tensors of one dtype, float32 or float64, and of these sizes,
+    ``u`` and ``t`` written and perhaps the same as ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf. Where
+    ``mu`` is ``None``, ``s`` is what the noise remembers. ``moves``: ``u`` are parameters, to which the updates are added.
     """
     try:
         library = compiled.load(_SOURCE, "sweep")
     except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
         return None
     kernels = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
-    integer, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    integer, pointer, real, whole = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
     for kernel in kernels.values():
         kernel.restype = None
-        kernel.argtypes = [integer, *[pointer] * 6, ctypes.c_int, real, real, real, ctypes.c_int]
+        kernel.argtypes = [integer, *[pointer] * 6, whole, whole, real, real, real, whole]
 
     @cache
     def integers(sizes: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
         return (integer * len(sizes))(*sizes), sum(sizes)
 
     def sweep(
+        dtype: torch.dtype,
         sizes: tuple[int, ...],
-        g: Sequence[Tensor],
-        s: Sequence[Tensor],
-        u: Sequence[Tensor],
-        t: Sequence[Tensor],
+        g: Pointers,
+        s: Pointers,
+        u: Pointers,
+        t: Pointers,
         f: float,
         mu: float | None,
         e: Tensor | None = None,
         carried: float = 0.0,
+        moves: bool = False,
     ) -> None:
-        array = pointer * len(sizes)
         numbers, total = integers(sizes)
-        lists = [array(*map(Tensor.data_ptr, xs)) for xs in (g, s)]
-        results = [x if a is b else array(*map(Tensor.data_ptr, b)) for a, b, x in zip((g, s), (u, t), lists)]
         noise = None if e is None else e.data_ptr()
         threads = torch.get_num_threads() if total > _PARALLEL else 1
-        kernels[g[0].dtype](
-            len(sizes), numbers, *lists, noise, *results, mu is not None, mu or 0.0, f, carried, threads
-        )
+        kernels[dtype](len(sizes), numbers, g, s, noise, u, t, moves, mu is not None, mu or 0.0, f, carried, threads)
 
     return sweep

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import bayesopt_chain as bc
 from bayesopt_chain.fused import lower
-from bayesopt_chain.fused.sweep_cpu import sweep_kernel
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 
 SHAPES = [(), (0,), (3,), (2, 3), (16,), (4, 8), (33,), (5, 64)]
 CHAINS = {
@@ -168,14 +168,16 @@ def test_the_kernel_has_the_bits_of_tensor_operations_at_every_length(threads):
             g, s = ([torch.randn(n, dtype=dtype) for n in sizes] for _ in range(2))
             e = torch.randn(sum(sizes), dtype=dtype)
             for mu, noise in ((0.9, e), (0.9, None), (None, e)):
-                u, t = ([torch.empty_like(x) for x in xs] for xs in (g, s))
-                sweep_kernel()(sizes, g, s, u, t, -0.3, mu, noise, 1.1)
-                for x, v, y, got, kept in zip(g, s, e.split(sizes), u, t):
+                u, t, theta = ([torch.ones_like(x) for x in xs] for xs in (g, s, g))
+                for out, moves in ((u, False), (theta, True)):
+                    places = map(pointers, (g, s, out, t))
+                    sweep_kernel()(dtype, sizes, *places, -0.3, mu, noise, 1.1, moves)
+                for x, v, y, got, moved, kept in zip(g, s, e.split(sizes), u, theta, t):
                     if mu is None:
                         want, keeps = (x + (y + v)) * -0.3, y
                     else:
                         new = v * mu + (x if noise is None else x + y)
                         want, keeps = new * -0.3, new if noise is None else new + y * 1.1
-                    assert torch.equal(got, want) and torch.equal(kept, keeps)
+                    assert torch.equal(got, want) and torch.equal(kept, keeps) and torch.equal(moved, 1.0 + want)
     finally:
         torch.set_num_threads(before)
