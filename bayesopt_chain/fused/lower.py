@@ -22,7 +22,7 @@ from bayesopt_chain.core.injection import LangevinNoiseState, NoiseLink
 from bayesopt_chain.core.link import At, Link, require_own_key
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
-from bayesopt_chain.fused.sweep_cpu import Sweep, pointers, sweep_kernel
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.random import stream as keyed_stream
@@ -46,8 +46,9 @@ class MomentumThenScale(Link):
         if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
             sizes = tuple(map(Tensor.numel, g))
             if all(map(_alike, g, first.trace)) and _are_plain(g, first.trace, sizes, g[0].dtype):
-                u, v = _swept(kernel, op, sizes, g, first.trace, factor, mu)
-                return u, (first._replace(trace=v), states[1])
+                u, v = _results(op, g, first.trace)
+                kernel(g[0].dtype, sizes, *map(pointers, (g, first.trace, u, v)), factor, mu)
+                return u, (first._replace(trace=tuple(v)), states[1])
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
@@ -82,26 +83,12 @@ def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int]
     )
 
 
-def _swept(
-    kernel: Sweep,
-    op: Op,
-    sizes: tuple[int, ...],
-    g: Leaves,
-    kept: Sequence[Tensor],
-    f: float,
-    mu: float | None,
-    e: Tensor | None = None,
-    carried: float = 0.0,
-) -> tuple[Leaves, tuple[Tensor, ...]]:
-    """The kernel's updates and what is kept for the next step."""
-    x, s = pointers(g), pointers(kept)
+def _results(op: Op, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
+    """Where a kernel writes."""
     if op.inplace:
-        kernel(g[0].dtype, sizes, x, s, x, s, f, mu, e, carried)
         torch.autograd.graph.increment_version([*g, *kept])
-        return g, tuple(kept)
-    u, t = [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
-    kernel(g[0].dtype, sizes, x, s, pointers(u), pointers(t), f, mu, e, carried)
-    return u, tuple(t)
+        return g, kept
+    return [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
 
 
 def _is_plain(t: Tensor, x: Tensor) -> bool:
@@ -163,16 +150,21 @@ class Noisy(Link):
     def _at_once(
         self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
-        """One draw, and one pass for the rest."""
+        """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
         level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
         scale = 1.0 if mu is None else level  # scaled while it is drawn
-        e = keyed_stream.flat_normals(
-            noise.key, noise.count, self.sizes, self.numbers, g[0].dtype, self.noise.stream, scale
-        )
-        e = e.mul_(level) if mu is None else e
-        if (kernel := sweep_kernel()) is not None:
-            return _swept(kernel, op, self.sizes, g, kept, _factor(self.scale), mu, e, self.site.carried)
-        return self._moved(g, kept, [x.view(shape) for x, shape in zip(e.split(self.sizes), self.shapes)], op)
+        dtype, kernel = g[0].dtype, sweep_kernel()
+        parts = keyed_stream.drawn(noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale)
+        if kernel is None:
+            flat = torch.cat([e.clone() for _, e in parts])
+            flat = flat.mul_(level) if mu is None else flat
+            return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
+        u, t = _results(op, g, kept)
+        for part, e in parts:
+            e = e.mul_(level) if mu is None else e
+            places = [pointers(xs, part) for xs in (g, kept, u, t)]
+            kernel(dtype, part.sizes, *places, _factor(self.scale), mu, e, self.site.carried)
+        return u, tuple(t)
 
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op

@@ -18,8 +18,8 @@ momentum, the remembered draw (:mod:`bayesopt_chain.core.matching`):
 ``(keep, momentum, carried) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``carried = 0``.
 Four ways to run it, all the same stream:
 
-* on a CPU, where leaves are small and every one has a gradient, one draw and one pass of
-  :mod:`bayesopt_chain.fused.sweep_cpu`, with the bits of ``update`` and ``apply_updates``; it leaves gradients as they are;
+* on a CPU, for SGD and heavy ball where every leaf has a gradient, chunk by chunk a draw and one pass of
+  :mod:`bayesopt_chain.fused.sweep_cpu` while all of it is in cache; gradients stay as they are;
 * on a CPU otherwise a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
 * on a CUDA device :mod:`bayesopt_chain.fused.langevin_cuda`, which draws in the kernel: 20 bytes a float32 parameter;
 * any other noise drawn by its link, then torch's fused kernel.
@@ -124,14 +124,12 @@ class FusedSGD:
 
     def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
         """The draw, and one pass for the rest."""
-        kernel, (theta, kept) = sweep_kernel(), buffers.places  # pyright: ignore[reportGeneralTypeIssues]
-        assert kernel is not None
-        buffers.filler(noise)(buffers.flat, buffers.sizes, buffers.numbers)
-        mu = self.momentum or None
-        kernel(
-            *(buffers.flat.dtype, tuple(buffers.sizes), pointers(g), kept, theta, kept, -self.lr, mu, buffers.flat),
-            *(buffers.own.carried, True),  # pyright: ignore[reportOptionalMemberAccess]
-        )
+        kernel, own, dtype = sweep_kernel(), buffers.own, g[0].dtype
+        assert kernel is not None and own is not None and buffers.places is not None
+        parts = keyed_stream.drawn(noise.key, noise.count, *buffers.drawn, dtype, buffers.stream, own.level)
+        for (part, e), (theta, kept) in zip(parts, buffers.places):
+            x = pointers(g, part)
+            kernel(dtype, part.sizes, x, kept, theta, kept, -self.lr, self.momentum or None, e, own.carried, True)
         torch.autograd.graph.increment_version([*buffers.theta, *buffers.carried])
 
     def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
@@ -248,6 +246,14 @@ class _Buffers:
         if self.by_kernel:
             return
         sizes = [params[j].numel() for j in here]
+        plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
+        if plain and sweep_kernel() is not None:
+            self._view(self.velocity)
+            self.stream = link.stream  # pyright: ignore[reportAttributeAccessIssue]
+            self.drawn = tuple(sizes), tuple(self.draws)
+            parts = keyed_stream.chunks(self.drawn[0], self.stream == "philox")
+            self.places = [(pointers(self.theta, part), pointers(self.carried, part)) for part in parts]
+            return
         self.philox = link.stream == "philox"  # pyright: ignore[reportAttributeAccessIssue]
         if self.philox:  # each leaf has its own draw
             self.splits = max(sizes) >= BLOCK
@@ -267,10 +273,6 @@ class _Buffers:
             self.flat = torch.empty(sum(sizes), dtype=first.dtype)
             views = self.flat.split(sizes)
             self.fresh = [views[place[j]].view(g[j].shape) for j in self.live]
-            plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
-            if plain and all([p.is_cpu for p in self.theta]) and sweep_kernel() is not None:
-                self._view(self.velocity)
-                self.places = pointers(self.theta), pointers(self.carried)
 
     def filler(self, noise) -> Callable:
         """``fill(out, sizes, numbers)``: this step's noise for draws of these sizes and numbers."""

@@ -20,9 +20,10 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from bayesopt_chain.tracing import is_plain
 
 Stream = Literal["generator", "philox"]
 STREAMS = ("generator", "philox")
+CHUNK = 2**18  # elements drawn at a time where the draw is used at once: in cache, and few enough calls
+_VECTOR = 16  # a CPU generator's normals come in groups of 16
 KINDS = ("gaussian", "rademacher", "three_point", "uniform")
 
 
@@ -81,7 +84,40 @@ def normals(
     return out
 
 
-def flat_normals(
+class Chunk(NamedTuple):
+    """Neighbouring pieces of leaves whose normals are drawn together: leaf, first element and size of each, and their sum."""
+
+    leaves: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    total: int
+
+
+@cache
+def chunks(sizes: tuple[int, ...], whole: bool) -> list[Chunk]:
+    """Leaves of these sizes, in chunks of about ``CHUNK`` elements, which stay in cache; leaves are kept ``whole`` or are not.
+
+    A CPU generator's normals come in groups of 16, so that pieces of such sizes draw what one piece would, if the last is no
+    shorter than 16.
+    """
+    total = sum(sizes)
+    if whole:
+        ends = [0]
+        for end in accumulate(sizes):
+            if end - ends[-1] >= CHUNK:
+                ends.append(end)
+        edges = [*ends, *([total] if ends[-1] < total or not total else [])]
+    else:
+        edges = [*range(0, max(total - _VECTOR, 0) + 1, CHUNK), total]
+    out, first = list[Chunk](), list(accumulate(sizes, initial=0))
+    for low, high in pairwise(edges):
+        pieces = [(i, max(low - a, 0), min(high, b) - max(low, a)) for i, (a, b) in enumerate(pairwise(first))]
+        leaves, starts, counts = zip(*[piece for piece in pieces if piece[2] > 0] or [(0, 0, 0)])
+        out.append(Chunk(leaves, starts, counts, high - low))
+    return out
+
+
+def drawn(
     key: Tensor,
     step: Tensor,
     sizes: tuple[int, ...],
@@ -89,16 +125,25 @@ def flat_normals(
     dtype: torch.dtype,
     stream: Stream | None = None,
     scale: float = 1.0,
-) -> Tensor:
-    """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, in one tensor, leaf behind leaf.
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, chunk by chunk, flat.
 
-    ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements.
+    ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements. A chunk's tensor may be overwritten,
+    and is by the next.
     """
-    if stream != "philox":
-        return _seeded(int(key), int(step), 0, sum(sizes), dtype, "gaussian", scale)
-    names = draw_numbers(numbers, (1,) * len(numbers))
-    flat: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, names, dtype)
-    return flat.mul_(scale) if scale != 1.0 else flat
+    parts = chunks(sizes, stream == "philox")
+    if stream == "philox":
+        names = draw_numbers(numbers, (1,) * len(numbers))
+        for part in parts:
+            mine = [names[i] for i in part.leaves]
+            e: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, part.sizes, mine, dtype)
+            yield part, (e.mul_(scale) if scale != 1.0 else e)
+        return
+    generator = seeded_generator(int(key), int(step))
+    scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
+    for part in parts:
+        e = scratch if part.total == len(scratch) else scratch[: part.total]
+        yield part, e.normal_(0.0, scale, generator=generator)
 
 
 def _hash(path: str) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import bayesopt_chain as bc
 from bayesopt_chain.fused import lower
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
+from bayesopt_chain.random import stream as stream_module
 
 SHAPES = [(), (0,), (3,), (2, 3), (16,), (4, 8), (33,), (5, 64)]
 CHAINS = {
@@ -58,9 +59,10 @@ def walk(tx, params, gradients, inplace):
     missing=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=3),
     inplace=st.booleans(),
     compiler=st.booleans(),
+    chunk=st.sampled_from([16, 48, 2**18]),
     seed=st.integers(0, 2**31),
 )
-def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, missing, inplace, compiler, seed):
+def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, missing, inplace, compiler, chunk, seed):
     torch.manual_seed(seed)
     tx = CHAINS[name](0.3)
     if name != "sgd":
@@ -74,10 +76,13 @@ def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, m
                 gradients[step][leaf] = None
     assert runs_of(tx, tx.init(params)) and not runs_of(plain, plain.init(params))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "CHUNK", chunk)
+        stream_module.chunks.cache_clear()
         if not compiler:
             patch.setattr(lower, "sweep_kernel", lambda: None)
         torch.manual_seed(seed)
         mine = walk(tx, params, gradients, inplace)
+    stream_module.chunks.cache_clear()
     torch.manual_seed(seed)
     want = walk(plain, params, gradients, False)
     assert optree.tree_structure(mine) == optree.tree_structure(want)
