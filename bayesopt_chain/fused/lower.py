@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain.core.filters import Filtered
-from bayesopt_chain.core.injection import LangevinNoiseState, NoiseLink
-from bayesopt_chain.core.link import At, Link, require_own_key
+from bayesopt_chain.core.injection import LangevinNoiseState
+from bayesopt_chain.core.link import At, Link, NoiseLink
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
@@ -126,17 +127,14 @@ class Noisy(Link):
     whole = True
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        noise: LangevinNoiseState = states[-1]
-        kept = states[0].trace if self.momentum is not None else noise.memory
-        if self._is_plain(g, kept, noise):
-            u, kept = self._at_once(g, kept, noise, op)
-        else:
-            u, kept = self._by_links(g, kept, noise, op)
-        memory = noise.memory if self.momentum is not None else kept
-        noise = noise._replace(count=op.count([noise.count])[0], memory=memory)
+        noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
+        kept = noise.memory if self.momentum is None else states[0].trace
+        move = self._at_once if self._is_plain(g, kept, noise) else self._by_links
+        u, kept = move(g, kept, noise, op)
+        (count,) = op.count([noise.count])
         if self.momentum is None:
-            return u, (states[0], noise)
-        return u, (states[0]._replace(trace=kept), states[1], noise)
+            return u, (noise._replace(count=count, memory=kept), states[1])
+        return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))
 
     @property
     def _level(self) -> float:
@@ -172,7 +170,7 @@ class Noisy(Link):
         """Whatever the tensors are; a leaf without a gradient keeps its state, and the others' draws stay what they are."""
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
-        require_own_key(noise.key, here)
+        checks.own_key(noise.key, here)
         level = self._level
         scale = level if self.momentum is not None else 1.0
         xi = keyed_stream.normals(
@@ -207,8 +205,8 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
         m, s = links[i], links[k]
         if _is_heavy_ball(m) and _is_constant(s):
             runs[i] = ((i, k), MomentumThenScale(m, s))  # pyright: ignore[reportArgumentType]
-    for n, sites in plan.sites.items():
-        if len(sites) == 1 and (run := _noisy(links, plan, n, sites[0])) is not None:
+    for n, injection in plan.noise.items():
+        if len(injection.sites) == 1 and (run := _noisy(links, plan, n, injection.sites[0])) is not None:
             runs[run[0][0]] = run
     return runs
 
@@ -225,21 +223,19 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[
     """The run that the noise of link ``n`` enters, if it is one of these."""
     noise, process, i = links[n], site.process, site.enters
     simple = isinstance(noise, NoiseLink) and not site.colours and site.rates == ((), ()) and site.constants
-    if not simple or not isinstance(process, Filtered) or process.d != (1.0,) or i not in plan.order:
+    if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    following = plan.order[plan.order.index(i) : plan.order.index(i) + 2]
-    if _is_heavy_ball(links[i]) and site.owner == i and not process.memory:
-        momentum = links[i]
-    elif _is_constant(links[i]) and process.memory == 1 and len(set(site.constants or ())) == 1:
-        momentum, following = None, following[:1]
+    leaves = set(site.leaves)
+    following = [k for k in plan.order if k >= i and not leaves.isdisjoint(plan.where[k])]
+    if i == n and process.memory == 1 and len(set(site.constants or ())) == 1:
+        momentum, run = None, (n, *following[:1])
+    elif i != n and _is_heavy_ball(links[i]) and site.whole.owner == i and not process.memory:
+        momentum, run = links[i], (*following[:2], n)
     else:
         return None
-    scale = links[following[-1]]
-    if not _is_constant(scale) or len(following) != 1 + (momentum is not None):
+    if len(run) < 2 + (momentum is not None) or not _is_constant(scale := links[run[1]]):
         return None
-    if any(plan.where[k] != site.leaves for k in (*following, n)) or any(
-        plan.layout.shapes[j] is None for j in site.leaves
-    ):
+    if any(plan.where[k] != site.leaves for k in run) or any(plan.layout.shapes[j] is None for j in site.leaves):
         return None
     shapes = tuple(plan.layout.shapes[j] for j in site.leaves)
     dtypes = {plan.layout.dtypes[j] for j in site.leaves}
@@ -253,4 +249,4 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[
         tuple(plan.numbers[j] for j in site.leaves),
         dtypes.pop() if len(dtypes) == 1 else None,
     )
-    return (*following, n), link
+    return run, link

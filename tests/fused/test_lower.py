@@ -124,7 +124,7 @@ def test_every_group_of_a_partition_is_lowered_by_itself():
 def test_noise_that_is_none_of_the_runs_is_left_to_the_chain(name, tx):
     state = tx.init([torch.zeros(3)])
     plan = tx.plan(state)
-    assert plan.drawn == plan.sites.keys() != set()
+    assert plan.drawn == plan.noise.keys() != set()
 
 
 @pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
