@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.fitting.batches import peeked
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
-from bayesopt_chain.fitting.model import Model, Pass, both, make_model, peeked
+from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, held_out_nll, method_for, predicted
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -66,7 +67,8 @@ class FittedLaplace:
         """Predictions for new inputs.
 
         Args:
-            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs.
+            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs; or
+                :func:`bayesopt_chain.fitting.cache_features` of one.
             method: "probit" (classes and yes-or-no; the default there) and "bridge" (classes) turn the linearised outputs into
                 probabilities without sampling; "linearized_mc" averages over draws of the outputs, "mc" over draws of the
                 parameters; "linearized" gives the outputs themselves (the default for other likelihoods).
@@ -81,6 +83,7 @@ class FittedLaplace:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
                 works); a sample count below 1.
         """
+        self.model.require_seen(data)
         likelihood = self.model.likelihood
         how = method_for(method, likelihood.name)
         parts = [
@@ -107,14 +110,16 @@ class FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 
         Args:
-            loader: the new data.
+            loader: the new data, or :func:`bayesopt_chain.fitting.cache_features` of them.
             progress: show a progress bar (needs tqdm).
 
         Returns:
             A new fit; this one stays as it is.
         """
-        seen = both(self.seen, self.model.run_over(loader, progress))
-        return at(self.model, seen, self.prior_precision, self.likelihood_scale)
+        self.model.require_seen(loader)
+        batches = peeked(loader)
+        new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
+        return at(self.model, both(self.seen, new), self.prior_precision, self.likelihood_scale)
 
 
 def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:
@@ -170,7 +175,8 @@ def fit_laplace(
     Args:
         module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
-        loader: an iterable of batches ``(inputs, targets)``, read once.
+        loader: an iterable of batches ``(inputs, targets)``, read once; or, where several fits look at one last layer,
+            :func:`bayesopt_chain.fitting.cache_features` of it.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
         subset: which parameters are uncertain: "last_layer" (default; a module's last layer with parameters to run), "all", or
@@ -185,7 +191,7 @@ def fit_laplace(
             layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
-        validation: an iterable of batches, for ``tune="validation"``, read once for every candidate.
+        validation: an iterable of batches, for ``tune="validation"``, read once.
         progress: show a progress bar (needs tqdm).
         **options: of the estimator :func:`bayesopt_chain.curvature.ggn`, such as ``rank``.
 
@@ -215,10 +221,11 @@ def fit_laplace(
         isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
-    loader, first = peeked(loader)
-    model = make_model(module_or_forward, params, likelihood, first, subset, structure, options)
+    batches = peeked(loader)
+    how = How(likelihood, subset, structure, options)
+    model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: the parameters")
-    seen = model.run_over(loader, progress)
+    seen = model.run_over(batches.from_first(first), progress, batches.total)
     one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
     if tune is None:
         return at(model, seen, prior_precision, one)
@@ -239,11 +246,12 @@ def fit_laplace(
 
 
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
-    held_out = list(validation)
+    model.require_seen(validation)
+    held_out = [(model.seen_by_head(batch), batch[1]) for batch in validation]
 
     def loss(prior: float) -> float:
         fitted = at(model, seen, prior, scale)
-        parts = [held_out_nll(fitted.predict([batch]), batch[1], model.likelihood) for batch in held_out]
+        parts = [held_out_nll(fitted.predict([batch]), targets, model.likelihood) for batch, targets in held_out]
         return float(torch.stack(parts).sum())
 
     best, _ = tune_by_validation(loss, CANDIDATES)
