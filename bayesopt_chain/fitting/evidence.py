@@ -170,7 +170,7 @@ def tune_prior_and_noise(
     }
     if residual is not None:
         variance = (residual.squares / residual.entries).to(torch.float64)
-        first["scale"] = 1 / variance.clamp_min(torch.finfo(torch.float32).eps)
+        first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
     best = tune_by_evidence(evidence, first)
     leaves, structure = optree.tree_flatten(params)
     by_leaf = {i: best["prior"][n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}
