@@ -106,6 +106,27 @@ class FittedLaplace:
             return torch.cat(tensors)
         return Prediction(*(torch.cat(xs) for xs in zip(*parts)))
 
+    def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
+        """The log evidence under another prior and noise, for a search or a prior of your own.
+
+        Args:
+            prior_precision: a positive number, a 0-d tensor or a tree of them like the kept parameters.
+            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``. Default 1, which other likelihoods have.
+
+        Returns:
+            0-d, in nats, differentiable in both.
+
+        Raises:
+            ValueError: a prior or a scale that is not positive; a scale of a likelihood that is not Gaussian.
+        """
+        is_one = isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1
+        if self.model.likelihood.name != "gaussian" and not is_one:
+            raise ValueError(
+                f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
+            )
+        scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
+        return posterior_and_evidence(self.model, self.seen, prior_precision, scale)[1]
+
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 
@@ -124,6 +145,12 @@ class FittedLaplace:
 
 def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:
     """The posterior of a pass over the data under a prior and a noise."""
+    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale)
+    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen)
+
+
+def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
+    """The same without the pieces, differentiable in the prior and the noise."""
     posterior = laplace().posterior(
         LaplaceState(seen.precision), model.params, prior_precision=prior_precision, likelihood_scale=scale
     )
@@ -133,8 +160,7 @@ def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedL
     if model.is_linear_gaussian:
         posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
         joint = joint + gain
-    evidence = posterior.log_evidence(joint).detach()
-    return FittedLaplace(posterior, prior_precision, scale, evidence, model, seen)
+    return posterior, posterior.log_evidence(joint)
 
 
 def solved(posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
