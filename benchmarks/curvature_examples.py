@@ -170,24 +170,16 @@ def sine() -> tuple[nn.Module, DataLoader, tuple[Tensor, Tensor]]:
 
 
 def digits() -> tuple[nn.Module, DataLoader, DataLoader, DataLoader]:
-    """A small convolutional network trained on 900 digits for too long, 300 to validate, the rest to test."""
+    """A convolutional network of 1,360 parameters trained on 900 digits for too long, 100 to validate, the rest to test."""
     from sklearn.datasets import load_digits
 
     torch.manual_seed(7777)
     x, y = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(y))
-    parts = torch.utils.data.random_split(data, [900, 300, len(data) - 1200])
+    parts = torch.utils.data.random_split(data, [900, 100, len(data) - 1000])
     train, valid, test = (DataLoader(part, 128) for part in parts)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(128, 32),
-        nn.ReLU(),
-        nn.Linear(32, 10),
-    )
+    body = nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*body, nn.Linear(96, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(40):
         for a, b in train:
