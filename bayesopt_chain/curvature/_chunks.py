@@ -30,7 +30,7 @@ from bayesopt_chain.curvature._autodiff import (
     vjp_with_aux,
     without_fused_recurrence,
 )
-from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
+from bayesopt_chain.curvature._kinds import Grouped, Kind, Matrix, Vector, joined_inputs, joined_outputs
 from bayesopt_chain.curvature._taps import Taps, Use
 from bayesopt_chain.likelihoods import OutputRoot
 from bayesopt_chain.tracing import is_hidden, is_transformed
@@ -144,7 +144,7 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     seen = {use.leaf for use in taps.uses}
     for index in range(len(leaves)):
         if index not in seen:
-            reasons.setdefault(index, "forward does not use it")
+            reasons.setdefault(index, UNUSED)
 
     def direct(s: Tensor) -> list[Tensor]:
         if not outputs.requires_grad:
@@ -271,7 +271,8 @@ def _sizes(
     generic = sum(leaves[index].numel() for index in plan.generic)
     unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
     once = 4 * activations + unfolded + 3 * plan.probe.numel()
-    per_column = 2 * activations + generic + formed + plan.probe.numel()
+    unfolded = max((use.canonical.unfolds * plan.shapes[use.tap][0].numel() for use in plan.uses), default=0)
+    per_column = 2 * activations + generic + formed + plan.probe.numel() + unfolded
     few = min(n, few_data)
     together = min(columns, -(-few_data // few))  # columns that make up for a small batch
     few = min(few * (once + together * per_column), LARGE_CHUNK_BYTES // item)
@@ -282,10 +283,11 @@ def _sizes(
 
 def _unfolded(use: Use, plan: Plan) -> int:
     """Return how many numbers a layer's input has, unfolded, for one datum."""
-    if not isinstance(use.kind, Matrix):
+    if not isinstance(use.kind, (Matrix, Grouped)):
         return 0
     of_input, of_output = use.kind.shape if use.kind.transposed else use.kind.shape[::-1]
-    return plan.shapes[use.tap][0].numel() // of_output * of_input
+    groups = use.kind.groups if isinstance(use.kind, Grouped) else 1
+    return plan.shapes[use.tap][0].numel() // of_output * of_input * groups
 
 
 def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: bool) -> tuple[Linear, Plan]:
@@ -373,11 +375,12 @@ def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linear, plan
         return plan
     weights, b = _weights(some), some.shape[1]
     wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
-    got = {}
+    got: dict[int, Tensor] = {}
     for use, x in zip(linear.uses, linear.inputs):
         x, g = _of_last(x, 0, b), torch.tensordot(weights, _of_last(pulled[use.tap], 1, b), 1)[None]
         rows = use.kind.rows(_widened(use.canonical.x(x, 1)), _widened(use.canonical.g(x, g, 1)))
-        got[use.leaf] = rows.reshape(wanted[use.leaf].shape)
+        rows = rows.reshape(wanted[use.leaf].shape)
+        got[use.leaf] = got[use.leaf] + rows if use.leaf in got else rows
     return untap(plan, {leaf: _WRONG_TAP for leaf in _unlike(got, wanted)})
 
 
@@ -391,6 +394,7 @@ def _of_last(tensor: Tensor, axis: int, b: int) -> Tensor:
     return tensor.narrow(axis, tensor.shape[axis] - length, length)
 
 
+UNUSED = "forward does not use it"
 _WRONG_TAP = "it is also used in a way that no torch function shows"
 
 
@@ -422,17 +426,22 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
         outputs, aux = run(zeros)
 
     def pull_some(s: Tensor, **options: Any) -> Any:
-        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, materialize_grads=True, **options)
+        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True, **options)
 
     def pull_many(columns: Tensor) -> list[Tensor]:
+        # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
+        return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
+
+    def found_in(columns: Tensor) -> Any:
         if not outputs.requires_grad:
-            return [zero.new_zeros((columns.shape[0], *zero.shape)) for zero in zeros]
+            return [None] * len(zeros)
         if columns.shape[0] > 1:
             try:
-                return list(pull_some(columns, is_grads_batched=True))
+                return pull_some(columns, is_grads_batched=True)
             except UNSUPPORTED:
                 pass
-        return [torch.stack(leaves) for leaves in zip(*map(pull_some, columns))]
+        rows = [pull_some(s) for s in columns]
+        return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
 
@@ -472,16 +481,24 @@ def _generic(
 def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, done: set[int]) -> list[Gradient]:
     """Return the gradients of the tapped leaves that are not done."""
 
-    def gradient(use: Use, x: Tensor) -> Gradient:
+    def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
+        kind = pairs[0][0].kind
         return Gradient(
-            use.leaf,
-            use.kind,
-            lambda: _widened(use.canonical.x(x, b)),
-            lambda: _widened(use.canonical.g(x, pulled[use.tap], b)),
+            leaf,
+            kind,
+            lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
+            lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled[use.tap], b)) for use, x in pairs]),
         )
 
-    pairs = zip(linear.uses, linear.inputs)
-    return [gradient(use, x) for use, x in pairs if use.leaf not in done and use.leaf not in plan.reasons]
+    return [gradient(leaf, pairs) for leaf, pairs in _by_leaf(linear).items() if leaf not in done | plan.reasons.keys()]
+
+
+def _by_leaf(linear: Linear) -> dict[int, list[tuple[Use, Tensor]]]:
+    """Return the uses of every tapped leaf, with what each saw."""
+    pairs: dict[int, list[tuple[Use, Tensor]]] = {}
+    for use, x in zip(linear.uses, linear.inputs):
+        pairs.setdefault(use.leaf, []).append((use, x))
+    return pairs
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -496,8 +513,9 @@ def _last_layer(linear: Linear, plan: Plan, root: OutputRoot, b: int) -> list[Gr
     gradients of a weight is ``sum_t (sum_k s_tko^2) x_ti^2``: no column is made.
     """
     found = []
-    for use, x in zip(linear.uses, linear.inputs):
-        if use.tap != linear.last_tap or not use.features_last or use.leaf in plan.reasons:
+    for pairs in _by_leaf(linear).values():
+        use, x = pairs[0]
+        if len(pairs) > 1 or use.tap != linear.last_tap or not use.features_last or use.leaf in plan.reasons:
             continue
         if not root.separates_positions and linear.outputs.ndim > 2:
             continue

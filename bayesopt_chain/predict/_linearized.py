@@ -80,7 +80,7 @@ def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
     for leaf, kind, of_input, of_output in chunk.gradients:
         x, g, (left, right, values) = of_input(), of_output(), bases[leaf]
         if left is not None and right is not None:
-            x, g = kind.rotated(x, g, left, right)
+            kind, x, g = kind.rotated(x, g, left, right)
         total = total + kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
     return total
 
