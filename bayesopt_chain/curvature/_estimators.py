@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._checks import LARGEST, Check, Checks, ProgramChangedError, shapes_of
 from bayesopt_chain.curvature._chunks import (
     Forward,
+    Plan,
     RootOf,
     batch_size,
     make_plan,
@@ -38,6 +40,7 @@ from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._roots import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
 from bayesopt_chain.precision._algebra import as_count
+from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened
 
 Estimate = Callable[[Tree, Any], Precision]
@@ -268,12 +271,26 @@ def _estimator(
     targets: TargetsOf,
 ) -> Estimate:
     _require_structure(structure)
+    checks = Checks()
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
+        key = shapes_of(params, batch)
+        known = None if is_transformed() else checks.plan_for(key)
+        if known is not None:
+            try:
+                return summed(params, batch, *known)
+            except ProgramChangedError:
+                checks.forget(key)
+        check = Check()
+        total = summed(params, batch, make_plan(forward, params, batch), check)
+        if check.plan.direct is not None and check.could_fail and check.plan.probe.numel() <= LARGEST:
+            checks.remember(key, check.plan._replace(direct=None, probe_outputs=[]), check)
+        return total
+
+    def summed(params: Tree, batch: Any, plan: Plan, check: Check) -> Precision:
         labels = targets(batch)
         total = structure_sum(structure, params, options)
-        plan = make_plan(forward, params, batch)
         for chunk in pull_back(
             forward,
             params,
@@ -287,6 +304,7 @@ def _estimator(
             total.accepts,
             sums_last_layer=total.sums_last_layer,
             few_data=total.few_data,
+            check=check,
         ):
             total.add(chunk)
             del chunk  # before the next one is made

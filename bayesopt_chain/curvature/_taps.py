@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain.curvature._autodiff import call
+from bayesopt_chain.curvature._checks import Program, constants
 from bayesopt_chain.curvature._kinds import Embedding, Grouped, Kind, Matrix, Vector
 
 
@@ -63,7 +64,8 @@ class Taps(TorchFunctionMode):
     """Record how a forward pass on ``data`` data uses the ``leaves``; ``zeros[i]`` is added to the i-th tapped output.
 
     After the pass: ``uses`` and, one for each of them, ``inputs``; ``outputs``, each tap's output for the last datum;
-    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap.
+    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap;
+    ``program``, the functions that were called and their arguments but for the tensors.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -75,11 +77,13 @@ class Taps(TorchFunctionMode):
         self.outputs: list[Tensor] = []
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.untapped: dict[int, str] = {}
+        self.program: Program = []
         self._alive: list[Tensor] = []
         self._results: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        self.program.append((func, constants(args), constants(kwargs)))
         if func is F.batch_norm and _bound(F.batch_norm, args, kwargs)["training"]:
             raise ValueError(
                 "batch norm in train mode makes every output depend on the whole batch: call model.eval() before "
