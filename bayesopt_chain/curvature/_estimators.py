@@ -275,21 +275,20 @@ def _estimator(
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
-        key = shapes_of(params, batch)
+        labels, key = targets(batch), shapes_of(params, batch)
         known = None if is_transformed() else checks.plan_for(key)
         if known is not None:
             try:
-                return summed(params, batch, *known)
+                return summed(params, batch, labels, *known)
             except ProgramChangedError:
                 checks.forget(key)
         check = Check()
-        total = summed(params, batch, make_plan(forward, params, batch), check)
+        total = summed(params, batch, labels, make_plan(forward, params, batch), check)
         if check.plan.direct is not None and check.could_fail and check.plan.probe.numel() <= LARGEST:
             checks.remember(key, check.plan._replace(direct=None, probe_outputs=[]), check)
         return total
 
-    def summed(params: Tree, batch: Any, plan: Plan, check: Check) -> Precision:
-        labels = targets(batch)
+    def summed(params: Tree, batch: Any, labels: Any, plan: Plan, check: Check) -> Precision:
         total = structure_sum(structure, params, options)
         for chunk in pull_back(
             forward,
