@@ -31,6 +31,7 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
+from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
@@ -152,8 +153,10 @@ def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedL
 def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
     """The same without the pieces, differentiable in the prior and the noise."""
     posterior = laplace().posterior(
-        LaplaceState(seen.precision), model.params, prior_precision=prior_precision, likelihood_scale=scale
+        LaplaceState(seen.decomposed), model.params, prior_precision=prior_precision, likelihood_scale=scale
     )
+    if isinstance(seen.precision, Kronecker):
+        posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
     joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
     if model.likelihood.name == "gaussian":
         joint = joint + 0.5 * (seen.squares * (1 - scale) + seen.entries * scale.log())
@@ -259,13 +262,12 @@ def fit_laplace(
         return _validated(model, seen, one, validation)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
     residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" and tune_noise else None
-    gradient = seen.gradient if model.is_linear_gaussian else None
     best = tune_prior_and_noise(
-        seen.precision,
+        seen.decomposed,
         model.params,
         seen.log_likelihood,
         residual=residual,
-        gradient=gradient,
+        gradient=seen.gradient,
         start=float(prior_precision),
     )
     return at(model, seen, best.prior_precision, best.likelihood_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -16,16 +17,17 @@ from bayesopt_chain.fitting.cache import CachedFeatures
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
-from bayesopt_chain.precision import Precision
+from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True)
+class Pass:
     """What one pass over the data says at the parameters.
 
-    ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood; ``log_likelihood``: summed,
-    0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise the whitened residual sum of squares);
-    ``entries``: of all targets' outputs.
+    ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood, where the model is linear
+    with Gaussian noise, else None; ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for
+    Gaussian noise the whitened residual sum of squares); ``entries``: of all targets' outputs.
     """
 
     precision: Any
@@ -33,6 +35,11 @@ class Pass(NamedTuple):
     log_likelihood: Tensor
     squares: Tensor
     entries: int
+
+    @cached_property
+    def decomposed(self) -> Any:
+        """The precision, Kronecker factors in their eigenbasis: decomposed once for every prior and noise."""
+        return self.precision.eigenbasis() if isinstance(self.precision, Kronecker) else self.precision
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,20 @@ class Model:
 
     def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
         leaves, structure = optree.tree_flatten(self.params)
-        with torch.enable_grad():
-            chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        chosen, gradient = [leaf.detach() for leaf in leaves], None
+        with torch.set_grad_enabled(self.is_linear_gaussian):
+            if self.is_linear_gaussian:
+                chosen = [leaf.requires_grad_() for leaf in chosen]
             outputs = self.forward(optree.tree_unflatten(structure, chosen), batch)
             loss = self.likelihood.nll(outputs, batch[1]).sum()
-            slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
+            if self.is_linear_gaussian:
+                slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
+                gradient = optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
         outputs, loss = outputs.detach(), loss.detach().to(torch.float64)
         squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), 0
         if self.likelihood.name == "gaussian":
             squares = 2 * (loss - self.likelihood.nll(outputs, outputs).sum().to(torch.float64))
             entries = outputs.numel()
-        gradient = optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
         return Pass(estimate(self.params, batch), gradient, -loss, squares, entries)
 
 
@@ -96,7 +106,7 @@ def both(a: Pass, b: Pass) -> Pass:
     """Two passes over different data as one."""
     return Pass(
         a.precision.add(b.precision),
-        optree.tree_map(torch.add, a.gradient, b.gradient),
+        None if a.gradient is None else optree.tree_map(torch.add, a.gradient, b.gradient),
         a.log_likelihood + b.log_likelihood,
         a.squares + b.squares,
         a.entries + b.entries,

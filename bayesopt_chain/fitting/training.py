@@ -226,11 +226,11 @@ def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> 
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
     is_gaussian = model.likelihood.name == "gaussian"
     best = tune_prior_and_noise(
-        seen.precision,
+        seen.decomposed,
         model.params,
         seen.log_likelihood,
         residual=Residual(seen.squares, seen.entries) if is_gaussian and tune_noise else None,
-        gradient=seen.gradient if model.is_linear_gaussian else None,
+        gradient=seen.gradient,
     )
     prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}
     hyper = Hyper(prior, moved(hyper.scale, best.likelihood_scale))

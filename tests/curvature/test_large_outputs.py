@@ -60,9 +60,9 @@ print(json.dumps(report))
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
 def test_a_vocabulary_of_50k_words_fits_into_2_gib():
-    """Peak resident memory of the whole process, for the exact diagonal of the last layer (right to 1e-4 in float32) and, from a
-    sampled label a token, the diagonal of all and low rank. The trace over the head's bias is within a percent of the exact one:
-    1,024 tokens of (1 - p_y)^2 + sum_{k != y} p_k^2, which is 1 up to 1e-3."""
+    """Peak resident memory of the whole process, for the exact diagonal of the last layer (right to 1e-4 in float32) and, from
+    a sampled label a token, the diagonal of all and low rank. The trace over the head's bias is within a percent of the exact
+    one: 1,024 tokens of (1 - p_y)^2 + sum_{k != y} p_k^2, which is 1 up to 1e-3."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=500, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["last layer"] < 2 and report["diagonal"] < 2 and report["low_rank"] < 2
