@@ -12,7 +12,7 @@ evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -205,11 +205,7 @@ def _epoch(
     """One pass of the optimizer over the data; returns the mean loss per datum."""
     total, parameters = 0.0, list(chosen.values())
     for batch in data:
-        if model.features_of is not None:
-            outputs = model.forward(chosen, batch)
-        else:
-            inputs = batch_inputs(batch)
-            outputs = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+        outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
         squares = torch.stack([hyper.prior[name] * p.square().sum() for name, p in chosen.items()]).sum()
         loss = model.likelihood.nll(outputs, batch[1]).mean() + squares / (2 * count * hyper.scale.to(squares))
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
@@ -218,6 +214,14 @@ def _epoch(
         total += loss.item() * _length(batch)
     stepper.zero_grad()
     return total / count
+
+
+def _called(module: nn.Module, batch: Any) -> Tensor:
+    """The module's outputs in the modes that its layers have, buffers and all."""
+    inputs = batch_inputs(batch)
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
 def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> tuple[FittedLaplace, Hyper]:

@@ -145,6 +145,29 @@ def test_the_body_runs_once_where_the_last_layer_is_trained():
     assert len(calls) == 5
 
 
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, a, b):
+        return self.layer(a + b)
+
+
+@pytest.mark.parametrize("kind", ["keywords", "arguments"])
+def test_inputs_may_be_keywords_or_several_arguments(kind):
+    """The same numbers as for one input, the sum."""
+    x, y = regression()
+    inputs = {"a": x / 2, "b": x / 2} if kind == "keywords" else (x / 2, x / 2)
+    torch.manual_seed(0)
+    several, one = Summed(), nn.Linear(2, 1)
+    one.load_state_dict(several.layer.state_dict())
+    options = {"structure": "dense", "epochs": 20, "every": 5, "optimizer": adam(0.02)}
+    got = train_by_evidence(several, bc.likelihoods.gaussian(), [(inputs, y)], **options)
+    want = train_by_evidence(one, bc.likelihoods.gaussian(), [(x, y)], **options)
+    assert got.log_evidence == pytest.approx(want.log_evidence)
+
+
 def test_hyperparameters_move_by_a_factor_of_e_at_most():
     now = torch.tensor([1.0, 1.0, 1.0])
     wanted = torch.tensor([torch.e, 1.5, 1 / torch.e])
