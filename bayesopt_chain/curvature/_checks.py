@@ -7,18 +7,20 @@ could not have failed, because a gradient was zero or not finite, is not remembe
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import optree
 from torch import Tensor
 
+from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree
 
 REMEMBERED = 8  # shapes of batches
 LARGEST = 2**18  # outputs of a datum: those of more are checked anew, since a plan holds them
 
 Program = list[Any]
+Result = TypeVar("Result")
 
 
 class ProgramChangedError(Exception):
@@ -52,20 +54,25 @@ class Checks:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Any, Check]] = {}
 
-    def plan_for(self, key: Hashable) -> tuple[Any, Check] | None:
-        """The plan and the check of a batch like this one."""
-        return self._known.get(key)
-
-    def remember(self, key: Hashable, plan: Any, check: Check) -> None:
-        """Keep a plan whose check has passed."""
-        check.is_done = True
-        if len(self._known) == REMEMBERED:
-            del self._known[next(iter(self._known))]
-        self._known[key] = plan, check
-
-    def forget(self, key: Hashable) -> None:
-        """Drop a plan."""
-        self._known.pop(key, None)
+    def run(
+        self, params: Tree, batch: Any, make_plan: Callable[[], Any], work: Callable[[Any, Check], Result]
+    ) -> Result:
+        """Work by a plan and a check: those of an earlier batch like this one, or new ones, which are then kept."""
+        key = shapes_of(params, batch)
+        if key in self._known and not is_transformed():
+            try:
+                return work(*self._known[key])
+            except ProgramChangedError:
+                del self._known[key]
+        check = Check()
+        result = work(make_plan(), check)
+        plan = check.plan
+        if plan.direct is not None and check.could_fail and plan.probe.numel() <= LARGEST:
+            check.is_done = True
+            if len(self._known) == REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = plan._replace(direct=None, probe_outputs=[]), check
+        return result
 
 
 def shapes_of(params: Tree, batch: Any) -> Hashable:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
-from bayesopt_chain.curvature._checks import LARGEST, Check, Checks, ProgramChangedError, shapes_of
+from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import (
     Forward,
     Plan,
@@ -40,7 +40,6 @@ from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.likelihoods._roots import Explicit
 from bayesopt_chain.precision import Dense, Diagonal, Eigenbasis, Kronecker, Precision, shape_only, unflatten
 from bayesopt_chain.precision._algebra import as_count
-from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened
 
 Estimate = Callable[[Tree, Any], Precision]
@@ -275,18 +274,13 @@ def _estimator(
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
-        labels, key = targets(batch), shapes_of(params, batch)
-        known = None if is_transformed() else checks.plan_for(key)
-        if known is not None:
-            try:
-                return summed(params, batch, labels, *known)
-            except ProgramChangedError:
-                checks.forget(key)
-        check = Check()
-        total = summed(params, batch, labels, make_plan(forward, params, batch), check)
-        if check.plan.direct is not None and check.could_fail and check.plan.probe.numel() <= LARGEST:
-            checks.remember(key, check.plan._replace(direct=None, probe_outputs=[]), check)
-        return total
+        labels = targets(batch)
+        return checks.run(
+            params,
+            batch,
+            lambda: make_plan(forward, params, batch),
+            lambda plan, check: summed(params, batch, labels, plan, check),
+        )
 
     def summed(params: Tree, batch: Any, labels: Any, plan: Plan, check: Check) -> Precision:
         total = structure_sum(structure, params, options)

@@ -97,6 +97,7 @@ class FittedLaplace:
                 how,
                 samples,
                 generator,
+                self.model.checks,
             )
             for batch in batches_of(data)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import ggn, subset
+from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.fitting.batches import require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
@@ -52,6 +53,7 @@ class Model:
     structure: str
     options: dict[str, Any]
     features_of: Features | None = None
+    checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
 
     @property
     def is_linear_gaussian(self) -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+import bayesopt_chain as bc
 from bayesopt_chain import curvature, likelihoods
 from tests.curvature.conftest import convolutional, of_module
 
@@ -99,3 +100,16 @@ def test_a_check_that_could_not_have_failed_is_not_remembered():
         calls.clear()
         estimate(tree, batch)
         assert calls == wanted
+
+
+def test_predictions_of_a_fit_check_their_first_batch_alone():
+    """Twins of a fit predict the same bits; the model runs once for a later batch of the same shape."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    data = [(torch.randn(B, 2), torch.randint(0, 3, (B,)))]
+    fits = [bc.fit_laplace(model, CLASSES, data, subset="all") for _ in range(2)]
+    fits[0].predict(torch.randn(5, 2))
+    calls, new = [], torch.randn(5, 2)
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    got = fits[0].predict(new)
+    assert len(calls) == 1
+    assert torch.equal(got, fits[1].predict(new)) and len(calls) == 3
