@@ -290,11 +290,12 @@ def dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 def gain(diagonal: list[Tensor], rows: list[Tensor], innovation: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """``D^-1 r^T (I + r D^-1 r^T)^-1 e``, the Kalman gain of whitened innovations, the determinant's growth, and q."""
-    scaled = [row / d for row, d in zip(rows, diagonal)]
-    lower = _capacity_root([row / d.sqrt() for row, d in zip(rows, diagonal)])
+    roots = [d.sqrt() for d in diagonal]
+    white = [row / root for row, root in zip(rows, roots)]
+    lower = _capacity_root(white)
     e = innovation.to(lower.dtype)
     along = torch.cholesky_solve(e[:, None], lower)[:, 0]
-    moves = [weighted_sum(along, row) for row in scaled]
+    moves = [weighted_sum(along, w) / root for w, root in zip(white, roots)]
     return moves, 2 * lower.diagonal().log().sum(), e @ along
 
 
