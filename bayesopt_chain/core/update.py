@@ -50,7 +50,7 @@ class Plan:
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
         self.stacked = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
-        self.stages = self.staged(lower(links, self) if lower else {})
+        self.stages, self.drawn = self.staged(lower(links, self) if lower else {})
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
     def matched(self) -> dict[int, tuple[NoiseLink, list[Site]]]:
@@ -74,8 +74,9 @@ class Plan:
                 out[n][1].extend(found)
         return out
 
-    def staged(self, runs: Runs) -> list[Stage]:
-        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
+    def staged(self, runs: Runs) -> tuple[list[Stage], set[int]]:
+        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant; and the
+        noise links that are not in a run, for which the chain draws."""
         entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         stages, taken = list[Stage](), set[int]()
         for i, link in enumerate(self.links):
@@ -86,10 +87,7 @@ class Plan:
                 run, lowered = (i,), link
             taken |= set(run)
             stages.append(Stage(run, lowered, i in self.learning, i in entering))
-        self.drawn = self.noise.keys() - {
-            k for x in stages if len(x.run) > 1 for k in x.run
-        }  # by the chain, not in a run
-        return stages
+        return stages, self.noise.keys() - {k for x in stages if len(x.run) > 1 for k in x.run}
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
         """The leaves of the parameters, once updates and parameters are known to be of the state's leaves.

@@ -72,7 +72,7 @@ class Plan:
         self.noisy = noisy = [w for w in work if w.noise is not None]
         self.frozen = [w for w in work if w.frozen]
         self.groups = list({id(w.group): w.group for w in noisy}.values())
-        self.before = [w.state.get("noise_before") for w in noisy]
+        self.before = [w.state.get("noise_before") if "noise" in w.state else None for w in noisy]
         self.rescaled = [w for w in noisy if w.noise.velocity_scale != 1.0]  # pyright: ignore[reportOptionalMemberAccess]
         self.direct = [w for w in noisy if w.linear.direct > 0.0]
         late = [w for w in noisy if w.linear.step_size > 0.0 and not w.early]

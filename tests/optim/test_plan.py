@@ -1,0 +1,148 @@
+"""The plan of a step is kept while nothing of it changes, and never a step longer."""
+
+import copy
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+
+def lower_lr(optimizer, params):
+    optimizer.param_groups[0]["lr"] = 0.05
+
+
+def another_momentum(optimizer, params):
+    optimizer.param_groups[0]["momentum"] = 0.5
+
+
+def another_temperature(optimizer, params):
+    optimizer.param_groups[0]["temperature"] = 0.7
+
+
+def no_temperature(optimizer, params):
+    optimizer.param_groups[0]["temperature"] = 0.0
+
+
+def a_gradient_less(optimizer, params):
+    params[1].grad = None
+
+
+def another_velocity(optimizer, params):
+    state = optimizer.state[params[0]]
+    state["momentum_buffer"] = state["momentum_buffer"] * 2
+
+
+def a_draw_forgotten(optimizer, params):
+    optimizer.state[params[0]].pop("noise")
+
+
+def a_state_forgotten(optimizer, params):
+    optimizer.state.pop(params[1])
+
+
+def another_key(optimizer, params):
+    optimizer.param_groups[0]["noise_key"] = 12345
+
+
+def a_group_more(optimizer, params):
+    params.append(torch.ones(4, requires_grad=True))
+    params[-1].grad = torch.ones(4)
+    optimizer.add_param_group({"params": [params[-1]], "lr": 0.2})
+
+
+def saved_and_loaded(optimizer, params):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def a_parameter_less(optimizer, params):
+    del optimizer.param_groups[0]["params"][1]
+
+
+CHANGES = [
+    lower_lr,
+    another_momentum,
+    another_temperature,
+    no_temperature,
+    a_gradient_less,
+    another_velocity,
+    a_draw_forgotten,
+    a_state_forgotten,
+    another_key,
+    a_group_more,
+    saved_and_loaded,
+    a_parameter_less,
+]
+MAKE = {
+    "momentum": dict(momentum=0.9),
+    "none": dict(momentum=0.0),
+    "nesterov": dict(momentum=0.9, nesterov=True),
+    "philox": dict(momentum=0.9, stream="philox"),
+    "torch's loop": dict(momentum=0.9, foreach=False),
+}
+
+
+def walk(change, keep, **kwargs):
+    """Eight steps with a change in the middle; without ``keep`` every step is planned anew."""
+    torch.manual_seed(0)
+    params = [torch.ones(3, requires_grad=True), torch.ones(2, 5, requires_grad=True)]
+    generator = torch.Generator().manual_seed(1)
+    optimizer = bc.optim.SGD(params, 0.1, temperature=0.3, generator=generator, **kwargs)
+    kept = 0
+    for step in range(8):
+        for p in params:
+            p.grad = 0.1 * p.detach() + step
+        if step == 4:
+            change(optimizer, params)
+        if not keep:
+            optimizer.__dict__["_kept"] = None
+        before = optimizer.__dict__.get("_kept")
+        optimizer.step()
+        kept += before is not None and optimizer.__dict__.get("_kept") is before
+    states = [optimizer.state.get(p, {}) for p in params]
+    return [*params, *(v for s in states for v in s.values() if torch.is_tensor(v))], kept
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_the_steps_are_those_that_are_planned_anew(name, change):
+    if change is another_velocity and name == "none":
+        pytest.skip("no velocity")
+    if change is another_momentum and name == "none":
+        pytest.skip("momentum that begins later is the scheduled rule's")
+    mine, kept = walk(change, keep=True, **MAKE[name])
+    want, none = walk(change, keep=False, **MAKE[name])
+    assert kept >= 2 and none == 0
+    assert len(mine) == len(want)
+    for x, y in zip(mine, want):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("stream", ["generator", "philox"])
+def test_torchs_fused_kernel_moves_as_torchs_loop_does(stream):
+    """To one unit in the last place of each operation, at each of ten steps."""
+    walks = []
+    for how in ({}, {"foreach": False}):
+        params = [torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)]
+        generator = torch.Generator().manual_seed(1)
+        optimizer = bc.optim.SGHMC(params, 0.1, temperature=0.3, generator=generator, stream=stream, **how)
+        for _ in range(10):
+            params[0].grad = params[0].detach().clone()
+            optimizer.step()
+        walks.append(params[0].detach())
+    torch.testing.assert_close(*walks, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("tensor", ["gradient of other strides", "bfloat16"])
+def test_what_the_fused_kernel_cannot_take_is_left_to_torchs_step(tensor, monkeypatch):
+    """Bit for bit as where torch's loop was asked for."""
+    walks = []
+    for how in ({}, {"foreach": False}):
+        theta = torch.ones(3, 4, dtype=torch.bfloat16 if tensor == "bfloat16" else torch.float32, requires_grad=True)
+        optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), **how)
+        for _ in range(4):
+            g = torch.arange(12.0).to(theta.dtype)
+            theta.grad = g.view(3, 4) if tensor == "bfloat16" else g.view(4, 3).T
+            optimizer.step()
+        walks.append(theta.detach())
+    assert torch.equal(*walks)
