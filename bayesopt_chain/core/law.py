@@ -129,6 +129,8 @@ def spectral_factor(r: Sequence[float]) -> Poly:
     """
     scale = sum(map(abs, r))
     r = trim([0.0 if abs(v) < 1e-14 * scale else v for v in r])
+    if len(r) == 1 and r[0] >= 0.0:
+        return (math.sqrt(r[0]),)
     grid = 720
     lowest = min(
         r[0] + 2 * sum(v * math.cos(math.pi * i * k / grid) for k, v in enumerate(r) if k) for i in range(grid + 1)

@@ -120,6 +120,11 @@ class Link:
         return Linear()
 
     @property
+    def rescales(self) -> bool:
+        """Whether ``rescaled`` reaches all that it remembers of the gradients, however many poles it has."""
+        return False
+
+    @property
     def accepts(self) -> frozenset[str]:
         """The keywords of ``update`` that it takes."""
         return frozenset()
@@ -143,6 +148,10 @@ class Link:
 
     def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
         """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
+        raise NotImplementedError
+
+    def rescaled(self, state: Any, factor: Tensor) -> Any:
+        """Its state with all that it remembers of the gradients multiplied by a factor (a link of velocity ``ALL``)."""
         raise NotImplementedError
 
     def rate(self, state: Any, n: int) -> list[Any]:

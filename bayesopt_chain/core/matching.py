@@ -28,11 +28,20 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from bayesopt_chain.core import law
-from bayesopt_chain.core.filters import Conditions, Filtered, Process, Scheduled
+from bayesopt_chain.core.filters import Conditions, Filtered, Process, Rescaled, Scheduled
 from bayesopt_chain.core.link import Link, NoiseLink, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
+
+
+class Behind(NamedTuple):
+    """A weight decay behind memory, and the response ``b / a`` of what stands before it."""
+
+    link: int
+    weight_decay: float
+    b: law.Poly
+    a: law.Poly
 
 
 class Whole(NamedTuple):
@@ -43,9 +52,7 @@ class Whole(NamedTuple):
     head: float = 1.0  # the constant gain in front of the place where the noise enters
     metrics: tuple[int, ...] = ()
     rates: tuple[int, ...] = ()
-    decays: Sequence[
-        tuple[int, float, law.Poly, law.Poly]
-    ] = ()  # behind memory: the link, its strength, what is before it
+    decays: Sequence[Behind] = ()
     owner: int | None = None  # the link with the only pole
 
     def __str__(self) -> str:
@@ -94,7 +101,7 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
                 "here the noise is matched to its neighbours: leave them out"
             )
         whole = Whole((link.lr,), (1.0, -link.momentum))
-        return written, _sites(links, whole, _processes(whole, link.order, False), link, written, leaves)
+        return written, _sites(links, whole, _processes(whole, link.order, False, False), link, written, leaves)
     for i in r:
         _require_known(links[i])
     if not r:
@@ -106,8 +113,10 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
     whole = _whole(links, r, at)
     if whole is None:
         return written, []
+    memory = [i for i, x in r.items() if _has_memory(x)]
+    rescales = memory == [whole.owner] and links[memory[0]].rescales
     try:
-        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static)
+        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static, rescales)
     except law.NoMatchedNoise as err:
         raise ValueError(f"chain: no noise can be matched to {whole}: {err}{_two_momenta(r)}") from None
     return written, _sites(links, whole, parts, link, at, leaves)
@@ -190,7 +199,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
     metrics, rates = ([i for i, x in r.items() if isinstance(x, kind)] for kind in (Metric, Rate))
-    decays: list[tuple[int, float, law.Poly, law.Poly]] = []
+    decays: list[Behind] = []
     for i, x in r.items():
         if isinstance(x, (Linear, Metric)):
             b, a = law.multiply(b, x.b), law.multiply(a, x.a)
@@ -198,7 +207,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         elif isinstance(x, Rate):
             sign *= x.sign
         elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):  # else it is a part of the loss
-            decays.append((i, x.weight_decay, b, a))
+            decays.append(Behind(i, x.weight_decay, b, a))
     if sum(b) == 0.0:
         return None
     if sum(b) * sign > 0:
@@ -208,7 +217,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         )
     if not all(map(isfinite, (*b, *a))):
         raise ValueError(f"chain: the response F = {b} / {a} is not finite; check lr and momentum")
-    if decays and rates and rates[0] < decays[-1][0]:
+    if decays and rates and rates[0] < decays[-1].link:
         raise ValueError(
             "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
         )
@@ -251,7 +260,7 @@ def _sites(
     return out
 
 
-def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int, ...], Process]]:
+def _processes(whole: Whole, order: int, changing: bool, rescales: bool) -> list[tuple[tuple[int, ...], Process]]:
     """The independent noises, each with the metrics whose product its spectrum is divided by."""
     b, a = whole.b, whole.a
 
@@ -260,9 +269,9 @@ def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int
         return Filtered(tuple([whole.head * v for v in c]), d)
 
     rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
-    for i, weight_decay, b0, a0 in whole.decays:
-        met = tuple([m for m in whole.metrics if m < i])
-        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, b0, a0, weight_decay))
+    for x in whole.decays:
+        met = tuple([m for m in whole.metrics if m < x.link])
+        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, x.b, x.a, x.weight_decay))
     main, extra = law.spectrum(b, a), rest.get(whole.metrics)
     scheduled = Scheduled.of(b, a, whole.head, order) if changing else None
     if scheduled is not None:
@@ -273,11 +282,14 @@ def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
             process = replace(scheduled, decay_level=extra[0] / main[0] / (direct + other))
             del rest[whole.metrics]
-    elif whole.rates:
+    elif whole.rates and (rest or not rescales):
         raise law.NoMatchedNoise(
             f"{whole} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
-            "use a constant lr"
+            "use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
         )
+    elif whole.rates:
+        constant = filtered(main)
+        process = Rescaled(constant.c, constant.d)
     else:
         process = filtered(main if extra is None else law.add(main, extra))
         rest.pop(whole.metrics, None)

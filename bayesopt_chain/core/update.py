@@ -20,7 +20,7 @@ from bayesopt_chain.core.link import At, Link, NoiseLink, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, flattened, part, paths_of, put_back
+from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
 from bayesopt_chain.random.stream import leaf_numbers
 
 Runs = dict[int, tuple[tuple[int, ...], Link]]
@@ -158,8 +158,19 @@ class Update:
             new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
             self.noises += new
         for x in self.noises:
-            if (scale := x.scale) is not None and x.leaves:
-                self.edit(x, lambda v, scale=scale: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+            if x.scale is not None and x.leaves:
+                self.rescale(x, x.scale)
+
+    def rescale(self, x: Injected, scale: Sequence[Tensor]) -> None:
+        """Multiply what the owner of the pole remembers of the leaves of a noise."""
+        i = x.site.whole.owner
+        if (
+            i is not None and self.plan.links[i].velocity == ALL
+        ):  # which tensor is whose is not known: one factor for all
+            factor = scale[0].to(self.plan.layout.dtypes[x.leaves[0]])
+            self.entries[i] = self.op.keep(self.entries[i], self.plan.links[i].rescaled(self.entries[i], factor))
+        else:
+            self.edit(x, lambda v: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
 
     def take(self, stage: Stage) -> None:
         """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
@@ -225,16 +236,10 @@ class Update:
         return [position[j] for j in leaves]
 
     def edit(self, x: Injected, change: Callable[[Leaves], Leaves]) -> None:
-        """Change what the owner of the pole remembers of the leaves of a noise."""
+        """Change the velocity of the leaves of a noise."""
         i = x.site.whole.owner
-        if i is None:
-            return
-        entry, name = self.entries[i], self.plan.links[i].velocity
-        if name == ALL:  # which tensor is whose is not known: the first leaf's factor for all
-            tensors, structure = flattened(entry)
-            self.entries[i] = structure.unflatten([change([t])[0] if t.is_floating_point() else t for t in tensors])
-        elif name is not None:
-            velocity, at = list(getattr(entry, name)), self.positions(i, x.leaves)
+        if i is not None and (name := self.plan.links[i].velocity) is not None:
+            velocity, at = list(getattr(self.entries[i], name)), self.positions(i, x.leaves)
             for k, v in zip(at, change([velocity[k] for k in at])):
                 velocity[k] = v
-            self.entries[i] = entry._replace(**{name: tuple(velocity)})
+            self.entries[i] = self.entries[i]._replace(**{name: tuple(velocity)})
