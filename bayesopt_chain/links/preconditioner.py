@@ -70,6 +70,12 @@ def running_rms(
         initial_scale: first value of ``nu``.
         freeze_after: number of updates after which ``P`` stays as it is. From there on sampling is exact.
 
+    Returns:
+        The estimator.
+
+    Raises:
+        ValueError: ``freeze_after`` below 1.
+
     Example:
         >>> import bayesopt_chain as bc
         >>> bc.scale_by_preconditioner(bc.running_rms(0.9, freeze_after=100))
@@ -166,6 +172,9 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
             prefix of the parameter tree); an estimator such as :func:`running_rms`; or a precision ``Lambda``, which answers
             ``solve(tree)`` and ``sqrt_solve(tree)``, for ``P = Lambda^-1``: it is frozen, and may couple all parameters.
             Decompose it first (``precision.factorised()``) so that steps only solve. At T > 0 it stands before the momentum.
+
+    Returns:
+        A link.
 
     Raises:
         ValueError: an entry that is not positive and finite; a tree that does not fit the parameters (at ``init``); at

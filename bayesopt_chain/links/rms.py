@@ -210,6 +210,7 @@ def scale_by_rms(
         initial_scale: first mean of squares.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds one tensor for each parameter.
 
@@ -238,6 +239,7 @@ def scale_by_stddev(
         initial_scale: first mean of squares.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds two tensors for each parameter.
 
@@ -264,6 +266,7 @@ def scale_by_rss(
         eps: added to the root, not negative.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds one tensor for each parameter. A parameter that never had a gradient does not move.
 
