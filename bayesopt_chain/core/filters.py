@@ -64,7 +64,7 @@ class Filtered:
         constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
         first = xi.mul_(c[0]) if constant else xi * c[0]
         y = first + memory[0]
-        new = list[Tensor]()
+        new: list[Tensor] = []
         for k in range(1, len(memory) + 1):
             if k < len(c):
                 w = first if c[k] is c[0] or (isinstance(c[k], float) and c[k] == c[0]) else xi * c[k]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import optree
 import torch
 from torch import Tensor
 from torchopt.base import EmptyState
@@ -24,7 +23,7 @@ from bayesopt_chain.random import stream as keyed_stream
 
 if TYPE_CHECKING:
     from bayesopt_chain.core.injection import Injection, Strength
-    from bayesopt_chain.core.update import Plan, Update
+    from bayesopt_chain.core.update import Update
 
 
 @dataclass(slots=True)
@@ -36,59 +35,49 @@ class At:
     present: tuple[int, ...]  # the numbers of its leaves that are there now
 
     @property
-    def plan(self) -> Plan:
-        """What the chain knows of all its leaves."""
-        return self.update.plan
-
-    @property
     def index(self) -> tuple[int, ...]:
         """The numbers of the leaves that the link acts on."""
-        return self.plan.where[self.i]
-
-    @property
-    def spec(self) -> optree.PyTreeSpec:
-        """The structure of the user's tree."""
-        return self.update.spec
-
-    @property
-    def all_params(self) -> list[Any] | None:
-        """The parameters of all leaves, if the update was given any."""
-        return self.update.params
+        return self.update.plan.where[self.i]
 
     @property
     def params(self) -> list[Any]:
         """The parameters of the leaves that are there."""
-        assert self.all_params is not None
-        return [self.all_params[j] for j in self.present]
+        params = self.update.params
+        return [] if params is None else [params[j] for j in self.present]
 
     @property
     def paths(self) -> list[str]:
         """The paths of the leaves that the link acts on, as text."""
-        return [self.plan.paths[j] for j in self.index]
+        return [self.update.plan.paths[j] for j in self.index]
 
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        accepts = self.plan.links[self.i].accepts
+        accepts = self.update.plan.links[self.i].accepts
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     @property
-    def learned(self) -> list[Any]:
+    def learned(self) -> Sequence[Any]:
         """What the link's ``learn`` gave for each of these leaves in this step."""
-        learned = self.update.learned[self.i]
-        return [learned[j] for j in self.present]
+        present, made = self.update.learned[self.i]
+        if present == self.present:
+            return made
+        by_leaf = dict(zip(present, made))
+        return [by_leaf[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
-        if len(self.present) == self.spec.num_leaves:
-            return self.spec.unflatten(leaves)
-        shapes = self.plan.layout.shapes
+        if len(self.present) == self.update.spec.num_leaves:
+            return self.update.spec.unflatten(leaves)
+        shapes = self.update.plan.layout.shapes
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
-        return self.spec.unflatten([have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)])
+        return self.update.spec.unflatten(
+            [have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)]
+        )
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
-        flat = self.spec.flatten_up_to(tree)
+        flat = self.update.spec.flatten_up_to(tree)
         return [flat[j] for j in self.present]
 
 
@@ -195,12 +184,12 @@ class Keyed(Link):
     def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
         checks.own_key(state.key, g)
-        given, layout = dict(zip(at.present, g)), at.plan.layout
+        given, layout = dict(zip(at.present, g)), at.update.plan.layout
         like = [
             given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
             for j in at.index
         ]
-        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
+        templates, numbers = [t.unsqueeze(0) for t in like], [at.update.plan.numbers[j] for j in at.index]
         xi = keyed_stream.normals(
             state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
         )

@@ -35,15 +35,6 @@ from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 
 
-class Behind(NamedTuple):
-    """A weight decay behind memory, and the response ``b / a`` of what stands before it."""
-
-    link: int
-    weight_decay: float
-    b: law.Poly
-    a: law.Poly
-
-
 class Whole(NamedTuple):
     """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
 
@@ -52,7 +43,7 @@ class Whole(NamedTuple):
     head: float = 1.0  # the constant gain in front of the place where the noise enters
     metrics: tuple[int, ...] = ()
     rates: tuple[int, ...] = ()
-    decays: Sequence[Behind] = ()
+    decays: Sequence[tuple[int, law.Poly]] = ()  # those behind memory: the link, and ``N`` of ``w / H = N / b``
     owner: int | None = None  # the link with the only pole
 
     def __str__(self) -> str:
@@ -109,11 +100,11 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
             "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
         )
-    at = _entrance(links, r, written)
+    memory = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any((*x.a[1:], *x.b[1:]))]
+    at = _entrance(links, r, written, memory)
     whole = _whole(links, r, at)
     if whole is None:
         return written, []
-    memory = [i for i, x in r.items() if _has_memory(x)]
     rescales = memory == [whole.owner] and links[memory[0]].rescales
     try:
         parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static, rescales)
@@ -160,15 +151,10 @@ def _require_known(link: Link) -> None:
         raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
 
 
-def _has_memory(response: Any) -> bool:
-    return isinstance(response, (Linear, Metric)) and any((*response.a[1:], *response.b[1:]))
-
-
-def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int) -> int:
+def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int, memory: Sequence[int]) -> int:
     """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
     learning = [i for i, x in r.items() if isinstance(x, Metric) and x.learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
-    memory = [i for i, x in r.items() if _has_memory(x)]
     if curved:
         last = curved[-1]
         rest = [i for i in r if i not in curved and i not in memory]
@@ -199,15 +185,16 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
     metrics, rates = ([i for i, x in r.items() if isinstance(x, kind)] for kind in (Metric, Rate))
-    decays: list[Behind] = []
+    decays: list[tuple[int, law.Poly]] = []
     for i, x in r.items():
         if isinstance(x, (Linear, Metric)):
             b, a = law.multiply(b, x.b), law.multiply(a, x.a)
+            decays = [(j, law.multiply(n, x.b)) for j, n in decays]
             head *= abs(x.b[0] / x.a[0]) if i < at else 1.0
         elif isinstance(x, Rate):
             sign *= x.sign
         elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):  # else it is a part of the loss
-            decays.append(Behind(i, x.weight_decay, b, a))
+            decays.append((i, tuple([x.weight_decay * v for v in a])))
     if sum(b) == 0.0:
         return None
     if sum(b) * sign > 0:
@@ -217,7 +204,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         )
     if not all(map(isfinite, (*b, *a))):
         raise ValueError(f"chain: the response F = {b} / {a} is not finite; check lr and momentum")
-    if decays and rates and rates[0] < decays[-1].link:
+    if decays and rates and rates[0] < decays[-1][0]:
         raise ValueError(
             "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
         )
@@ -229,7 +216,8 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         raise ValueError(f"chain: write {show(links[early[0]])} before the momentum and the noise")
     poles = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any(x.a[1:])]
     owner = poles[0] if len(poles) == 1 else None
-    return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, owner)
+    decays = [(i, tuple([-sign * v for v in n])) for i, n in decays]
+    return Whole(tuple([-sign * v for v in b]), a, head, tuple(metrics), tuple(rates), decays, owner)
 
 
 def _sites(
@@ -269,9 +257,9 @@ def _processes(whole: Whole, order: int, changing: bool, rescales: bool) -> list
         return Filtered(tuple([whole.head * v for v in c]), d)
 
     rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
-    for x in whole.decays:
-        met = tuple([m for m in whole.metrics if m < x.link])
-        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, x.b, x.a, x.weight_decay))
+    for i, numerator in whole.decays:
+        met = tuple([m for m in whole.metrics if m < i])
+        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))
     main, extra = law.spectrum(b, a), rest.get(whole.metrics)
     scheduled = Scheduled.of(b, a, whole.head, order) if changing else None
     if scheduled is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -23,17 +23,9 @@ from bayesopt_chain.core.response import Metric, Noise
 from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
 from bayesopt_chain.random.stream import leaf_numbers
 
-Runs = dict[int, tuple[tuple[int, ...], Link]]
-Lower = Callable[[Sequence[Link], "Plan"], Runs]  # by its first link, every run of links that can be swept at once
-
-
-class Stage(NamedTuple):
-    """A link's turn in an update, or that of a lowered run of links."""
-
-    run: tuple[int, ...]
-    link: Link
-    learns: bool
-    enters: bool  # whether noise enters before it (inside it, if it learns)
+Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
+# proposes, by its first link, every run of links that can be swept at once
+Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
 
 
 class Plan:
@@ -46,10 +38,11 @@ class Plan:
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
         self.noise = {i: Injection(x, sites, self.numbers) for i, (x, sites) in self.matched().items()}
+        self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
-        self.stacked = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
+        self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self) if lower else {})
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
@@ -74,18 +67,17 @@ class Plan:
                 out[n][1].extend(found)
         return out
 
-    def staged(self, runs: Runs) -> list[Stage]:
+    def staged(self, runs: dict[int, Stage]) -> list[Stage]:
         """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
-        entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         stages, taken = list[Stage](), set[int]()
         for i, link in enumerate(self.links):
-            if i in taken or (i in self.noise and i not in entering):
+            if i in taken or (i in self.noise and i not in self.entering):
                 continue
             run, lowered = runs.get(i, ((i,), link))
-            if any(self.where[k] != self.where[i] or k in entering for k in run[1:]):
+            if any(self.where[k] != self.where[i] or k in self.entering for k in run[1:]):
                 run, lowered = (i,), link
             taken |= set(run)
-            stages.append(Stage(run, lowered, i in self.learning, i in entering))
+            stages.append((run, lowered))
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
@@ -107,7 +99,7 @@ class Plan:
         if self.exact or self.coupled:
             if structure != spec:
                 raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
-            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.stacked)
+            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.sampled)
         for i in self.coupled:
             if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
@@ -125,18 +117,20 @@ class Update:
     spec: optree.PyTreeSpec
     params: list[Any] | None
     entries: list[Any]
-    g: list[Any] = field(default_factory=list[Any])
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    g: list[Any] = field(default_factory=lambda: [])
+    extra: dict[str, Any] = field(default_factory=lambda: {})
     missing: bool = False  # whether a gradient is
-    learned: dict[int, dict[int, Any]] = field(default_factory=dict[int, dict[int, Any]])  # by link and leaf
-    noises: list[Injected] = field(default_factory=list[Injected])
+    learned: dict[int, tuple[tuple[int, ...], Sequence[Any]]] = field(
+        default_factory=lambda: {}
+    )  # by link: for which leaves, what
+    noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
         if self.plan.noise:
             self.draw()
-        for stage in self.plan.stages:
-            self.take(stage)
+        for run, link in self.plan.stages:
+            self.take(run, link)
         for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
             if (x := self.g[j]) is not None and x.dtype != self.plan.layout.dtypes[j]:
                 self.g[j] = x.to(self.plan.layout.dtypes[j])
@@ -172,26 +166,26 @@ class Update:
         else:
             self.edit(x, lambda v: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
 
-    def take(self, stage: Stage) -> None:
+    def take(self, run: tuple[int, ...], link: Link) -> None:
         """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
-        i, link, g, op = stage.run[0], stage.link, self.g, self.op
+        i, g, op = run[0], self.g, self.op
         where = self.plan.where[i]
         present = tuple([j for j in where if g[j] is not None]) if self.missing and not link.whole else where
         if where and not present:
             return
         at = At(self, i, present)
-        if stage.learns:
+        if i in self.plan.learning:
             after, made = link.learn([g[j] for j in present], self.part(i, present), op, at)
             self.put_back(i, present, after)
-            self.learned[i] = dict(zip(present, made))
-        if stage.enters:
+            self.learned[i] = present, made
+        if i in self.plan.entering:
             self.enter(i)
-        if len(stage.run) == 1:
+        if len(run) == 1:
             new, after = link.update([g[j] for j in present], self.part(i, present), op, at)
             self.put_back(i, present, after)
         else:
-            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in stage.run], op, at)
-            for k, after in zip(stage.run, entries):
+            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in run], op, at)
+            for k, after in zip(run, entries):
                 self.put_back(k, present, after)
         for j, y in zip(present, new):
             g[j] = y

@@ -44,7 +44,7 @@ class Foreign(Link):
         return self.transformation.init(at.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
-        params = None if at.all_params is None else at.tree(at.params)
+        params = None if at.update.params is None else at.tree(at.params)
         new, state = self.transformation.update(at.tree(g), state, params=params, inplace=op.inplace, **at.extra)
         return _copied(g, at.leaves(new), op), state  # it may return its own state, which no later link may overwrite
 
