@@ -23,7 +23,7 @@ from bayesopt_chain.random import stream as keyed_stream
 
 if TYPE_CHECKING:
     from bayesopt_chain.core.injection import Injection, Strength
-    from bayesopt_chain.core.update import Update
+    from bayesopt_chain.core.update import Plan, Update
 
 
 @dataclass(slots=True)
@@ -35,9 +35,14 @@ class At:
     present: tuple[int, ...]  # the numbers of its leaves that are there now
 
     @property
+    def plan(self) -> Plan:
+        """What the chain knows of all its leaves."""
+        return self.update.plan
+
+    @property
     def index(self) -> tuple[int, ...]:
         """The numbers of the leaves that the link acts on."""
-        return self.update.plan.where[self.i]
+        return self.plan.where[self.i]
 
     @property
     def params(self) -> list[Any]:
@@ -48,12 +53,12 @@ class At:
     @property
     def paths(self) -> list[str]:
         """The paths of the leaves that the link acts on, as text."""
-        return [self.update.plan.paths[j] for j in self.index]
+        return [self.plan.paths[j] for j in self.index]
 
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        accepts = self.update.plan.links[self.i].accepts
+        accepts = self.plan.links[self.i].accepts
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     @property
@@ -69,7 +74,7 @@ class At:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
         if len(self.present) == self.update.spec.num_leaves:
             return self.update.spec.unflatten(leaves)
-        shapes = self.update.plan.layout.shapes
+        shapes = self.plan.layout.shapes
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
         return self.update.spec.unflatten(
             [have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)]
@@ -184,12 +189,12 @@ class Keyed(Link):
     def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
         checks.own_key(state.key, g)
-        given, layout = dict(zip(at.present, g)), at.update.plan.layout
+        given, layout = dict(zip(at.present, g)), at.plan.layout
         like = [
             given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
             for j in at.index
         ]
-        templates, numbers = [t.unsqueeze(0) for t in like], [at.update.plan.numbers[j] for j in at.index]
+        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
         xi = keyed_stream.normals(
             state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
         )
@@ -218,7 +223,7 @@ class NoiseLink(Keyed):
     def init(self, leaves: Leaves, at: At) -> Any:
         if is_zero(self.temperature):
             return EmptyState()
-        return at.update.plan.noise[at.i].start(at.update.params or [])
+        return at.plan.noise[at.i].start(at.update.params or [])
 
     def started(self, injection: Injection, strength: Strength, update: Update) -> None:
         """Look at the first step's noise when a state is made."""

@@ -78,6 +78,9 @@ class Plan:
                 run, lowered = (i,), link
             taken |= set(run)
             stages.append((run, lowered))
+        self.drawn = self.noise.keys() - {
+            k for run, _ in stages if len(run) > 1 for k in run
+        }  # by the chain, not in a run
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
@@ -127,7 +130,7 @@ class Update:
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
-        if self.plan.noise:
+        if self.plan.drawn:
             self.draw()
         for run, link in self.plan.stages:
             self.take(run, link)
@@ -148,7 +151,7 @@ class Update:
 
     def draw(self) -> None:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
-        for i, strength in self.strengths().items():
+        for i, strength in [x for x in self.strengths().items() if x[0] in self.plan.drawn]:
             new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
             self.noises += new
         for x in self.noises:
@@ -191,7 +194,7 @@ class Update:
             g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
             if x.site.carried and x.site.whole.owner == i:
-                self.edit(x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
+                self.edit(x, lambda v, x=x: op.add(v, [e * x.site.carried for e in x.noise]))
 
     def enter(self, i: int) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it."""

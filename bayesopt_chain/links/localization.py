@@ -63,7 +63,7 @@ class AddLocalization(Link):
             if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.shape == p.shape)):
                 came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
                 raise ValueError(
-                    f"add_localization: center has {came} where the parameter {at.update.plan.paths[j] or 'tensor'} has shape "
+                    f"add_localization: center has {came} where the parameter {at.plan.paths[j] or 'tensor'} has shape "
                     f"{tuple(p.shape)}; pass parameters of the same model"
                 )
         return LocalizationState(tuple([_like(centre[j], p) for j, p in zip(at.index, leaves)]))
