@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
+from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain.core.chain import Chain
@@ -110,11 +111,17 @@ TORCHOPT: dict[str, Callable[[GradientTransformation, Mapping[str, Any]], Sequen
 }
 
 
-def with_response(link: GradientTransformation, response: Response, *, name: str | None = None) -> Chain:
+def with_response(
+    link: GradientTransformation,
+    response: Response,
+    *,
+    name: str | None = None,
+    rescale: Callable[[Any, Tensor], Any] | None = None,
+) -> Chain:
     """Tell the noise what your own link does, so that it may stand in a chain that samples.
 
-    Under a changing learning rate or temperature all floating-point state of a link with memory is taken for its velocity, and
-    scaled by one factor where the rate rises.
+    Under a changing learning rate or temperature all floating-point state of a link with one pole is taken for its velocity,
+    and scaled by one factor where the rate rises, unless ``rescale`` says what to scale. A link with more poles needs it.
 
     Args:
         link: any gradient transformation, yours or another library's.
@@ -122,12 +129,16 @@ def with_response(link: GradientTransformation, response: Response, *, name: str
             power first; ``Linear((0.5,))`` halves it), ``bc.response.Nonlinear()`` for a memoryless function of it,
             ``bc.response.Decay(weight_decay)`` for ``u + weight_decay * params``.
         name: shown by ``repr``.
+        rescale: ``(state, factor) -> state``, with all that the state remembers of the gradients multiplied by a factor, 0-d,
+            of the parameters' dtype. With it a filter of several poles may stand beside a changing learning rate, if no other
+            link has a memory: it is called before every step, with the root of the last rate over this one.
 
     Returns:
         A chain of that one link.
 
     Raises:
-        TypeError: no gradient transformation, or another response. ValueError: coefficients that are no filter.
+        TypeError: no gradient transformation, another response, or a ``rescale`` that is no function.
+        ValueError: coefficients that are no filter.
 
     Example:
         >>> import bayesopt_chain as bc, torchopt
@@ -142,6 +153,8 @@ def with_response(link: GradientTransformation, response: Response, *, name: str
         raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
     if not isinstance(response, (Linear, Nonlinear, Decay)):
         raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
+    if rescale is not None and not callable(rescale):
+        raise TypeError(f"with_response: rescale is {rescale!r}, not a function (state, factor) -> state")
     numbers = (
         (*response.b, *response.a)
         if isinstance(response, Linear)
@@ -154,7 +167,7 @@ def with_response(link: GradientTransformation, response: Response, *, name: str
         raise ValueError(
             f"with_response: {response} needs finite coefficients, at least one each in b and a, and a[0] != 0"
         )
-    return Chain([Foreign(link, response, name or "declared link", keywords_of(link))])
+    return Chain([Foreign(link, response, name or "declared link", keywords_of(link), rescale)])
 
 
 def with_stream(tx: GradientTransformation, stream: Stream) -> Chain:

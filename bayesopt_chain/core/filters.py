@@ -1,6 +1,6 @@
-r"""The two ways a stream of normals becomes matched noise: a fixed filter, and scheduled momentum.
+r"""The ways a stream of normals becomes matched noise: a fixed filter, and rules for rates that change.
 
-Both turn the fresh draws ``xi`` of one leaf and what they remember of earlier ones into the noise ``e`` of this step:
+All turn the fresh draws ``xi`` of one leaf and what they remember of earlier ones into the noise ``e`` of this step:
 
 * :class:`Filtered`: ``e = sqrt(T) c(1/z) / d(1/z) xi`` in transposed direct form, one draw, ``max(len(c), len(d)) - 1``
   remembered tensors.
@@ -11,6 +11,9 @@ Both turn the fresh draws ``xi`` of one leaf and what they remember of earlier o
       (r0 + r1) e_t = r0 e1_t + r1 (e2_t + k delta_{t-1}),      delta_t = k delta_{t-1} + e2_t - e_t,
 
   ``delta`` being what the second branch's velocity still lacks.
+* :class:`Rescaled`: any constant response ``f`` behind the gain ``lr_t``, ``e_t = sqrt(T_t / lr_t) c(1/z) / d(1/z) xi``, if the
+  memory ``x`` of its links is multiplied by ``sqrt(lr_{t-1} / lr_t)`` before a step. Where no force acts ``sqrt(lr_t) x_t``
+  then does not notice the schedule, so that the memory has the variance that belongs to ``lr_t`` at once.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from bayesopt_chain.core import law
 class Conditions(NamedTuple):
     """Temperature and gains of one step: ``inverse = G_b / G_a`` and ``square = G_b^2`` (see ``core.matching``)."""
 
-    temperature: float | Tensor
-    inverse: float | Tensor = 1.0
-    square: float | Tensor = 1.0
+    temperature: Any  # numbers, or float64 tensors with an entry for each leaf
+    inverse: Any = 1.0
+    square: Any = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Filtered:
         constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
         first = xi.mul_(c[0]) if constant else xi * c[0]
         y = first + memory[0]
-        new = list[Tensor]()
+        new: list[Tensor] = []
         for k in range(1, len(memory) + 1):
             if k < len(c):
                 w = first if c[k] is c[0] or (isinstance(c[k], float) and c[k] == c[0]) else xi * c[k]
@@ -73,6 +76,21 @@ class Filtered:
                 w = w + memory[k]
             new.append(w)
         return y, new
+
+
+@dataclass(frozen=True)
+class Rescaled(Filtered):
+    """Noise of a constant response next to gains that change, of links whose memory is rescaled with the gains."""
+
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
+        """The level of the unit noise, and what the links' memory is multiplied by before the step."""
+        began = before.inverse > 0
+        ratio = torch.where(began, now.inverse / torch.where(began, before.inverse, 1.0), 1.0)
+        return law.root(now.temperature * now.inverse, torch.where), law.root(ratio, torch.where)
+
+    def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
+        unit, new = super().step(fresh, memory, list(self.c))
+        return unit * c, new
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ class Injection:
             key, count, state.memory, self.draws, link.noise, link.stream, level, numbers=self.numbers
         )
         hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
-        out, memory, conditions = list[Injected](), list(state.memory), list(state.conditions)
+        out: list[Injected] = []
+        memory, conditions = list(state.memory), list(state.conditions)
         for site, rows, (c, scale, after) in zip(self.sites, self.rows, strength.by_site):
             live = [n for n, j in enumerate(site.leaves) if g[j] is not None]
             e: Leaves = []

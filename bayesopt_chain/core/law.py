@@ -44,13 +44,6 @@ class NoMatchedNoise(ValueError):
     """The response admits no matched noise at the head of the linear part."""
 
 
-class NoiseFilter(NamedTuple):
-    """``e = c(x) / d(x) xi`` with ``d[0] == 1``; both tuples hold the lowest power of ``x = 1/z`` first."""
-
-    c: Poly
-    d: Poly
-
-
 def add(p: Sequence[float], q: Sequence[float]) -> Poly:
     """Sum of two polynomials."""
     return tuple([x + y for x, y in zip_longest(p, q, fillvalue=0.0)])
@@ -62,16 +55,6 @@ def multiply(p: Sequence[float], q: Sequence[float]) -> Poly:
     for i, pi in enumerate(p):
         for j, qj in enumerate(q):
             out[i + j] += pi * qj
-    return tuple(out)
-
-
-def divide(p: Sequence[float], q: Sequence[float]) -> Poly:
-    """Exact quotient of polynomials, ``p`` being a multiple of ``q``."""
-    rest, out = list(p), list[float]()
-    for k in range(len(p) - len(q) + 1):
-        out.append(rest[k] / q[0])
-        for j, v in enumerate(q):
-            rest[k + j] -= out[-1] * v
     return tuple(out)
 
 
@@ -102,9 +85,9 @@ def spectrum(b: Sequence[float], a: Sequence[float]) -> Poly:
     return _excess(b, numerator)
 
 
-def decay_spectrum(b: Sequence[float], b0: Sequence[float], a0: Sequence[float], weight_decay: float) -> Poly:
-    """What ``w / H`` with ``H = b0 / a0`` adds to ``r``: over the denominator ``b``, its poles times the zeros behind it."""
-    return _excess(b, {-k: weight_decay * v for k, v in enumerate(multiply(a0, divide(b, b0)))})
+def decay_spectrum(b: Sequence[float], numerator: Sequence[float]) -> Poly:
+    """What weight decay ``w / H`` adds to ``r``, written over the denominator ``b``."""
+    return _excess(b, {-k: v for k, v in enumerate(numerator)})
 
 
 def _excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
@@ -129,6 +112,8 @@ def spectral_factor(r: Sequence[float]) -> Poly:
     """
     scale = sum(map(abs, r))
     r = trim([0.0 if abs(v) < 1e-14 * scale else v for v in r])
+    if len(r) == 1 and r[0] >= 0.0:
+        return (math.sqrt(r[0]),)
     grid = 720
     lowest = min(
         r[0] + 2 * sum(v * math.cos(math.pi * i * k / grid) for k, v in enumerate(r) if k) for i in range(grid + 1)
@@ -169,8 +154,8 @@ def _solve(rows: list[list[float]], rhs: list[float]) -> list[float]:
     return x
 
 
-def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> NoiseFilter:
-    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w = 0``.
+def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> tuple[Poly, Poly]:
+    """The filter ``c(x) / d(x)``, ``d[0] = 1``, at unit temperature; ``order=1`` is white noise of the level at ``w = 0``.
 
     Raises:
         NoMatchedNoise: no noise at the head of this response is matched to it (two strong cascaded momenta, say).
@@ -187,9 +172,9 @@ def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> Nois
     if level < 0.0:
         raise NoMatchedNoise("the noise spectrum would be negative at w = 0")
     if order == 1:
-        return NoiseFilter((math.sqrt(2.0 * level) / abs(sum(b)),), (1.0,))
+        return (math.sqrt(2.0 * level) / abs(sum(b)),), (1.0,)
     c = tuple([v / (math.sqrt(2.0) * abs(b[0])) for v in multiply((1.0, 1.0), spectral_factor(r))])
-    return NoiseFilter(c, tuple([v / b[0] for v in b]))
+    return c, tuple([v / b[0] for v in b])
 
 
 class ScheduleCoefficients(NamedTuple):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import optree
 import torch
 from torch import Tensor
 from torchopt.base import EmptyState
@@ -46,20 +45,10 @@ class At:
         return self.plan.where[self.i]
 
     @property
-    def spec(self) -> optree.PyTreeSpec:
-        """The structure of the user's tree."""
-        return self.update.spec
-
-    @property
-    def all_params(self) -> list[Any] | None:
-        """The parameters of all leaves, if the update was given any."""
-        return self.update.params
-
-    @property
     def params(self) -> list[Any]:
         """The parameters of the leaves that are there."""
-        assert self.all_params is not None
-        return [self.all_params[j] for j in self.present]
+        params = self.update.params
+        return [] if params is None else [params[j] for j in self.present]
 
     @property
     def paths(self) -> list[str]:
@@ -73,22 +62,27 @@ class At:
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     @property
-    def learned(self) -> list[Any]:
+    def learned(self) -> Sequence[Any]:
         """What the link's ``learn`` gave for each of these leaves in this step."""
-        learned = self.update.learned[self.i]
-        return [learned[j] for j in self.present]
+        present, made = self.update.learned[self.i]
+        if present == self.present:
+            return made
+        by_leaf = dict(zip(present, made))
+        return [by_leaf[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
-        if len(self.present) == self.spec.num_leaves:
-            return self.spec.unflatten(leaves)
+        if len(self.present) == self.update.spec.num_leaves:
+            return self.update.spec.unflatten(leaves)
         shapes = self.plan.layout.shapes
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
-        return self.spec.unflatten([have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)])
+        return self.update.spec.unflatten(
+            [have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)]
+        )
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
-        flat = self.spec.flatten_up_to(tree)
+        flat = self.update.spec.flatten_up_to(tree)
         return [flat[j] for j in self.present]
 
 
@@ -120,6 +114,11 @@ class Link:
         return Linear()
 
     @property
+    def rescales(self) -> bool:
+        """Whether ``rescaled`` reaches all that it remembers of the gradients, however many poles it has."""
+        return False
+
+    @property
     def accepts(self) -> frozenset[str]:
         """The keywords of ``update`` that it takes."""
         return frozenset()
@@ -143,6 +142,10 @@ class Link:
 
     def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
         """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
+        raise NotImplementedError
+
+    def rescaled(self, state: Any, factor: Tensor) -> Any:
+        """Its state with all that it remembers of the gradients multiplied by a factor (a link of velocity ``ALL``)."""
         raise NotImplementedError
 
     def rate(self, state: Any, n: int) -> list[Any]:
@@ -220,7 +223,7 @@ class NoiseLink(Keyed):
     def init(self, leaves: Leaves, at: At) -> Any:
         if is_zero(self.temperature):
             return EmptyState()
-        return at.update.plan.noise[at.i].start(at.update.params or [])
+        return at.plan.noise[at.i].start(at.update.params or [])
 
     def started(self, injection: Injection, strength: Strength, update: Update) -> None:
         """Look at the first step's noise when a state is made."""

@@ -28,7 +28,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from bayesopt_chain.core import law
-from bayesopt_chain.core.filters import Conditions, Filtered, Process, Scheduled
+from bayesopt_chain.core.filters import Conditions, Filtered, Process, Rescaled, Scheduled
 from bayesopt_chain.core.link import Link, NoiseLink, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
 
@@ -43,9 +43,7 @@ class Whole(NamedTuple):
     head: float = 1.0  # the constant gain in front of the place where the noise enters
     metrics: tuple[int, ...] = ()
     rates: tuple[int, ...] = ()
-    decays: Sequence[
-        tuple[int, float, law.Poly, law.Poly]
-    ] = ()  # behind memory: the link, its strength, what is before it
+    decays: Sequence[tuple[int, law.Poly]] = ()  # those behind memory: the link, and ``N`` of ``w / H = N / b``
     owner: int | None = None  # the link with the only pole
 
     def __str__(self) -> str:
@@ -94,7 +92,7 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
                 "here the noise is matched to its neighbours: leave them out"
             )
         whole = Whole((link.lr,), (1.0, -link.momentum))
-        return written, _sites(links, whole, _processes(whole, link.order, False), link, written, leaves)
+        return written, _sites(links, whole, _processes(whole, link.order, False, False), link, written, leaves)
     for i in r:
         _require_known(links[i])
     if not r:
@@ -102,12 +100,14 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
             "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
         )
-    at = _entrance(links, r, written)
+    memory = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any((*x.a[1:], *x.b[1:]))]
+    at = _entrance(links, r, written, memory)
     whole = _whole(links, r, at)
     if whole is None:
         return written, []
+    rescales = memory == [whole.owner] and links[memory[0]].rescales
     try:
-        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static)
+        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static, rescales)
     except law.NoMatchedNoise as err:
         raise ValueError(f"chain: no noise can be matched to {whole}: {err}{_two_momenta(r)}") from None
     return written, _sites(links, whole, parts, link, at, leaves)
@@ -151,15 +151,10 @@ def _require_known(link: Link) -> None:
         raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
 
 
-def _has_memory(response: Any) -> bool:
-    return isinstance(response, (Linear, Metric)) and any((*response.a[1:], *response.b[1:]))
-
-
-def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int) -> int:
+def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int, memory: Sequence[int]) -> int:
     """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
     learning = [i for i, x in r.items() if isinstance(x, Metric) and x.learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
-    memory = [i for i, x in r.items() if _has_memory(x)]
     if curved:
         last = curved[-1]
         rest = [i for i in r if i not in curved and i not in memory]
@@ -190,15 +185,16 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
     metrics, rates = ([i for i, x in r.items() if isinstance(x, kind)] for kind in (Metric, Rate))
-    decays: list[tuple[int, float, law.Poly, law.Poly]] = []
+    decays: list[tuple[int, law.Poly]] = []
     for i, x in r.items():
         if isinstance(x, (Linear, Metric)):
             b, a = law.multiply(b, x.b), law.multiply(a, x.a)
+            decays = [(j, law.multiply(n, x.b)) for j, n in decays]
             head *= abs(x.b[0] / x.a[0]) if i < at else 1.0
         elif isinstance(x, Rate):
             sign *= x.sign
         elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):  # else it is a part of the loss
-            decays.append((i, x.weight_decay, b, a))
+            decays.append((i, tuple([x.weight_decay * v for v in a])))
     if sum(b) == 0.0:
         return None
     if sum(b) * sign > 0:
@@ -220,7 +216,8 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         raise ValueError(f"chain: write {show(links[early[0]])} before the momentum and the noise")
     poles = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any(x.a[1:])]
     owner = poles[0] if len(poles) == 1 else None
-    return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, owner)
+    decays = [(i, tuple([-sign * v for v in n])) for i, n in decays]
+    return Whole(tuple([-sign * v for v in b]), a, head, tuple(metrics), tuple(rates), decays, owner)
 
 
 def _sites(
@@ -251,7 +248,7 @@ def _sites(
     return out
 
 
-def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int, ...], Process]]:
+def _processes(whole: Whole, order: int, changing: bool, rescales: bool) -> list[tuple[tuple[int, ...], Process]]:
     """The independent noises, each with the metrics whose product its spectrum is divided by."""
     b, a = whole.b, whole.a
 
@@ -260,9 +257,9 @@ def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int
         return Filtered(tuple([whole.head * v for v in c]), d)
 
     rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
-    for i, weight_decay, b0, a0 in whole.decays:
+    for i, numerator in whole.decays:
         met = tuple([m for m in whole.metrics if m < i])
-        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, b0, a0, weight_decay))
+        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))
     main, extra = law.spectrum(b, a), rest.get(whole.metrics)
     scheduled = Scheduled.of(b, a, whole.head, order) if changing else None
     if scheduled is not None:
@@ -273,11 +270,14 @@ def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
             process = replace(scheduled, decay_level=extra[0] / main[0] / (direct + other))
             del rest[whole.metrics]
-    elif whole.rates:
+    elif whole.rates and (rest or not rescales):
         raise law.NoMatchedNoise(
             f"{whole} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
-            "use a constant lr"
+            "use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
         )
+    elif whole.rates:
+        constant = filtered(main)
+        process = Rescaled(constant.c, constant.d)
     else:
         process = filtered(main if extra is None else law.add(main, extra))
         rest.pop(whole.metrics, None)

@@ -39,12 +39,12 @@ class Op:
         if self.inplace and are_small(xs) and all([f is first for f in factors]) and all([x.dtype in WIDE for x in xs]):
             foreach_mul_(list(xs), first)
             return list(xs)
-        return [self._times(x, f) for x, f in zip(xs, factors)]
+        return [self._mul(x, f) if x.ndim else self._times(x, f) for x, f in zip(xs, factors)]
 
     def _times(self, x: Tensor, f: Any) -> Tensor:
-        """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+        """The product of a 0-d leaf, which a float64 schedule would promote, in its own dtype."""
         y = self._mul(x, f)
-        return y.to(x.dtype) if x.ndim == 0 and isinstance(f, Tensor) and f.dtype == torch.float64 else y
+        return y.to(x.dtype) if isinstance(f, Tensor) and f.dtype == torch.float64 else y
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
         """``x / f``."""

@@ -135,3 +135,33 @@ def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = Fa
 def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """A counter for each leaf, at zero."""
     return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
+
+
+def warm_start(fresh: State, like: Any) -> State:
+    """``fresh`` with every entry that an optimizer's state has too taken over from there."""
+    several = issubclass(type(like), (tuple, list)) and not hasattr(like, "_fields")
+    donors: Sequence[Any] = like if several else [like]
+    out = list(fresh)
+    for donor in donors:
+        tensors, _ = flattened(donor)
+        if not tensors:
+            continue
+        fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _alike(mine, donor)]
+        if fits:
+            out[fits[0]] = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+        elif getattr(donor, "_fields", ())[:1] != ("key",):  # another sampler's noise: this one starts its own
+            raise ValueError(
+                f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
+                "build the chain from the same links as the optimizer"
+            )
+    return State(out, fresh.layout)
+
+
+def _alike(mine: Any, donor: Any) -> bool:
+    """Whether two states are of one kind, by name and fields; fields without tensors do not count."""
+    names, others = ([f for f in getattr(s, "_fields", ()) if flattened(getattr(s, f))[0]] for s in (mine, donor))
+    if type(mine).__name__ != type(donor).__name__ or names != others or "key" in names:
+        return False
+    a, b = flattened(mine)[0], flattened(donor)[0]
+    same = [isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b)]
+    return len(a) == len(b) and all(same)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -20,20 +20,12 @@ from bayesopt_chain.core.link import At, Link, NoiseLink, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, flattened, part, paths_of, put_back
+from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
 from bayesopt_chain.random.stream import leaf_numbers
 
-Runs = dict[int, tuple[tuple[int, ...], Link]]
-Lower = Callable[[Sequence[Link], "Plan"], Runs]  # by its first link, every run of links that can be swept at once
-
-
-class Stage(NamedTuple):
-    """A link's turn in an update, or that of a lowered run of links."""
-
-    run: tuple[int, ...]
-    link: Link
-    learns: bool
-    enters: bool  # whether noise enters before it (inside it, if it learns)
+Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
+# proposes, by its first link, every run of links that can be swept at once
+Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
 
 
 class Plan:
@@ -46,11 +38,12 @@ class Plan:
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
         self.noise = {i: Injection(x, sites, self.numbers) for i, (x, sites) in self.matched().items()}
+        self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
-        self.stacked = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
-        self.stages, self.drawn = self.staged(lower(links, self) if lower else {})
+        self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
+        self.stages = self.staged(lower(links, self) if lower else {})
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
     def matched(self) -> dict[int, tuple[NoiseLink, list[Site]]]:
@@ -74,20 +67,21 @@ class Plan:
                 out[n][1].extend(found)
         return out
 
-    def staged(self, runs: Runs) -> tuple[list[Stage], set[int]]:
-        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant; and the
-        noise links that are not in a run, for which the chain draws."""
-        entering = {site.enters for injection in self.noise.values() for site in injection.sites}
+    def staged(self, runs: dict[int, Stage]) -> list[Stage]:
+        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
         stages, taken = list[Stage](), set[int]()
         for i, link in enumerate(self.links):
-            if i in taken or (i in self.noise and i not in entering):
+            if i in taken or (i in self.noise and i not in self.entering):
                 continue
             run, lowered = runs.get(i, ((i,), link))
-            if any(self.where[k] != self.where[i] or k in entering for k in run[1:]):
+            if any(self.where[k] != self.where[i] or k in self.entering for k in run[1:]):
                 run, lowered = (i,), link
             taken |= set(run)
-            stages.append(Stage(run, lowered, i in self.learning, i in entering))
-        return stages, self.noise.keys() - {k for x in stages if len(x.run) > 1 for k in x.run}
+            stages.append((run, lowered))
+        self.drawn = self.noise.keys() - {
+            k for run, _ in stages if len(run) > 1 for k in run
+        }  # by the chain, not in a run
+        return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
         """The leaves of the parameters, once updates and parameters are known to be of the state's leaves.
@@ -108,7 +102,7 @@ class Plan:
         if self.exact or self.coupled:
             if structure != spec:
                 raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
-            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.stacked)
+            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.sampled)
         for i in self.coupled:
             if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
@@ -126,18 +120,20 @@ class Update:
     spec: optree.PyTreeSpec
     params: list[Any] | None
     entries: list[Any]
-    g: list[Any] = field(default_factory=list[Any])
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    g: list[Any] = field(default_factory=lambda: [])
+    extra: dict[str, Any] = field(default_factory=lambda: {})
     missing: bool = False  # whether a gradient is
-    learned: dict[int, dict[int, Any]] = field(default_factory=dict[int, dict[int, Any]])  # by link and leaf
-    noises: list[Injected] = field(default_factory=list[Injected])
+    learned: dict[int, tuple[tuple[int, ...], Sequence[Any]]] = field(
+        default_factory=lambda: {}
+    )  # by link: for which leaves, what
+    noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
         if self.plan.drawn:
             self.draw()
-        for stage in self.plan.stages:
-            self.take(stage)
+        for run, link in self.plan.stages:
+            self.take(run, link)
         for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
             if (x := self.g[j]) is not None and x.dtype != self.plan.layout.dtypes[j]:
                 self.g[j] = x.to(self.plan.layout.dtypes[j])
@@ -159,29 +155,40 @@ class Update:
             new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
             self.noises += new
         for x in self.noises:
-            if (scale := x.scale) is not None and x.leaves:
-                self.edit(x, lambda v, scale=scale: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+            if x.scale is not None and x.leaves:
+                self.rescale(x, x.scale)
 
-    def take(self, stage: Stage) -> None:
+    def rescale(self, x: Injected, scale: Sequence[Tensor]) -> None:
+        """Multiply what the owner of the pole remembers of the leaves of a noise."""
+        i = x.site.whole.owner
+        if (
+            i is not None and self.plan.links[i].velocity == ALL
+        ):  # which tensor is whose is not known: one factor for all
+            factor = scale[0].to(self.plan.layout.dtypes[x.leaves[0]])
+            self.entries[i] = self.op.keep(self.entries[i], self.plan.links[i].rescaled(self.entries[i], factor))
+        else:
+            self.edit(x, lambda v: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+
+    def take(self, run: tuple[int, ...], link: Link) -> None:
         """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
-        i, link, g, op = stage.run[0], stage.link, self.g, self.op
+        i, g, op = run[0], self.g, self.op
         where = self.plan.where[i]
         present = tuple([j for j in where if g[j] is not None]) if self.missing and not link.whole else where
         if where and not present:
             return
         at = At(self, i, present)
-        if stage.learns:
+        if i in self.plan.learning:
             after, made = link.learn([g[j] for j in present], self.part(i, present), op, at)
             self.put_back(i, present, after)
-            self.learned[i] = dict(zip(present, made))
-        if stage.enters:
+            self.learned[i] = present, made
+        if i in self.plan.entering:
             self.enter(i)
-        if len(stage.run) == 1:
+        if len(run) == 1:
             new, after = link.update([g[j] for j in present], self.part(i, present), op, at)
             self.put_back(i, present, after)
         else:
-            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in stage.run], op, at)
-            for k, after in zip(stage.run, entries):
+            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in run], op, at)
+            for k, after in zip(run, entries):
                 self.put_back(k, present, after)
         for j, y in zip(present, new):
             g[j] = y
@@ -226,16 +233,10 @@ class Update:
         return [position[j] for j in leaves]
 
     def edit(self, x: Injected, change: Callable[[Leaves], Leaves]) -> None:
-        """Change what the owner of the pole remembers of the leaves of a noise."""
+        """Change the velocity of the leaves of a noise."""
         i = x.site.whole.owner
-        if i is None:
-            return
-        entry, name = self.entries[i], self.plan.links[i].velocity
-        if name == ALL:  # which tensor is whose is not known: the first leaf's factor for all
-            tensors, structure = flattened(entry)
-            self.entries[i] = structure.unflatten([change([t])[0] if t.is_floating_point() else t for t in tensors])
-        elif name is not None:
-            velocity, at = list(getattr(entry, name)), self.positions(i, x.leaves)
+        if i is not None and (name := self.plan.links[i].velocity) is not None:
+            velocity, at = list(getattr(self.entries[i], name)), self.positions(i, x.leaves)
             for k, v in zip(at, change([velocity[k] for k in at])):
                 velocity[k] = v
-            self.entries[i] = entry._replace(**{name: tuple(velocity)})
+            self.entries[i] = self.entries[i]._replace(**{name: tuple(velocity)})

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Response
-from bayesopt_chain.core.state import ALL
+from bayesopt_chain.core.state import ALL, flattened
 
 
 @dataclass(frozen=True)
 class Foreign(Link):
-    """The link that stands for it. Where a rising rate asks for it, all its floating-point state is scaled by one factor."""
+    """The link that stands for it. Where a changing rate asks for it, ``rescale`` or one factor scales its memory."""
 
     transformation: Any  # a ``GradientTransformation``
     declared: Response | None = None  # None: nobody declared it
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
+    rescale: Callable[[Any, Tensor], Any] | None = None
     velocity = ALL
     whole = True
 
     @property
     def response(self) -> Response | None:
         return self.declared
+
+    @property
+    def rescales(self) -> bool:
+        return self.rescale is not None
 
     @property
     def accepts(self) -> frozenset[str]:
@@ -38,9 +44,15 @@ class Foreign(Link):
         return self.transformation.init(at.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
-        params = None if at.all_params is None else at.tree(at.params)
+        params = None if at.update.params is None else at.tree(at.params)
         new, state = self.transformation.update(at.tree(g), state, params=params, inplace=op.inplace, **at.extra)
         return _copied(g, at.leaves(new), op), state  # it may return its own state, which no later link may overwrite
+
+    def rescaled(self, state: Any, factor: Tensor) -> Any:
+        if self.rescale is not None:
+            return self.rescale(state, factor)
+        tensors, structure = flattened(state)
+        return structure.unflatten([t * factor.to(t.dtype) if t.is_floating_point() else t for t in tensors])
 
     def __str__(self) -> str:
         return self.name

@@ -105,19 +105,21 @@ class Precondition(Link):
         return Metric()
 
     def init(self, leaves: Leaves, at: At) -> PreconditionerState:
-        params: Any = at.spec.unflatten(at.all_params or [])
+        params: Any = at.update.spec.unflatten(at.update.params or [])
         given: Any = self.tree
         values: list[Any]
         try:
             tree = (
-                self.tree if not isinstance(self.tree, Tensor) else at.spec.unflatten([self.tree] * at.spec.num_leaves)
+                self.tree
+                if not isinstance(self.tree, Tensor)
+                else at.update.spec.unflatten([self.tree] * at.update.spec.num_leaves)
             )
             values = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
         except ValueError:
             try:
-                values = list(at.spec.flatten_up_to(given))
+                values = list(at.update.spec.flatten_up_to(given))
             except ValueError as err:
                 raise ValueError(
                     f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"

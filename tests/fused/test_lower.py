@@ -37,7 +37,7 @@ CHAINS = {
 
 
 def runs_of(tx, state):
-    return [stage.run for stage in tx.plan(state).stages if len(stage.run) > 1]
+    return [run for run, _ in tx.plan(state).stages if len(run) > 1]
 
 
 def walk(tx, params, gradients, inplace):
