@@ -72,6 +72,9 @@ def ggn(
         forward: ``forward(params, batch) -> outputs [B, *event]``. A datum's outputs may depend on that datum only.
         likelihood: from ``bayesopt_chain.likelihoods``; gives the expected Hessian in the outputs.
         structure: "dense", "root", "diagonal", "kronecker", "low_rank" or "block" (one dense block a parameter).
+            "kronecker" describes linear layers, attention, convolutions (grouped and transposed ones too), embeddings, a
+            weight that several layers use in one way, and any vector; recurrent weights, and a weight that is embedding and
+            head at once, are refused.
         probes: estimate a diagonal from this many root-probes instead of exactly; None, the default, is exact.
         rank: how many directions "low_rank" keeps.
         sharing: "expand" or "reduce": how Kronecker factors treat a weight used at many positions.
