@@ -82,7 +82,7 @@ def ggn(
         generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
             convolution's per-datum weight gradients, 2 MB). One datum and one column are the least possible. Default:
-            as much as the result, at least 1 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
+            as much as the result, at least 4 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
         targets: from a batch to its targets. Default: the second entry of ``batch = (inputs, targets)``. A batch is
             any tree of tensors with one entry a datum on the first axis.
 
