@@ -37,6 +37,7 @@ from benchmarks.curvature import ResNet, at_most, machine, mlp, peak_bytes, vers
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 10  # seconds: what takes longer is given up
+SLOW = 1.5  # seconds: what takes longer is timed once, its memory not measured
 PHASES = ("fit", "tune", "predict")
 CONFIGURATIONS = (("last_layer", "kronecker"), ("all", "diagonal"), ("all", "kronecker"))
 Phases = dict[str, Callable[[], Any]]
@@ -91,6 +92,8 @@ def ours(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure
 
 def laplace_torch(backend: str) -> Callable[..., Phases]:
     def make(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
+        if (backend, structure) == ("CurvlinopsGGN", "diagonal"):
+            raise NotImplementedError("one matrix product a parameter: more than two minutes on each of these")
         import laplace
         import laplace.curvature as backends
 
@@ -162,6 +165,7 @@ def compare(
     """Every phase of every contender, in turn; what fails or takes too long says so."""
     rows: dict[str, Any] = {}
     ready: dict[str, Phases] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     for name, make in CONTENDERS.items():
         rows[name] = {}
         try:
@@ -172,26 +176,29 @@ def compare(
         ready[name] = {}
         for phase, run in phases.items():
             try:
+                start = time.perf_counter()
                 with at_most(PATIENCE):
                     run()
+                once = time.perf_counter() - start
                 ready[name][phase] = run
+                times[name, phase] = [once] * rounds if once > SLOW and name != "bayesopt_chain" else []
             except Exception as error:
                 rows[name][phase] = {"not possible": _reason(error)}
                 break
-    times: dict[tuple[str, str], list[float]] = {}
+    slow = {who for who, seconds in times.items() if seconds}
     for _ in range(rounds):
         for phase in PHASES:
             for name, phases in ready.items():
-                if phase in phases:
+                if phase in phases and (name, phase) not in slow:
                     start = time.perf_counter()
                     phases[phase]()
-                    times.setdefault((name, phase), []).append(time.perf_counter() - start)
+                    times[name, phase].append(time.perf_counter() - start)
     for (name, phase), seconds in times.items():
         mine = times[("bayesopt_chain", phase)]
         rows[name][phase] = {
             "ms": 1e3 * statistics.median(seconds),
             "times_ours": statistics.median(other / own for other, own in zip(seconds, mine)),
-            "MiB": peak_bytes(ready[name][phase]) / 2**20,
+            "MiB": None if (name, phase) in slow else peak_bytes(ready[name][phase]) / 2**20,
         }
     return rows
 
@@ -224,9 +231,8 @@ def main() -> None:
                     if isinstance(row, str) or "ms" not in row:
                         print(f"  {who:28s} {phase:8s} {row if isinstance(row, str) else row['not possible']}")
                     else:
-                        print(
-                            f"  {who:28s} {phase:8s} {row['ms']:9.1f} ms  {row['times_ours']:6.2f} x  {row['MiB']:8.1f} MiB"
-                        )
+                        memory = "" if row["MiB"] is None else f"{row['MiB']:8.1f} MiB"
+                        print(f"  {who:28s} {phase:8s} {row['ms']:9.1f} ms  {row['times_ours']:6.2f} x  {memory}")
             print(end="", flush=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -41,7 +41,7 @@ from bayesopt_chain.trees import Tree, paths, wide
 Forward = Callable[[Tree, Any], Tensor]
 RootOf = Callable[[Tensor, Any], OutputRoot]
 
-SMALL_CHUNK_BYTES = 2**20
+SMALL_CHUNK_BYTES = 2**22
 LARGE_CHUNK_BYTES = 2**28  # the most that a chunk may hold by default, unless one datum and one column need more
 FEW_DATA = 32  # a chunk may hold so many pairs of a datum and a column, unless a structure says otherwise
 

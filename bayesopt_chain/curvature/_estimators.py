@@ -72,6 +72,9 @@ def ggn(
         forward: ``forward(params, batch) -> outputs [B, *event]``. A datum's outputs may depend on that datum only.
         likelihood: from ``bayesopt_chain.likelihoods``; gives the expected Hessian in the outputs.
         structure: "dense", "root", "diagonal", "kronecker", "low_rank" or "block" (one dense block a parameter).
+            "kronecker" describes linear layers, attention, convolutions (grouped and transposed ones too), embeddings, a
+            weight that several layers use in one way, and any vector; recurrent weights, and a weight that is embedding and
+            head at once, are refused.
         probes: estimate a diagonal from this many root-probes instead of exactly; None, the default, is exact.
         rank: how many directions "low_rank" keeps.
         sharing: "expand" or "reduce": how Kronecker factors treat a weight used at many positions.
@@ -79,7 +82,7 @@ def ggn(
         generator: for probes; None is the global one.
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
             convolution's per-datum weight gradients, 2 MB). One datum and one column are the least possible. Default:
-            as much as the result, at least 1 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
+            as much as the result, at least 4 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
         targets: from a batch to its targets. Default: the second entry of ``batch = (inputs, targets)``. A batch is
             any tree of tensors with one entry a datum on the first axis.
 
