@@ -1,12 +1,13 @@
 r"""Which elements of a leaf a rank holds, as runs of the leaf's global, row-major numbering.
 
-A DTensor of shape ``(n_0, n_1, ...)`` on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the mesh. They
-are applied from left to right to the indices of each axis of the tensor, at first ``0 .. n - 1``; at coordinate ``c`` of ``k``
+A DTensor of shape ``(n_0, n_1, ...)`` on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the
+mesh. They are applied from left to right to the indices of each axis of the tensor, at first ``0 .. n - 1``; at
+coordinate ``c`` of ``k``
 
     Replicate                 keeps them
-    Shard(d)                  keeps part ``c`` of ``k`` of axis ``d``; parts of ``ceil(n / k)``, the last ones shorter or empty
-    _StridedShard(d, factor)  cuts axis ``d`` into ``factor`` parts, and keeps part ``c`` of ``k`` of each: what
-                              ``fully_shard`` makes of a parameter that tensor parallelism had sharded along the same axis
+    Shard(d)                  keeps part ``c`` of ``k`` of axis ``d``, parts of ``ceil(n / k)``, the last shorter or empty
+    _StridedShard(d, factor)  cuts axis ``d`` into ``factor`` parts, and keeps part ``c`` of ``k`` of each: the layout that
+                              ``fully_shard`` gives to a parameter which tensor parallelism had sharded along that axis
 
 and the element of indices ``(i_0, i_1, ...)`` has number ``(i_0 n_1 + i_1) n_2 + ...``. No rank is asked anything.
 """
@@ -30,11 +31,12 @@ def runs_of(x: Tensor) -> Runs:
         x: a leaf.
 
     Returns:
-        ``((start, length), ...)``, ascending, in the order in which the local tensor holds them; none for an empty shard.
+        ``((start, length), ...)``, ascending, in the order in which the local tensor holds them; none for an empty
+        shard.
 
     Raises:
-        ValueError: a DTensor with a placement that has no such elements, such as a partial sum; one whose local tensor has
-            another number of elements than its placements say.
+        ValueError: a DTensor with a placement that has no such elements, such as a partial sum; one whose local tensor
+            has another number of elements than its placements say.
 
     Example:
         >>> import torch

@@ -5,8 +5,8 @@ remainder. Their numbers are global:
 
     key of chain i = hash(seed, i)
 
-so that chain ``i`` draws the same noise on any number of ranks. Ranks that share a chain and split its batch (``n_r`` of the
-data on rank ``r``) need the same parameters and state, and the gradient of the whole batch,
+so that chain ``i`` draws the same noise on any number of ranks. Ranks that share a chain and split its batch (``n_r``
+of the data on rank ``r``) need the same parameters and state, and the gradient of the whole batch,
 
     g = sum_r n_r g_r / sum_r n_r,        and the loss likewise,
 
@@ -65,7 +65,8 @@ def require_one_axis(mesh: Mesh, who: str) -> None:
     """
     if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
         raise TypeError(
-            f"{who}: mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh), got {type(mesh).__name__}"
+            f"{who}: mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh), got "
+            f"{type(mesh).__name__}"
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("...",)
@@ -101,8 +102,8 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
 
     Args:
         seed: of the run, the same on every rank.
-        chain: the chain's global number: the same on ranks that are replicas (DistributedDataParallel), another one on each
-            rank that runs a chain of its own (``chain=torch.distributed.get_rank()``).
+        chain: the chain's global number: the same on ranks that are replicas (DistributedDataParallel), another one on
+            each rank that runs a chain of its own (``chain=torch.distributed.get_rank()``).
 
     Returns:
         A generator on the CPU, for ``generator=`` of an optimizer of :mod:`bayesopt_chain.optim` or of a noise link.
@@ -113,6 +114,22 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
         >>> optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1, generator=bc.distributed.generator(0, chain=3))
     """
     return torch.Generator().manual_seed(chain_seed(seed, chain))
+
+
+def require_named_chain(who: str, generator: torch.Generator | None) -> None:
+    """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would drift apart
+    or chains would coincide.
+
+    Raises:
+        ValueError: no generator, and more than one rank.
+    """
+    size = world().size
+    if generator is None and size > 1:
+        raise ValueError(
+            f"{who}: {size} ranks run, and nothing says whether this one is a replica of the others or a chain of its own: "
+            "give it generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
+            "generator=bc.distributed.generator(seed, chain=rank) for a chain on each rank"
+        )
 
 
 def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
@@ -239,8 +256,8 @@ def together(mesh: Mesh, what: Callable[[], T]) -> T:
 class DataParallel:
     """The gradient and the loss of a batch whose data are spread over the ranks of a mesh.
 
-    ``gradient(grads, loss, batch)`` is one message a step. Every tensor of a batch has one entry a datum on axis 0 (0-d tensors
-    belong to all ranks), and a rank counts as much as it has data.
+    ``gradient(grads, loss, batch)`` is one message a step. Every tensor of a batch has one entry a datum on axis 0
+    (0-d tensors belong to all ranks), and a rank counts as much as it has data.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -291,8 +308,8 @@ class DataParallel:
 
 
 _HIDDEN = (
-    "make_step(mesh=): ranks exchange messages in every step, which vmap cannot map and a captured step cannot hold: run "
-    "several chains with bc.parallel(step, n, loop=True), and leave the step uncaptured"
+    "make_step(mesh=): ranks exchange messages in every step, which vmap cannot map and a captured step cannot hold: "
+    "run several chains with bc.parallel(step, n, loop=True), and leave the step uncaptured"
 )
 
 
@@ -305,8 +322,9 @@ def data_of(batch: Any) -> int:
     sizes = sorted({len(x) for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim})
     if len(sizes) > 1:
         raise ValueError(
-            f"make_step(mesh=): the batch's tensors have {' and '.join(map(str, sizes[:4]))} entries on axis 0, and a rank "
-            "counts as much as it has data: pass one entry a datum in each, and let the loss hold what belongs to all data"
+            f"make_step(mesh=): the batch's tensors have {' and '.join(map(str, sizes[:4]))} entries on axis 0, and a "
+            "rank counts as much as it has data: pass one entry a datum in each, and let the loss hold what belongs to "
+            "all data"
         )
     return sizes[0] if sizes else 1
 

@@ -6,8 +6,9 @@ A leaf's elements are numbered in row-major order of the *whole* leaf. A piece i
     normals          normal ``e >> 6 & 3`` of block ``64 (e >> 8) + (e & 63)``
     other variables  word ``e & 3`` of block ``e >> 2``
 
-of :mod:`bayesopt_chain.random.philox`, wherever it is held. So the pieces of a draw are cut from the same draw, and no rank
-asks another one; the whole leaf is the run ``(0, size)``. A block's number has 32 bits: elements from ``2^34`` on have none.
+of :mod:`bayesopt_chain.random.philox`, wherever it is held. So the pieces of a draw are cut from the same draw, and no
+rank asks another one; the whole leaf is the run ``(0, size)``. A block's number has 32 bits: elements from ``2^34`` on
+have none.
 
 torch's generator gives its numbers one after the other and knows no element's number: a piece of its draw is refused.
 """
@@ -54,8 +55,8 @@ def draw_pieces(
     """
     if stream != "philox":
         raise ValueError(
-            f"stream={stream!r}: torch's generator draws the elements of a leaf one after the other, so that ranks with "
-            'shards of it would all draw the first ones; take bc.with_stream(tx, "philox")'
+            f"stream={stream!r}: torch's generator draws the elements of a leaf one after the other, so that ranks "
+            'with shards of it would all draw the first ones; take bc.with_stream(tx, "philox")'
         )
     for runs in pieces:
         _require_ascending(runs)
