@@ -18,7 +18,7 @@ The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -117,8 +117,8 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
 
 
 def require_named_chain(who: str, generator: torch.Generator | None) -> None:
-    """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would drift apart
-    or chains would coincide.
+    """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would
+    drift apart or chains coincide.
 
     Raises:
         ValueError: no generator, and more than one rank.
@@ -195,8 +195,8 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
     """
     require_one_axis(mesh, who)
     _require_plain(who, tree)
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    mine = {_shown(path): digest(x) for path, x in zip(paths, leaves) if isinstance(x, Tensor)}
+    leaves = zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
+    mine = {_shown(path): digest(x) for path, x in leaves if isinstance(x, Tensor)}
     every = gather_objects(mine, mesh)
     wrong = [name for name in mine if any(theirs.get(name) != mine[name] for theirs in every)]
     if wrong or any(theirs.keys() != mine.keys() for theirs in every):
@@ -207,8 +207,8 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         )
 
 
-def _shown(path: Sequence[Any]) -> str:
-    return "".join([f"[{entry!r}]" for entry in path]) or "the tensor"
+def _shown(path: Any) -> str:
+    return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
 
 
 def digest(x: Tensor) -> tuple[int, ...]:
@@ -275,7 +275,7 @@ class DataParallel:
         if not self._compared:
             if not tracing.is_plain():
                 raise ValueError(_HIDDEN)
-            require_replicas((params, state), self.mesh, who="make_step(mesh=)")
+            require_replicas({"params": params, "state": state}, self.mesh, who="make_step(mesh=)")
             self._compared = True
 
     def gradient(self, grads: Any, loss: Tensor, batch: Any) -> tuple[Any, Tensor]:

@@ -218,8 +218,8 @@ def refusals():
 def test_what_would_be_silently_wrong_is_refused_on_every_rank(tmp_path):
     for said in run(refusals, 2, tmp_path):
         for case, words in {
-            "unseeded": ("no replicas", "key", "bc.distributed.broadcast"),
-            "starts": ("no replicas", "['w']"),
+            "unseeded": ("no replicas", "state/1/key", "bc.distributed.broadcast"),
+            "starts": ("no replicas", "params/w"),
             "ragged": ("5 and 12 entries",),
             "vmap": ("loop=True",),
             "curvature": ("asks for curvature",),
