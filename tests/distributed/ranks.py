@@ -12,13 +12,19 @@ import torch.distributed as dist
 PATIENCE = 240.0  # seconds; a test takes a few of them where the machine is free
 
 
+def server():
+    """Starts processes that have imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "bayesopt_chain"])
+    return context
+
+
 def run(function, size, folder, *args):
     """``function(*args)`` in ``size`` processes at once; the list of what they returned, by rank.
 
     The processes are forked from a server that has imported torch already. Raises what the first of them raised, as text.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "bayesopt_chain"])
+    context = server()
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     files = [folder / f"{meeting.name}-{rank}.pt" for rank in range(size)]
     processes = [
