@@ -33,13 +33,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.core import law
-from bayesopt_chain.core.chain import Chain, paths_of
-from bayesopt_chain.core.injection import NoiseLink
-from bayesopt_chain.core.link import Link
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Link, NoiseLink
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.core.scalar_or_schedule import now
-from bayesopt_chain.core.state import State
+from bayesopt_chain.core.state import State, paths_of
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
 from bayesopt_chain.testing import NormalProbe
@@ -412,11 +411,9 @@ def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
 def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float]:
     """The temperature of each leaf that noise enters."""
     plan, out = tx.plan(state), dict[str, float]()
-    for i, sites in plan.sites.items():
-        link = tx.links[i]
-        assert isinstance(link, NoiseLink)
-        level = float(now(link.temperature, state[i].count)) if temperature is None else temperature
-        out |= {name(state.layout.paths[j]): level for site in sites for j in site.leaves if level > 0}
+    for i, noise in plan.noise.items():
+        level = float(now(noise.link.temperature, state[i].count)) if temperature is None else temperature
+        out |= {name(state.layout.paths[j]): level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
         out = {name(path): temperature for path in state.layout.paths}
     return out

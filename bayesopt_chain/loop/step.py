@@ -25,8 +25,9 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks, tracing
-from bayesopt_chain.core.chain import ANY, Chain
-from bayesopt_chain.core.leaves import owned
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import ANY
+from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
