@@ -1,10 +1,14 @@
 """One chain on several ranks, each with a part of every batch."""
 
+import json
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
@@ -108,6 +112,24 @@ def test_gradients_keep_their_dtypes(tmp_path):
         assert params["w"].tolist() == [0.25] * 3 and params["b"] == -0.5 and value == 4.5
 
 
+def counted():
+    """The messages of five steps behind the first, by torch's own count."""
+    mesh = init_device_mesh("cpu", (2,))
+    tx = bc.sghmc(0.05, temperature=0.01)
+    step = bc.make_step(loss, tx, mesh=mesh)
+    params, state = bc.distributed.broadcast((start(), tx.init(start())), mesh)
+    params, state, _ = step(params, state, batches(1)[0])
+    with CommDebugMode() as messages:
+        for batch in batches(5):
+            params, state, _ = step(params, state, batch)
+    return {str(op): n for op, n in messages.get_comm_counts().items()}
+
+
+def test_a_step_sends_one_message_and_the_noise_none(tmp_path):
+    for counts in run(counted, 2, tmp_path):
+        assert list(counts.values()) == [5] and "allreduce" in next(iter(counts)).replace("_", "")
+
+
 # chains times data
 
 
@@ -163,6 +185,35 @@ def test_of_ranks_with_one_chain_the_first_writes_and_all_resume_together(tmp_pa
         assert (n, m) == (7, 7) and torch.equal(w, v) and torch.equal(last, end)
         assert torch.equal(w, straight[0][0]) and torch.equal(w[-1], last)
     assert torch.equal(bc.Draws.open(tmp_path / "resumed").params["w"], straight[0][0])
+
+
+def dying(path, step, rank):
+    """The run to disk, of which a rank is killed within a step; every step is committed."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    tx, params = bc.sghmc(0.05, temperature=0.01), start()
+    (x, y), data = batches(1, 48)[0], slice(dist.get_rank() * 24, dist.get_rank() * 24 + 24)
+    loader, seen = bc.epochs((x[data], y[data]), 8, seed=dist.get_rank()), []
+
+    def fatal(params, batch):
+        seen.append(batch)
+        if dist.get_rank() == rank and len(seen) == step:
+            os._exit(1)
+        return loss(params, batch)
+
+    made = bc.make_step(fatal, tx, mesh=mesh, inplace=True)
+    bc.sample(made, params, tx.init(params), loader, steps=14, path=path, thinning=2, checkpoint_seconds=0.0)
+
+
+@pytest.mark.parametrize("rank, step", [(0, 5), (1, 10)])
+def test_a_killed_rank_ends_all_and_a_relaunch_makes_the_run_that_it_would_have_been(rank, step, tmp_path):
+    path = tmp_path / "draws"
+    with pytest.raises(AssertionError):
+        run(dying, 2, tmp_path, path, step, rank)
+    assert json.loads((path / "index.json").read_text())["step"] == step - 1
+    ranks = run(to_disk, 2, tmp_path, path, 14)
+    straight = run(to_disk, 2, tmp_path, tmp_path / "straight", 14)
+    assert torch.equal(ranks[0][0], straight[0][0]) and torch.equal(ranks[1][2], straight[0][2])
 
 
 def another_run(path):
