@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import (
     Forward,
+    Plan,
     RootOf,
     batch_size,
     make_plan,
@@ -268,12 +270,20 @@ def _estimator(
     targets: TargetsOf,
 ) -> Estimate:
     _require_structure(structure)
+    checks = Checks()
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
         labels = targets(batch)
+        return checks.run(
+            params,
+            batch,
+            lambda: make_plan(forward, params, batch),
+            lambda plan, check: summed(params, batch, labels, plan, check),
+        )
+
+    def summed(params: Tree, batch: Any, labels: Any, plan: Plan, check: Check) -> Precision:
         total = structure_sum(structure, params, options)
-        plan = make_plan(forward, params, batch)
         for chunk in pull_back(
             forward,
             params,
@@ -287,6 +297,7 @@ def _estimator(
             total.accepts,
             sums_last_layer=total.sums_last_layer,
             few_data=total.few_data,
+            check=check,
         ):
             total.add(chunk)
             del chunk  # before the next one is made

@@ -90,12 +90,13 @@ class Step:
 
     def _move(self, params: Any, state: Any, grads: Any, info: Info, extra: dict[str, Any]) -> tuple[Any, Any, Info]:
         with torch.no_grad():
-            if self.inplace:
-                grads = writable(grads)
             if self.fused is not None:
                 p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
                 if self.fused.fits(p, g, state):
+                    g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
                     return params, self.fused.advance(p, g, state), info
+            if self.inplace:
+                grads = writable(grads)
             updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
             params = apply(params, updates, self.inplace)
         return params, state, info
