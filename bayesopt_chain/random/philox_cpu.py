@@ -194,7 +194,7 @@ _PARALLEL = 2**15  # normals below which threads cost more than they save
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """The compiled kernels, or ``None``, with one warning that says why, where nothing compiles."""
     try:
         return compiled.load(_SOURCE, "philox")
@@ -214,10 +214,10 @@ def normals_kernel() -> Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple
     ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
     row of it.
     """
-    library = _library()
-    if library is None:
+    found = library()
+    if found is None:
         return None
-    kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
+    kernels = {torch.float32: found.normals_float, torch.float64: found.normals_double}
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for kernel in kernels.values():
         kernel.restype = None
@@ -261,10 +261,10 @@ def pieces_kernel() -> Callable[[Tensor, Tensor, Tensor, Any, Any, Any, int], No
 
     ``out``, ``keys`` and ``steps`` are as in :func:`normals_kernel`; the rest are C arrays of int64 with one entry a run.
     """
-    library = _library()
-    if library is None:
+    found = library()
+    if found is None:
         return None
-    kernels = {torch.float32: library.pieces_float, torch.float64: library.pieces_double}
+    kernels = {torch.float32: found.pieces_float, torch.float64: found.pieces_double}
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for kernel in kernels.values():
         kernel.restype = None
