@@ -5,6 +5,7 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,12 @@ def unwrapped(x: Tensor) -> Tensor:
 def is_fake(x: Any) -> bool:
     """Whether a tensor has a shape and no numbers, as during a trace."""
     return isinstance(x, FakeTensor)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether a tensor is a DTensor, spread over ranks; torch's module of them is not imported for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def proxies_are_recorded() -> bool:

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import batch_levels, is_hidden, is_readable, is_transformed
 
 
@@ -151,6 +152,7 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
         if leaf is None:
             continue
         found = True
+        unsharded(leaf, path)
         if not torch.is_tensor(leaf) or not leaf.is_floating_point():
             kind = leaf.dtype if torch.is_tensor(leaf) else type(leaf).__name__
             raise TypeError(
@@ -197,6 +199,8 @@ def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
     """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
     for i, leaf in enumerate(leaves):
+        if is_dtensor(leaf):
+            unsharded(leaf, optree.tree_paths(params, none_is_leaf=True)[i])
         if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
             continue
         path = name(optree.tree_paths(params, none_is_leaf=True)[i])
@@ -216,6 +220,21 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
         raise TypeError(
             f"params: leaf {path} is {short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
             "keep it in the batch"
+        )
+
+
+def unsharded(leaf: Any, path: Any) -> None:
+    """Refuse a DTensor: the links see whole leaves, and noise on shards has to be numbered by the whole leaf.
+
+    Raises:
+        ValueError: naming the leaf.
+    """
+    if is_dtensor(leaf):
+        raise ValueError(
+            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), and sharded parameters are not built yet: "
+            "their noise, norms and steps would be wrong on the shards. Keep whole parameters on every rank and spread the "
+            "data (bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+            "gathers one"
         )
 
 

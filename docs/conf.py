@@ -59,6 +59,7 @@ TITLES = {
     "precision": "Precisions",
     "predict": "Predictions",
     "diagnostics": "Diagnostics",
+    "distributed": "Many ranks",
     "schedules": "Schedules",
     "response": "Responses",
     "testing": "Testing your own",

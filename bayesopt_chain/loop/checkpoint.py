@@ -7,6 +7,7 @@ all of it with the tree it is to fill and names what differs.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import zlib
@@ -18,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.version import __version__
 
 FORMAT = "bayesopt_chain/1"
@@ -52,7 +54,8 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     """Write a tree to one safetensors file: atomically, and without pickle.
 
     Args:
-        path: the file. It is replaced in one step; a crash leaves the old file or the new one.
+        path: the file. It is replaced in one step; a crash leaves the old file or the new one. Under ``torchrun`` every
+            rank writes a file of its own, ``run.rank-00001-of-00004.safetensors`` for ``run.safetensors``.
         tree: any tree of tensors, numbers and strings, such as ``(params, state)``.
         tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
 
@@ -71,14 +74,14 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         tensor([1., 1.])
     """
     tensors, scalars = flat(tree)
-    write(Path(path), tensors, {"scalars": scalars, "chain": None if tx is None else repr(tx)})
+    write(_of_this_rank(Path(path)), tensors, {"scalars": scalars, "chain": None if tx is None else repr(tx)})
 
 
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     """Read a tree that :func:`save` wrote.
 
     Args:
-        path: the file.
+        path: the file. Under ``torchrun`` the one that this rank saved or, if there is none, the one of this name.
         like: a tree of the structure, shapes and dtypes to expect; its values do not matter and it is not changed. The
             tensors come back on the devices of this tree.
         tx: the chain, if :func:`save` was given one: a file of another chain is refused.
@@ -98,10 +101,34 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         >>> bc.load(file, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    tensors, header = read(Path(path))
+    tensors, header = read(_found(Path(path)))
     if tx is not None and header.get("chain") not in (None, repr(tx)):
         raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
     return filled(like, tensors, header.get("scalars", {}), str(path))
+
+
+def _of_this_rank(path: Path) -> Path:
+    """The file that this rank saves where a user asked for ``path``."""
+    rank, size = world()
+    return path if size == 1 else path.with_name(f"{path.stem}.rank-{rank:05d}-of-{size:05d}{path.suffix}")
+
+
+def _found(path: Path) -> Path:
+    """The file to load: what this rank saved, else what one process did.
+
+    Raises:
+        FileNotFoundError: there is none, or only files of another number of ranks.
+    """
+    mine = _of_this_rank(path)
+    if mine.exists() or path.exists():
+        return mine if mine.exists() else path
+    others = sorted(p.name for p in path.parent.glob(f"{glob.escape(path.stem)}.rank-*-of-*{glob.escape(path.suffix)}"))
+    if others:
+        raise FileNotFoundError(
+            f"load: there is no file {mine}; {len(others)} ranks saved {others[0]}, ...: run so many ranks, or load one by its "
+            "name"
+        )
+    return path
 
 
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:

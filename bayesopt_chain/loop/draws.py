@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -107,15 +108,19 @@ class Draws:
     def open(cls, path: str | Path, *, like: Any = None) -> Draws:
         """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; nothing is read yet.
 
+        Those that several ranks wrote are read into memory, side by side on the axis of chains (:meth:`beside`).
+
         Args:
             path: the directory.
             like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
 
         Raises:
             FileNotFoundError: no run, or a shard of it is missing.
-            ValueError: a damaged index, or other parameters than ``like``.
+            ValueError: a damaged index, or other parameters than ``like``; parts of several ranks that drew the same noise.
         """
         path = Path(path)
+        if folders := part_folders(path):
+            return _open_parts(path, folders, like)
         index = read_index(path)
         names = index["leaves"]
         shards = [Shard(s["draws"], None, path / s["file"], s["checksum"]) for s in index["shards"]]
@@ -197,6 +202,37 @@ class Draws:
             shards += other._shards
         complete = self.complete and all(other.complete for other in others)
         return Draws(shards, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
+
+    def beside(self, *others: Draws) -> Draws:
+        """These draws and those of other chains at the same steps, side by side on the axis of chains, in memory.
+
+        Where one has fewer draws than another, those that all have.
+
+        Raises:
+            ValueError: other leaves, or draws after other steps.
+        """
+        every = [self, *others]
+        size = min(map(len, every))
+        columns = [draws[:size].columns() for draws in every]
+        if any(c.keys() != columns[0].keys() or not torch.equal(c[STEP], columns[0][STEP]) for c in columns[1:]):
+            raise ValueError("Draws.beside: these are draws of other leaves, or after other steps")
+        stacked = {STEP: columns[0][STEP]} if size else {}
+        for name in columns[0].keys() - {STEP}:
+            rows = [c[name][:, None] if d.chains is None else c[name] for c, d in zip(columns, every)]
+            stacked[name] = torch.cat(rows, 1)
+        complete = all(d.complete and len(d) == size for d in every)
+        why = next((d.why for d in every if d.why), "" if complete else "some of the chains have more draws")
+        return self.holding_columns(stacked, chains=sum(d.chains or 1 for d in every), complete=complete, why=why)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Everything that is held of the draws, by name, draws on axis 0."""
+        names = self._shards[self._rows[0][0]].load() if self._rows else ()
+        return {name: self._column(name) for name in names}
+
+    def holding_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
+        """Draws of the same parameters that hold these columns."""
+        shards = [Shard(len(columns[STEP]), columns, None)] if columns else []
+        return Draws(shards, self._spec, self._names, chains=chains, complete=complete, why=why)
 
     @torch.no_grad()
     def predict(
@@ -371,6 +407,46 @@ def read_index(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, KeyError, TypeError) as err:
         raise ValueError(f"{file} is damaged: {err}; restore it from a copy") from None
     return index
+
+
+def part_folders(path: Path) -> list[Path]:
+    """The runs that several ranks wrote into a directory, by rank.
+
+    Raises:
+        ValueError: runs of several numbers of ranks.
+    """
+    found = {m.groups(): p for p in path.glob("part-*-of-*") if (m := re.fullmatch(r"part-(\d+)-of-(\d+)", p.name))}
+    sizes = {int(size) for _, size in found}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{path} holds runs of {' and of '.join(map(str, sorted(sizes)))} ranks; move one of them away"
+        )
+    return [found[key] for key in sorted(found)]
+
+
+def ranks_of(folder: Path) -> int:
+    """Of how many ranks' runs one of :func:`part_folders` is a part."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def _open_parts(path: Path, folders: Sequence[Path], like: Any) -> Draws:
+    """The draws of several ranks' runs."""
+    size = ranks_of(folders[0])
+    if len(folders) < size:
+        raise FileNotFoundError(f"Draws.open: {path} holds runs of {len(folders)} of {size} ranks; restore the others")
+    seen: dict[int, str] = {}
+    for folder in folders:
+        for key in read_index(folder).get("keys", []):
+            if seen.setdefault(key, folder.name) != folder.name:
+                raise ValueError(
+                    f"Draws.open: {seen[key]} and {folder.name} drew the same noise, since their ranks were seeded alike: they "
+                    "are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or seed each rank "
+                    "differently"
+                )
+    first, *rest = [Draws.open(folder, like=like) for folder in folders]
+    for draws in (first, *rest):
+        draws.verify()
+    return first.beside(*rest)
 
 
 def nested(flat: dict[str, Any]) -> Any:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import tracing
+from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
+from bayesopt_chain.loop.draws import Draws
+from bayesopt_chain.loop.parts import chain_draws, gather
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
@@ -18,25 +21,56 @@ class Parallel:
     """``n`` chains of one step. Call it like the step; build its states with :meth:`init`."""
 
     def __init__(
-        self, step: Callable, n: int, batch_dim: Any, each: Mapping[str, Tensor], chunk: int | None, loop: bool
+        self,
+        step: Callable,
+        n: int,
+        batch_dim: Any,
+        each: Mapping[str, Tensor],
+        chunk: int | None,
+        loop: bool,
+        mesh: Any = None,
+        numbers: range | None = None,
     ) -> None:
         self.n = n
+        self.mesh = mesh
+        self.numbers = range(n) if numbers is None else numbers
         self.step = step
         self.batch_dim = batch_dim
         self.each = dict(each)
         self.chunk = chunk
         self.run = _loop if loop else _stacked
 
-    def init(self, tx: Any, params: Any) -> Any:
-        """States of ``n`` chains for parameters stacked on axis 0, each with a key of its own.
+    def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
+        """States of this rank's chains for parameters stacked on axis 0, each with a key of its own.
 
-        ``tx`` is the transformation, or, with ``each``, the function of its keywords that makes a chain's.
+        Args:
+            tx: the transformation, or, with ``each``, the function of its keywords that makes a chain's.
+            params: of this rank's chains.
+            seed: with it, or with a mesh, all that ``init`` draws for a chain is a function of the seed and of the chain's
+                global number. On a mesh the first rank draws the seed if none is given.
+
+        Raises:
+            ValueError: a ``tx`` with a generator of its own, with a seed or on a mesh.
         """
         states = []
+        drawing = chain_draws(self, seed)
         for i in range(self.n):
             mine = tx(**{k: v[i] for k, v in self.each.items()}) if self.each else tx
-            states.append(mine.init(_take(params, i)))
+            with drawing(mine, self.numbers[i]):
+                states.append(mine.init(_take(params, i)))
         return stack(states)
+
+    def mine(self, tree: Any) -> Any:
+        """This rank's chains of a tree with all of them on axis 0, such as starts drawn from one seed on every rank."""
+        return _take(tree, slice(self.numbers.start, self.numbers.stop))
+
+    def gather(self, draws: Draws) -> Draws:
+        """The draws of all chains, on every rank of the mesh, for diagnostics; without a mesh, the draws themselves.
+
+        Raises:
+            ValueError: on every rank, draws of other leaves or steps.
+        """
+        return draws if self.mesh is None else gather(draws, self.mesh)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""
@@ -116,6 +150,7 @@ def parallel(
     each: Mapping[str, Tensor] | None = None,
     chunk: int | None = None,
     loop: bool = False,
+    mesh: Any = None,
 ) -> Parallel:
     """Run ``n`` chains of a step at once.
 
@@ -130,12 +165,16 @@ def parallel(
         chunk: at most so many chains at a time, where all of them exceed the memory.
         loop: one chain after the other, for models that vmap refuses (BatchNorm in training mode, in-place operations,
             branches on data). Same arguments, same results. Buffers that the model itself keeps are shared by its chains.
+        mesh: a DeviceMesh of one axis whose ranks share out the ``n`` chains; ``chains.numbers`` are this rank's, by their
+            global numbers. Parameters, states, draws and the chain axis of a batch are of these; ``each`` is given for all
+            ``n``. Chain ``i`` draws the same noise on any number of ranks.
 
     Returns:
         A callable with the step's interface on parameters and states stacked on axis 0, with ``init(tx, params)``.
         Chains draw the noise that each would draw alone; from chains :func:`with_stream` ``"philox"`` they draw it all at once.
 
     Raises:
+        ValueError: an argument out of range; a mesh with more ranks than chains, or of several axes.
         RuntimeError: at a call, a step that vmap refuses.
 
     Example:
@@ -157,7 +196,12 @@ def parallel(
     for name, value in (each or {}).items():
         if not torch.is_tensor(value) or value.shape[:1] != (n,):
             raise ValueError(f"parallel: each[{name!r}] must be a tensor with {n} entries along axis 0, got {value!r}")
-    return Parallel(step, n, batch_dim, each or {}, chunk, loop)
+    if mesh is None:
+        return Parallel(step, n, batch_dim, each or {}, chunk, loop)
+    require_one_axis(mesh, "parallel")
+    numbers = chains_of(n, mesh)
+    mine = {name: value[numbers.start : numbers.stop] for name, value in (each or {}).items()}
+    return Parallel(step, len(numbers), batch_dim, mine, chunk, loop, mesh, numbers)
 
 
 def stack(trees: Sequence[Any]) -> Any:

@@ -27,9 +27,11 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop import checkpoint
 from bayesopt_chain.loop.draws import INDEX, LEAF, LOSS, STEP, Draws, Shard, read_index
 from bayesopt_chain.loop.parallel import Parallel
+from bayesopt_chain.loop.parts import Follower, Leader, copied, keys_of, place_of
 
 SHARD_BYTES = 1 << 26  # a shard on disk is written when it has grown to this size, or after the interval
 
@@ -137,8 +139,9 @@ def sample(
         steps: number of all steps, burn-in included.
         burn_in: first steps whose parameters are not kept.
         thinning: a draw is kept every so many steps.
-        path: a directory for the draws. Called again with the same arguments it goes on from its last checkpoint, and
-            returns at once when the run is complete; with more ``steps`` it makes the run longer.
+        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, and
+            of ranks that share a chain the first one writes. Called again with the same arguments it goes on from its last
+            checkpoint, and returns at once when the run is complete; with more ``steps`` it makes the run longer.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
@@ -169,8 +172,13 @@ def sample(
     run = _Run(step, params, state, feed, steps, burn_in, thinning, chains, callbacks, progress)
     if path is None:
         return run.go(Memory(params))
-    with Disk(Path(path), params, state, burn_in, thinning, chains, checkpoint_seconds) as disk:
-        return run.go(disk)
+    place = place_of(Path(path), step)
+    disk = Disk(place.folder, params, state, burn_in, thinning, chains, checkpoint_seconds)
+    if place.shared is None:
+        with disk:
+            return run.go(disk)
+    with (Follower if place.shared.get_local_rank() else Leader)(disk, place.shared) as shared:
+        return run.go(shared)
 
 
 def _check(steps: int, burn_in: int, thinning: int) -> None:
@@ -237,6 +245,23 @@ class Feed:
                 self.next()
         self.position = position
 
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Go to the place at which another rank stands, in batches of this rank's own.
+
+        Raises:
+            ValueError: batches that can be sent to no place but their own.
+        """
+        if not self.is_stateful:
+            self.seek(state)
+        elif isinstance(self.batches, Epochs):
+            place = {name: state["loader"][name] for name in ("epoch", "offset")}
+            self.seek({**state, "loader": {**self.batches.state_dict(), **place}})
+        else:
+            raise ValueError(
+                f"sample: {type(self.batches).__name__} on several ranks cannot be sent to the place where the first rank "
+                "resumes; bc.epochs(...) can"
+            )
+
 
 class _Run(NamedTuple):
     step: Callable
@@ -250,7 +275,7 @@ class _Run(NamedTuple):
     callbacks: Sequence[Callable[[Iteration], Any]]
     progress: bool
 
-    def go(self, store: Memory | Disk) -> Draws:
+    def go(self, store: Memory | Disk | Leader) -> Draws:
         """All steps that are still to be made, their draws handed to ``store``."""
         params, state, done = store.resume(self)
         last, why, finite = (params, state), "", True
@@ -385,7 +410,7 @@ class Disk(Memory):
         self.identity = {"burn_in": burn_in, "thinning": thinning, "chains": chains, "tree": shapes}
         self.index: dict[str, Any] = {
             "format": checkpoint.FORMAT, **self.identity, "leaves": self.names, "shards": [], "checkpoint": None,
-            "step": 0, "complete": False, "why": "",
+            "step": 0, "complete": False, "why": "", "keys": keys_of(state),
         }  # fmt: skip
         self.committed = time.monotonic()
         self.last: tuple[Any, Any, int] | None = None
@@ -434,7 +459,7 @@ class Disk(Memory):
             run.feed.seek(header["batches"])
             _set_generators(generator)
             if getattr(run.step, "inplace", False):
-                (params, state) = _copied((run.params, run.state), (params, state))
+                (params, state) = copied((run.params, run.state), (params, state))
         return params, state, index["step"]
 
     def pause(self, it: Iteration, feed: Feed) -> None:
@@ -480,12 +505,6 @@ class Disk(Memory):
         for file in written:
             if file.name not in keep:
                 file.unlink(missing_ok=True)
-
-
-def _copied(old: Any, new: Any) -> Any:
-    """``new``, in the tensors of ``old``: an in-place step, or a module, holds on to them."""
-    with torch.no_grad():
-        return optree.tree_map(lambda a, b: a.copy_(b) if torch.is_tensor(a) else b, old, new, none_is_leaf=True)
 
 
 def _difference(theirs: Any, mine: Any) -> str:

@@ -28,6 +28,8 @@ from bayesopt_chain import checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.core.op import owned
+from bayesopt_chain.distributed.ranks import DataParallel
+from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
@@ -73,8 +75,11 @@ class Step:
     inplace: bool = False
     fused: fused.FusedSGD | None = None
     finite: FiniteCheck | None = None
+    ranks: DataParallel | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
+        if self.ranks is not None:
+            self.ranks.compare_once(params, state)
         grads, info, extra = self.evaluate(params, state, batch)
         if self.finite is not None:
             info = info._replace(finite=self.finite(params, state, batch, grads, info.loss))
@@ -107,6 +112,7 @@ def make_step(
     keywords: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     inplace: bool = False,
     check_finite: bool = False,
+    mesh: Any = None,
 ) -> Step:
     """One training or sampling step.
 
@@ -130,6 +136,10 @@ def make_step(
         check_finite: refuse a step whose loss or gradient is not finite, before anything is written. Where values cannot be
             looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
             the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
+        mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data: the gradient and the
+            loss are those of all of it, for one message a step. Every tensor of the batch has one entry a datum on axis 0.
+            All ranks start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which the
+            first step compares; ``aux`` stays each rank's own.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
@@ -138,8 +148,9 @@ def make_step(
         on axis 0 if there are several, and the families of :mod:`bayesopt_chain.posterior.vi` report ``negative_elbo`` besides.
 
     Raises:
-        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; at the first step,
-            a loss that is not a scalar or depends on none of ``params``, or a sparse gradient.
+        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; a ``tx`` that asks
+            for more than gradient and loss, or a mesh of several axes, with ``mesh``; at the first step, ranks that are no
+            replicas, a loss that is not a scalar or depends on none of ``params``, or a sparse gradient.
         TypeError: ``tx`` is no gradient transformation; at the first step, params with a leaf that is no tensor.
         FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
 
@@ -165,6 +176,7 @@ def make_step(
             keywords=keywords,
             inplace=inplace,
             check_finite=check_finite,
+            mesh=mesh,
         )
         return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
     accepts = keywords_of(tx)
@@ -192,12 +204,23 @@ def make_step(
             "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
         )
 
+    if mesh is not None and (by_datum or stacked or estimators):
+        asked = "per_sample_gradients" if by_datum else "particles" if stacked else next(iter(estimators))
+        raise ValueError(
+            f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asked}, which would be "
+            "of one rank's data alone; run it without mesh="
+        )
+    ranks = None if mesh is None else DataParallel(mesh)
+
     def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
         """Gradient, loss and further keywords at one point."""
         if loss is None:
             extra = {k: fn(params, batch) for k, fn in estimators.items()}
             return *_observed(params, extra["curvature"]), extra
         grads, info = (per_sample_gradients if by_datum else gradient)(loss, params, batch)
+        if ranks is not None:
+            grads, mean = ranks.gradient(grads, info.loss, batch)
+            info = info._replace(loss=mean)
         extra = {k: fn(params, batch) for k, fn in estimators.items()}
         if by_datum:
             extra["per_sample_gradients"] = grads
@@ -232,7 +255,7 @@ def make_step(
     form = fused.recognise(tx) if inplace else None
     finite = FiniteCheck() if check_finite else None
     chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
-    return Step(chosen, tx, inplace, form, finite)
+    return Step(chosen, tx, inplace, form, finite, ranks)
 
 
 def _observed(params: Any, observation: Any) -> tuple[Any, Info]:
@@ -285,7 +308,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         full = list(leaves)
         for i, p in zip(wanted, chosen):
             full[i] = p
-        out = loss(optree.tree_unflatten(spec, full), batch)
+        with refusing_replicated(loss):
+            out = loss(optree.tree_unflatten(spec, full), batch)
         if isinstance(out, tuple) and len(out) != 2:
             raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
         out, aux = out if isinstance(out, tuple) else (out, ())

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
+from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.optim import _noise
 from bayesopt_chain.optim._plan import Batch, Plan, Work, blocks_of
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
@@ -117,6 +118,7 @@ class Sampling(torch.optim.Optimizer):
         """The key of all groups, drawn when the first of them gets a temperature."""
         key = next((g["noise_key"] for g in self.param_groups if g["noise_key"] is not None), None)
         if key is None:
+            require_named_chain(self._name, self.__dict__.get("_key_source"))
             key = _noise.fresh_key(self.__dict__.get("_key_source"))
         for group in self.param_groups:
             if group["noise_key"] is None:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain.core.link import Keyed
+from bayesopt_chain.distributed.ranks import require_named_chain
+
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
 
@@ -111,6 +114,9 @@ class _Built:
             raise TypeError(
                 f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
             )
+        for link in getattr(self.tx, "links", ()):
+            if isinstance(link, Keyed):
+                require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
         self.numbers = {k: group[k] for k in seen.read if k in group and not torch.is_tensor(group[k])}
         self.state = self.tx.init(group["params"])
 

@@ -27,9 +27,24 @@ from bayesopt_chain.tracing import is_traced
 
 RUN = 64  # neighbouring elements that come from neighbouring blocks
 
+LARGEST = 2**34  # elements of a draw: four in each of 2^32 blocks
+
 _MASK = 0xFFFFFFFF
 _SQRT3 = 3.0**0.5
 _functions: Any = torch  # ``broadcast_shapes`` carries no types
+
+
+def require_in_range(size: int, what: str = "params: a leaf") -> None:
+    """Refuse draws of more elements than the counter has numbers for.
+
+    Raises:
+        ValueError: more than ``2^34``.
+    """
+    if size > LARGEST:
+        raise ValueError(
+            f"{what} has {size} elements, and the counter-based stream numbers 2^34: the noise of further ones would "
+            'repeat that of the first. Split the leaf, or take stream="generator"'
+        )
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
@@ -87,6 +102,7 @@ def has_triton() -> bool:
 
 def in_tensors(key: Tensor, step: Tensor, size: int, draw: int, real: torch.dtype) -> Tensor:
     """Normals by tensor operations, for any device; one row for each key and step."""
+    require_in_range(size)
     key, step = key[..., None, None], step[..., None, None]
     rows, run = (1, size) if size <= RUN else (-(-size // (4 * RUN)), RUN)
     lanes = 1 if size <= RUN else 4
@@ -114,6 +130,7 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
 
 def philox_other(kind: str, key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
     """``size`` variables of another kind than normal, of the stream (key, step, draw)."""
+    require_in_range(size)
     block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
     words = torch.stack(_words(key, step, block, draw), dim=-1).flatten()[:size]
     if kind == "uniform":
@@ -137,7 +154,10 @@ _OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] size
 def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The draws one behind the other; keys or steps with further axes, one for each chain, give the result these axes."""
     chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape)
-    return torch.empty(*chains, sum(sizes), dtype=dtype, device=key.device)
+    total = sum(sizes)
+    if total > LARGEST:
+        require_in_range(max(sizes))
+    return torch.empty(*chains, total, dtype=dtype, device=key.device)
 
 
 def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -147,6 +167,8 @@ def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Seque
 
 
 def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
+    if out.shape[-1] > LARGEST:
+        require_in_range(max(sizes))
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
     fill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], None] | None

@@ -13,6 +13,7 @@ import ctypes
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,45 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
   }
 }
 
+// elements first to first + n - 1 of row q, n at least 1 and first + n at most 256
+template <class Real>
+void part(int64_t q, int first, int n, const Stream& s, Real* out) {
+  if (n == 4 * RUN) return row(q, n, s, out);
+  uint32_t words[4][RUN];
+  Real z[4 * RUN];
+  const int last = first + n - 1;
+  const bool within = first / RUN == last / RUN;  // one lane: these blocks and no others
+  const int from = within ? first % RUN : 0, blocks = within ? n : RUN;
+  philox(uint32_t(RUN * q + from), blocks, s, words);
+  if (first < 2 * RUN) box_muller(words[0], words[1], blocks, z + from, z + RUN + from);
+  if (last >= 2 * RUN) box_muller(words[2], words[3], blocks, z + 2 * RUN + from, z + 3 * RUN + from);
+  std::memcpy(out, z + first, sizeof(Real) * n);
+}
+
+// runs of elements of draws, one behind the other
+template <class Real>
+void pieces(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
+            int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs, const int64_t* draws,
+            int threads) {
+  int64_t total = 0, offset = 0;
+  for (int64_t i = 0; i < runs; ++i) total += lengths[i];
+#pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
+  for (int64_t i = 0; i < runs; offset += lengths[i++]) {
+    const int64_t begin = starts[i], end = begin + lengths[i];
+    const int64_t head = begin / (4 * RUN), rows = (end + 4 * RUN - 1) / (4 * RUN) - head;
+#pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t c = 0; c < chains; ++c)
+      for (int64_t k = 0; k < rows; ++k) {
+        const uint64_t key = keys[c * key_stride], step = steps[c * step_stride];
+        const Stream s = {
+            uint32_t(draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
+        const int64_t q = head + k, low = 4 * RUN * q, high = low + 4 * RUN;
+        const int64_t from = begin > low ? begin : low, to = end < high ? end : high;
+        part(q, int(from - low), int(to - from), s, out + c * total + offset + (from - begin));
+      }
+  }
+}
+
 }  // namespace
 
 #define EXPORT(name, Real)                                                                                            \
@@ -139,9 +179,32 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
   }
 EXPORT(normals_float, float)
 EXPORT(normals_double, double)
+
+#define EXPORT_PIECES(name, Real)                                                                                     \
+  extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
+                       int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs,                   \
+                       const int64_t* draws, int threads) {                                                           \
+    pieces(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, threads);                 \
+  }
+EXPORT_PIECES(pieces_float, float)
+EXPORT_PIECES(pieces_double, double)
 """
 
 _PARALLEL = 2**15  # normals below which threads cost more than they save
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or ``None``, with one warning that says why, where nothing compiles."""
+    try:
+        return compiled.load(_SOURCE, "philox")
+    except (compiled.CompileError, OSError) as err:
+        warnings.warn(
+            f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
+            "Install g++ or clang, or set CXX",
+            stacklevel=3,
+        )
+        return None
 
 
 @cache
@@ -151,16 +214,10 @@ def normals_kernel() -> Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple
     ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
     row of it.
     """
-    try:
-        library = compiled.load(_SOURCE, "philox")
-    except (compiled.CompileError, OSError) as err:
-        warnings.warn(
-            f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
-            "Install g++ or clang, or set CXX",
-            stacklevel=2,
-        )
+    found = library()
+    if found is None:
         return None
-    kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
+    kernels = {torch.float32: found.normals_float, torch.float64: found.normals_double}
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for kernel in kernels.values():
         kernel.restype = None
@@ -192,6 +249,42 @@ def normals_kernel() -> Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple
             array(sizes),
             len(sizes),
             array(draws),
+            torch.get_num_threads() if out.numel() > _PARALLEL else 1,
+        )
+
+    return fill
+
+
+@cache
+def pieces_kernel() -> Callable[[Tensor, Tensor, Tensor, Any, Any, Any, int], None] | None:
+    """``fill(out, keys, steps, starts, lengths, draws, runs)``, or ``None`` where nothing compiles.
+
+    ``out``, ``keys`` and ``steps`` are as in :func:`normals_kernel`; the rest are C arrays of int64 with one entry a run.
+    """
+    found = library()
+    if found is None:
+        return None
+    kernels = {torch.float32: found.pieces_float, torch.float64: found.pieces_double}
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    for kernel in kernels.values():
+        kernel.restype = None
+        kernel.argtypes = [
+            *(pointer, pointer, integer, pointer, integer, integer),
+            *(pointer, pointer, integer, pointer, ctypes.c_int),
+        ]
+
+    def fill(out: Tensor, keys: Tensor, steps: Tensor, starts: Any, lengths: Any, draws: Any, runs: int) -> None:
+        kernels[out.dtype](
+            out.data_ptr(),
+            keys.data_ptr(),
+            keys.stride(0) if keys.ndim else 0,
+            steps.data_ptr(),
+            steps.stride(0) if steps.ndim else 0,
+            out.shape[:-1].numel(),
+            starts,
+            lengths,
+            runs,
+            draws,
             torch.get_num_threads() if out.numel() > _PARALLEL else 1,
         )
 

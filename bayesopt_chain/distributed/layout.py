@@ -1,0 +1,127 @@
+r"""Which elements of a leaf a rank holds, as runs of the leaf's global, row-major numbering.
+
+A DTensor of shape ``(n_0, n_1, ...)`` on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the
+mesh. They are applied from left to right to the indices of each axis of the tensor, at first ``0 .. n - 1``; at
+coordinate ``c`` of ``k``
+
+    Replicate                 keeps them
+    Shard(d)                  keeps part ``c`` of ``k`` of axis ``d``, parts of ``ceil(n / k)``, the last shorter or empty
+    _StridedShard(d, factor)  cuts axis ``d`` into ``factor`` parts, and keeps part ``c`` of ``k`` of each: the layout that
+                              ``fully_shard`` gives to a parameter which tensor parallelism had sharded along that axis
+
+and the element of indices ``(i_0, i_1, ...)`` has number ``(i_0 n_1 + i_1) n_2 + ...``. No rank is asked anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.random.pieces import Runs
+
+
+def runs_of(x: Tensor) -> Runs:
+    """The elements of a leaf that this rank holds: all of a plain tensor's, those of its shard of a DTensor's.
+
+    Args:
+        x: a leaf.
+
+    Returns:
+        ``((start, length), ...)``, ascending, in the order in which the local tensor holds them; none for an empty
+        shard.
+
+    Raises:
+        ValueError: a DTensor with a placement that has no such elements, such as a partial sum; one whose local tensor
+            has another number of elements than its placements say.
+
+    Example:
+        >>> import torch
+        >>> runs_of(torch.zeros(2, 3))
+        ((0, 6),)
+    """
+    if not is_dtensor(x):
+        return ((0, x.numel()),) if x.numel() else ()
+    sharded: Any = x
+    mesh, placements = sharded.device_mesh, sharded.placements
+    coordinate = mesh.get_coordinate()
+    mine: Runs = (
+        () if coordinate is None else runs(tuple(x.shape), tuple(mesh.shape), tuple(coordinate), tuple(placements))
+    )
+    held, local = sum([length for _, length in mine]), sharded.to_local().numel()
+    if held != local:
+        raise ValueError(
+            f"params: a DTensor of shape {tuple(x.shape)} with placements {tuple(placements)} holds {local} elements "
+            f"here, where its placements say {held}; its noise cannot be numbered: shard it evenly"
+        )
+    return mine
+
+
+@lru_cache(maxsize=4096)
+def runs(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
+) -> Runs:
+    """The elements that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds of a leaf of this shape.
+
+    Raises:
+        ValueError: a placement that is neither ``Replicate``, ``Shard`` nor ``_StridedShard``.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> runs((4, 6), (2,), (1,), (Shard(1),))
+        ((3, 3), (9, 3), (15, 3), (21, 3))
+    """
+    axes: list[Runs] = [_merged([(0, n)]) for n in shape]
+    for size, place, placement in zip(mesh, coordinate, placements, strict=True):
+        kind = type(placement).__name__
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise ValueError(
+                f"params: placement {placement!r} does not say which elements a rank holds; redistribute the tensor "
+                "to Shard or Replicate"
+            )
+        parts = int(placement.split_factor) if kind == "_StridedShard" else 1
+        d = placement.dim % len(shape)
+        axis = axes[d]
+        axes[d] = _merged([run for i in range(parts) for run in _part(_part(axis, parts, i), size, place)])
+    held: Runs = ((0, 1),)
+    stride = 1
+    for n, axis in zip(reversed(shape), reversed(axes)):
+        if held == ((0, stride),):  # all of what lies inside one index: neighbours stay together
+            held = tuple([(start * stride, length * stride) for start, length in axis])
+        else:
+            inside = held
+            indices = [i for start, length in axis for i in range(start, start + length)]
+            held = tuple([(i * stride + start, length) for i in indices for start, length in inside])
+        stride *= n
+    return _merged(held)
+
+
+def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
+    """Part ``i`` of ``parts`` of indices, as ``torch.chunk`` cuts, with empty parts at the end."""
+    total = sum(length for _, length in axis)
+    size = -(-total // parts)
+    low, high = min(i * size, total), min((i + 1) * size, total)
+    out: list[tuple[int, int]] = []
+    before = 0
+    for start, length in axis:
+        a, b = max(low, before), min(high, before + length)
+        if a < b:
+            out.append((start + a - before, b - a))
+        before += length
+    return out
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The runs, those that touch made one."""
+    out: list[tuple[int, int]] = []
+    for start, length in runs:
+        if out and sum(out[-1]) == start:
+            out[-1] = (out[-1][0], out[-1][1] + length)
+        elif length:
+            out.append((start, length))
+    return tuple(out)

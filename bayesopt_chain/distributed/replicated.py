@@ -1,0 +1,66 @@
+"""DistributedDataParallel sums gradients where ``loss.backward()`` fills ``.grad``, and nowhere else.
+
+Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass its hooks by: without a message and without an
+error each rank would follow the gradient of its own data. A loss that calls such a module is therefore refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+_seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were watched once
+
+
+def is_replicated(module: Any) -> bool:
+    """Whether a module is DistributedDataParallel's, itself or in a part of it."""
+    if not dist.is_available() or not isinstance(module, torch.nn.Module):
+        return False
+    return any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in module.modules())
+
+
+REFUSAL = (
+    "the module is wrapped in DistributedDataParallel, whose hooks see loss.backward() and not the gradients that a step asks "
+    "for, so that every rank would follow its own data. Call the module inside (model.module), and average over the ranks with "
+    "bc.make_step(loss, tx, mesh=mesh)"
+)
+
+
+def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Around the first evaluation of a loss on several ranks: refuse a call of a DistributedDataParallel module.
+
+    Raises:
+        ValueError: within, at the call.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
+        return nullcontext()
+    return _watched()
+
+
+def _known(loss: Callable[..., Any]) -> bool:
+    """Whether a loss was seen before; of one that cannot be remembered, no."""
+    try:
+        if loss in _seen:
+            return True
+        _seen.add(loss)
+    except TypeError:
+        pass
+    return False
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    def refuse(module: torch.nn.Module, args: Any) -> None:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise ValueError(f"loss: {REFUSAL}")
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,76 @@
+"""Several processes with a gloo group among them, as ``torchrun`` starts them."""
+
+import datetime
+import multiprocessing
+import os
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 240.0  # seconds; a test takes a few of them where the machine is free
+
+
+def server():
+    """Starts processes that have imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "bayesopt_chain"])
+    return context
+
+
+def run(function, size, folder, *args):
+    """``function(*args)`` in ``size`` processes at once; the list of what they returned, by rank.
+
+    The processes are forked from a server that has imported torch already. Raises what the first of them raised, as text.
+    """
+    context = server()
+    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    files = [folder / f"{meeting.name}-{rank}.pt" for rank in range(size)]
+    processes = [
+        context.Process(target=_one, args=(function, rank, size, meeting, files[rank], args), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + PATIENCE
+    try:
+        while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            processes[-1].join(0.05)
+            if any(_failed(file) for file in files):  # the others wait for it in vain
+                break
+    finally:
+        for process in processes:
+            process.kill()
+    results = [torch.load(file, weights_only=False) if file.exists() else ("no result", None) for file in files]
+    said = [text for text, _ in results if text]
+    assert not said, "\n".join(sorted(said, key=lambda text: text == "no result"))
+    return [value for _, value in results]
+
+
+def _failed(file):
+    return file.exists() and torch.load(file, weights_only=False)[0] != ""
+
+
+def _one(function, rank, size, meeting, file, args):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
+        )
+        result = ("", function(*args))
+        dist.barrier()
+    except BaseException:
+        result = (f"rank {rank}:\n{traceback.format_exc()}", None)
+    torch.save(result, f"{file}.part")
+    os.replace(f"{file}.part", file)
+    os._exit(0)  # whatever threads of the group are left
+
+
+def message_of(function, *args):
+    """What a refusal says, or ``None`` if there was none."""
+    try:
+        function(*args)
+    except (ValueError, TypeError, RuntimeError, FileNotFoundError) as err:
+        return f"{type(err).__name__}: {err}"
+    return None

@@ -1,0 +1,149 @@
+"""Parameters spread over ranks: their layout is known, and what is not built yet is refused by name."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import bayesopt_chain as bc
+from tests.distributed.ranks import message_of, run
+
+
+def numbered(module):
+    """The module with every parameter holding the numbers of its elements."""
+    for p in module.parameters():
+        with torch.no_grad():
+            p.copy_(torch.arange(p.numel(), dtype=p.dtype).view(p.shape))
+    return module
+
+
+def elements(module):
+    """By parameter: the numbers that this rank holds, and those that its runs name."""
+    found = {}
+    for name, p in module.named_parameters():
+        runs = bc.distributed.runs_of(p)
+        named = [i for start, length in runs for i in range(start, start + length)]
+        found[name] = (p.to_local().flatten().long().tolist(), named, str(p.placements))
+    return found
+
+
+def network():
+    return numbered(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3)))
+
+
+def fsdp():
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return elements(model)
+
+
+def hsdp():
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return elements(model)
+
+
+def fsdp_times_tp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = network()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return elements(model)
+
+
+@pytest.mark.parametrize("layout, size", [(fsdp, 2), (fsdp, 3), (hsdp, 4), (fsdp_times_tp, 4)])
+def test_the_runs_name_the_elements_that_fsdp2_and_tensor_parallelism_leave_on_a_rank(layout, size, tmp_path):
+    ranks = run(layout, size, tmp_path)
+    for name in ranks[0]:
+        for found in ranks:
+            assert found[name][0] == found[name][1], (name, found[name][2])
+        assert {i for found in ranks for i in found[name][1]} == set(
+            range(max(ranks[0][name][1] + ranks[-1][name][1]) + 1)
+        )
+    if layout is fsdp_times_tp:
+        assert "_StridedShard" in ranks[0]["0.weight"][2] or "_S(" in ranks[0]["0.weight"][2]
+
+
+def refusals():
+    mesh = init_device_mesh("cpu", (2,))
+    params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+    whole = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])}
+    loss = lambda p, batch: (p["w"] ** 2).sum()  # noqa: E731
+    said = {}
+    for name, tx in {
+        "sghmc": bc.sghmc(0.1, temperature=0.1),
+        "sgld": bc.sgld(0.1, temperature=0.1),
+        "philox": bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"),
+        "adam": bc.adam(0.1, temperature=0.1),
+        "sgnht": bc.samplers.sgnht(0.1, temperature=0.1),
+        "vi": bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),
+    }.items():
+        said[name] = message_of(lambda tx=tx: tx.init(params))
+        said[name + " replicated"] = message_of(lambda tx=tx: tx.init(whole))
+    cold = bc.sgd(0.1)
+    said["make_step"] = message_of(lambda: bc.make_step(loss, cold)(params, cold.init(params), None))
+    said["broadcast"] = message_of(lambda: bc.distributed.broadcast(params, mesh))
+    said["bc.SGD"] = message_of(lambda: bc.SGD([params["w"].requires_grad_()], 0.1, temperature=0.1))
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=mesh)
+    functional = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()  # noqa: E731
+    sharded = dict(model.named_parameters())
+    said["functional_call"] = message_of(
+        lambda: bc.make_step(functional, cold)(sharded, cold.init(sharded), torch.ones(2, 4))
+    )
+    forward, copies, _ = bc.make_functional(model)
+    said["make_functional"] = message_of(
+        lambda: bc.make_step(lambda p, x: forward(p, x).square().mean(), cold)(
+            copies, cold.init(copies), torch.ones(2, 4)
+        )
+    )
+    generator = bc.distributed.generator(0)
+    said["chain optimizer"] = message_of(
+        lambda: bc.optim.Optimizer(
+            model.parameters(),
+            lambda group: bc.chain(bc.inject_langevin_noise(0.1, generator=generator), bc.scale_by_neg_lr(0.1)),
+        )
+    )
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1, generator=generator)
+    model(torch.ones(2, 4)).square().mean().backward()
+    before = [p.to_local().clone() for p in model.parameters()]
+    said["bc.optim"] = message_of(optimizer.step)
+    said["moved"] = any(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
+    return said
+
+
+def test_dtensors_are_refused_by_name_before_anything_moves(tmp_path):
+    for said in run(refusals, 2, tmp_path):
+        assert said.pop("moved") is False
+        for case, text in said.items():
+            assert text is not None, f"{case} took a DTensor"
+            assert "DTensor" in text, (case, text)
+            if case not in ("bc.optim", "broadcast"):
+                assert "mesh=mesh" in text and "params: leaf" in text, (case, text)
+
+
+def trained(sharded):
+    torch.manual_seed(0)
+    model = network().double()
+    for p in model.parameters():
+        p.data.mul_(0.01)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = bc.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor().detach() if sharded else p.detach() for p in model.parameters()]
+
+
+def test_temperature_zero_trains_under_fsdp2_as_in_one_process(tmp_path):
+    (alone,), two = run(trained, 1, tmp_path, False), run(trained, 2, tmp_path, True)
+    for found in two:
+        for a, b in zip(alone, found):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

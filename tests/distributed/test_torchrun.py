@@ -1,0 +1,79 @@
+"""The commands of the page on several ranks, as they stand there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from tests.distributed.ranks import server
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "howto" / "many_ranks.md").read_text()
+
+
+def script_of(name):
+    (script,) = re.findall(rf"`{name}`:\n\n```python\n(.*?)```", PAGE, re.S)
+    return script
+
+
+def alone(name, draws):
+    """Run a script of the page as the only rank, in a process that has imported torch already."""
+    process = server().Process(target=_execute, args=(script_of(name), str(draws)))
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
+
+
+def _execute(script, draws):
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DRAWS=draws)
+    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+
+
+def torchrun(name, size, folder, draws):
+    """Run a script of the page on so many ranks; what it prints."""
+    (folder / name).write_text(script_of(name))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "DRAWS": str(draws), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+def shown(name):
+    """Ranks and output of the page's command for a script."""
+    ((size, said),) = re.findall(
+        rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node (\d) {name}\n(.*?)\n```", PAGE
+    )
+    return int(size), said
+
+
+@pytest.mark.slow
+def test_the_pages_command_runs_eight_chains_on_four_ranks_as_on_one(tmp_path):
+    size, said = shown("chains.py")
+    assert size == 4 and torchrun("chains.py", size, tmp_path, tmp_path / "four") == said
+    alone("chains.py", tmp_path / "one")
+    four, one = (bc.Draws.open(tmp_path / name) for name in ("four", "one"))
+    assert four.chains == one.chains == 8 and torch.equal(four.params["w"], one.params["w"])
+
+
+@pytest.mark.slow
+def test_the_pages_command_runs_one_chain_on_two_ranks_as_on_one(tmp_path):
+    size, said = shown("gradients.py")
+    assert size == 2 and torchrun("gradients.py", size, tmp_path, tmp_path / "two") == said
+    alone("gradients.py", tmp_path / "one")
+    two, one = (bc.Draws.open(tmp_path / name) for name in ("two", "one"))
+    torch.testing.assert_close(two.params["w"], one.params["w"], rtol=0, atol=1e-6)
+
+
+def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
+    assert bc.distributed.world() == (0, 1)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert bc.distributed.world() == (2, 5)
