@@ -34,10 +34,11 @@ from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_r
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
+from bayesopt_chain.loop.batch_norm import refresh_batch_norm
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
-from bayesopt_chain.loop.parallel import fork, parallel, stack
+from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
@@ -102,6 +103,7 @@ __all__ = [
     "precision",
     "predict",
     "radam",
+    "refresh_batch_norm",
     "response",
     "rmsprop",
     "running_rms",
@@ -131,6 +133,7 @@ __all__ = [
     "testing",
     "tune_by_evidence",
     "tune_by_validation",
+    "unstack",
     "vi",
     "with_response",
     "with_stream",
