@@ -25,6 +25,7 @@ from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
+from bayesopt_chain.links.gaussian_prior import add_gaussian_prior
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.localization import add_localization
@@ -74,6 +75,7 @@ __all__ = [
     "adamax",
     "adamw",
     "add_decayed_weights",
+    "add_gaussian_prior",
     "add_localization",
     "add_momentum",
     "capture",

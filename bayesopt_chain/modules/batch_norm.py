@@ -75,9 +75,9 @@ def unshared_statistics() -> Iterator[None]:
     before: dict[int, tuple[nn.Module, Tensor, list[tuple[Tensor, Tensor]]]] = {}
 
     def look(layer: nn.Module, inputs: Any) -> None:
-        if isinstance(layer, BatchNorm) and layer.training and isinstance(layer.running_mean, Tensor):
-            if id(layer) not in before:
-                before[id(layer)] = layer, layer.running_mean, [(b, b.clone()) for b in layer.buffers()]
+        moves = isinstance(layer, BatchNorm) and layer.training and isinstance(layer.running_mean, Tensor)
+        if moves and id(layer) not in before:
+            before[id(layer)] = layer, layer.running_mean, [(b, b.clone()) for b in layer.buffers()]
 
     hook = register_module_forward_pre_hook(look)
     try:
@@ -90,9 +90,9 @@ def unshared_statistics() -> Iterator[None]:
             b.data.copy_(old)
     if shared:
         raise ValueError(
-            f"parallel: the chains would share the statistics of {type(shared[0][0]).__name__}, which the module keeps: take its "
-            "buffers out with bc.make_functional and make the step with make_step(loss, tx, buffers=buffers), or call "
-            "module.eval()"
+            f"parallel: the chains would share the statistics of {type(shared[0][0]).__name__}, which the module "
+            "keeps: take its buffers out with bc.make_functional and make the step with make_step(loss, tx, "
+            "buffers=buffers), or call module.eval()"
         )
 
 

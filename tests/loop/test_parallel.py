@@ -168,7 +168,7 @@ def test_batch_norm_whose_statistics_the_chains_would_share_is_refused(loop):
 
     params, tx = {k: torch.stack([p.detach()] * 2) for k, p in model.named_parameters()}, bc.sgd(0.1)
     chains = bc.parallel(bc.make_step(shared, tx), 2, loop=loop)
-    with pytest.raises((RuntimeError, ValueError), match="statistics.*buffers=buffers"):
+    with pytest.raises((RuntimeError, ValueError), match=r"statistics.*buffers=buffers"):
         chains(params, chains.init(tx, params), torch.randn(8, 3))
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
     model.eval()
