@@ -90,6 +90,11 @@ def start(link: NoiseLink, sites: Sequence[Site], leaves: Sequence[Any]) -> Lang
 
 def foresee(link: NoiseLink, sites: Sequence[Site], state: LangevinNoiseState, rates: Callable[..., Tensor]) -> Weather:
     """Temperature and coefficients of this step; refuses a temperature out of range before anything is changed."""
+    if any(s.constants is None for s in sites) is not bool(state.conditions):
+        raise ValueError(
+            "state: it was made for a constant temperature and lr, and in this chain one of them changes, or the other way "
+            "round; to go on from it call init(params, like=state) of this chain"
+        )
     if not state.conditions:
         return Weather(float(link.temperature), [(s.constants or [], None, None) for s in sites])  # pyright: ignore[reportArgumentType]
     temperature = now(link.temperature, state.count)

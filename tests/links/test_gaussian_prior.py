@@ -213,7 +213,7 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
     ):
         with pytest.raises(ValueError, match=r"stands before it.*write add_gaussian_prior first"):
             bc.chain(link, prior, bc.scale_by_neg_lr(0.1)).init(p)
-    with pytest.raises(ValueError, match="behind it would change what it samples|stands before it"):
+    with pytest.raises(ValueError, match=r"behind it would change what it samples|stands before it"):
         bc.chain(bc.samplers.sgnht(0.1, temperature=0.1), prior).init(p)
 
 
