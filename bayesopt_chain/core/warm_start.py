@@ -12,7 +12,6 @@ import torch
 
 from bayesopt_chain.core.state import State
 
-
 NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew
 
 

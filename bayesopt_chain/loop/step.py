@@ -419,17 +419,17 @@ def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info
     besides (tensors only), which comes with the data on axis 0.
     """
 
-    def one(datum: Any) -> tuple[Any, Info]:
-        return gradient(loss, params, batches.tree_map(lambda x: x[None], datum))
-
-    tensors, spec = batches.flatten(batch)
+    leaves, spec = batches.flatten(batch)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
         raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
 
     structures: list = []
 
-    def flat(*datum: Any) -> tuple[list, Tensor, list]:
-        grads, info = one(spec.unflatten(datum))
+    def flat(*datum: Tensor) -> tuple[list, Tensor, list]:
+        given = iter(datum)
+        one = spec.unflatten([next(given)[None] if isinstance(x, Tensor) else x for x in leaves])
+        grads, info = gradient(loss, params, one)
         structures[:] = [optree.tree_structure(grads), optree.tree_structure(info.aux)]
         return optree.tree_leaves(grads), info.loss, optree.tree_leaves(info.aux)
 
