@@ -5,7 +5,7 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,19 +74,10 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def foreach_add_(xs: list[Tensor], ys: list[Tensor], alpha: float = 1.0) -> None:
-    """``x += alpha y`` for a list of tensors."""
-    _functions._foreach_add_(xs, ys, alpha=alpha)
-
-
-def foreach_mul_(xs: list[Tensor], factor: float | Tensor) -> None:
-    """``x *= factor``, a number or a 0-d tensor, for a list of tensors."""
-    _functions._foreach_mul_(xs, factor)
-
-
-def foreach_copy_(xs: list[Tensor], ys: list[Tensor]) -> None:
-    """``x <- y`` for a list of tensors."""
-    _functions._foreach_copy_(xs, ys)
+# for lists of tensors: x += alpha y;  x *= factor, a number or a 0-d tensor;  x <- y
+foreach_add_: Callable[..., None] = _functions._foreach_add_
+foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._foreach_mul_
+foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_
 
 
 def fused_sgd_(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from numbers import Integral, Real
@@ -11,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.tracing import is_hidden
+from bayesopt_chain.tracing import batch_levels, is_hidden, is_readable, is_transformed
 
 
 def number(
@@ -106,6 +107,25 @@ def temperature(value: Any) -> None:
     number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
 
 
+def at_this_step(name: str, value: float | Tensor) -> None:
+    """Refuse what cannot be a rate or a temperature, where reading it costs nothing; elsewhere it turns to NaN.
+
+    Raises:
+        ValueError: negative, NaN or infinite, not a scalar, or complex.
+    """
+    if isinstance(value, Tensor):
+        if value.ndim or value.is_complex():
+            raise ValueError(f"{name}: must be a real scalar, got shape {tuple(value.shape)}, {value.dtype}")
+        if not is_readable(value):
+            return
+        value = value.item()
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(
+            f"{name}: its value at this step is {value}, but it must be finite and not negative (the sign of the descent is "
+            "scale_by_neg_lr's); nothing was changed"
+        )
+
+
 def positive_temperature(who: str, value: Any, why: str) -> None:
     """Refuse temperature 0 for a sampler that is no optimizer there."""
     temperature(value)
@@ -139,6 +159,39 @@ def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
             )
     if not found:
         raise ValueError("params: the tree has no leaves, so there is nothing to sample; pass the parameters to init")
+
+
+def samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
+
+    Raises:
+        TypeError, ValueError: naming the leaves.
+    """
+    parameters(leaves, paths)
+    if is_transformed():
+        return
+    seen: dict[tuple[int, int], str] = {}
+    for leaf, path in zip(leaves, paths):
+        if leaf.numel() and leaf.layout is torch.strided and leaf.device.type != "meta":
+            place = (leaf.data_ptr(), leaf.numel())
+            if place[0] and seen.setdefault(place, path) != path:
+                raise ValueError(
+                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they "
+                    "would sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
+                )
+
+
+def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
+    """Refuse gradients with a ``vmap`` axis that the key lacks: every lane would get the same noise.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if is_transformed() and any(batch_levels(x) - batch_levels(key) for x in g):
+        raise ValueError(
+            "state: its key is one for all lanes of vmap, while the gradients differ, so that every lane would get the same "
+            "noise: give each lane a state of its own, as bc.parallel does, or bc.stack(bc.fork(state, n))"
+        )
 
 
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
@@ -177,33 +230,41 @@ def dense(grads: Sequence[Any], wanted: Sequence[int], params: Any) -> None:
             )
 
 
-def updates(g: list, p: list | None, spec, params_spec) -> None:
-    """Gradients that match the parameters leaf by leaf."""
-    if p is None:
-        return
-    if spec != params_spec:
-        raise ValueError(f"updates: structure {spec} differs from that of params, {params_spec}")
-    for i, (x, y) in enumerate(zip(g, p)):
+def gradients(
+    g: Sequence[Any],
+    p: Sequence[Any] | None,
+    numbers: Sequence[int],
+    shapes: Sequence[Any],
+    dtypes: Sequence[Any],
+    stacked: set[int],
+) -> None:
+    """Refuse gradients that are not dense tensors like the leaves of these ``numbers``; ``stacked`` ones have axes in front.
+
+    Raises:
+        TypeError, ValueError: another shape or dtype than the state's, another device than the parameter's.
+    """
+    for j in numbers:
+        x = g[j]
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"updates: leaf {i} is {x!r}, not a tensor")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"updates: leaf {j} is {short(x)}, not a tensor")
         if x.layout is not torch.strided:
             raise ValueError(
-                f"updates: leaf {i} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+                f"updates: leaf {j} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
                 "(torch.nn.Embedding), or pass .to_dense()"
             )
-        if y is not None:
-            alike("updates", i, x, "params have", y.shape, y.dtype, y.device)
+        if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in stacked):
+            _unlike("updates", j, x, "the state has", shapes[j], dtypes[j], x.device)
+        if p is not None and x.device != p[j].device:
+            _unlike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
 
 
-def alike(what: str, i: int, x, whose: str, shape, dtype, device) -> None:
-    """Leaf ``i`` of the same shape, dtype and device."""
-    if x.shape != shape or x.dtype != dtype or x.device != device:
-        raise ValueError(
-            f"{what}: leaf {i} has shape {tuple(x.shape)}, {x.dtype} on {x.device}, but {whose} {tuple(shape)}, {dtype} on "
-            f"{device}; call init with these parameters, or convert one of them"
-        )
+def _unlike(what: str, i: int, x: Tensor, whose: str, shape: Any, dtype: Any, device: Any) -> None:
+    raise ValueError(
+        f"{what}: leaf {i} has shape {tuple(x.shape)}, {x.dtype} on {x.device}, but {whose} {tuple(shape)}, {dtype} on "
+        f"{device}; call init with these parameters, or convert one of them"
+    )
 
 
 def name(path: tuple | str) -> str:

@@ -2,6 +2,8 @@
 
 is_hidden(x)      its numbers cannot be had: a check of them is skipped
 is_readable(x)    its numbers can be had for nothing: not hidden, and on the CPU, so that no device is waited for
+is_transformed()  a ``torch.func`` transformation is running
+is_wrapped(x)     one that maps over this tensor or differentiates it
 is_plain(*xs)     nothing at all is being transformed or traced: memory addresses mean something too
 """
 
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _torch
+from bayesopt_chain._torch import functorch_is_running as is_transformed
+from bayesopt_chain._torch import is_wrapped
 
 
 def is_hidden(x: Tensor) -> bool:
     """Whether nobody may look at a tensor's value: it is transformed, traced, compiled, without numbers (``meta``, fake), or
     recorded by a CUDA graph."""
     return (
-        _torch.is_wrapped(x)
+        is_wrapped(x)
         or is_traced()
         or x.is_meta
         or _torch.is_fake(x)
@@ -37,25 +41,15 @@ def is_plain(*tensors: Tensor) -> bool:
     return not is_transformed() and not is_traced() and not any(x.is_meta or _torch.is_fake(x) for x in tensors)
 
 
-def is_transformed() -> bool:
-    """Whether a ``torch.func`` transformation (``vmap``, ``grad``, ``vjp``) is running."""
-    return _torch.functorch_is_running()
-
-
 def is_traced() -> bool:
     """Whether a compiler or a tracer is watching."""
     return torch.compiler.is_compiling() or _torch.proxies_are_recorded()
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Whether a running transformation maps over this tensor or differentiates it."""
-    return _torch.is_wrapped(x)
-
-
 def batch_levels(x: Tensor) -> set[int]:
     """The levels of ``vmap`` over which a tensor has an axis of its own."""
     levels = set()
-    while _torch.is_wrapped(x):
+    while is_wrapped(x):
         if _torch.is_batched(x):
             levels.add(_torch.level(x))
         x = _torch.unwrapped(x)
@@ -64,7 +58,7 @@ def batch_levels(x: Tensor) -> set[int]:
 
 def unwrapped(x: Tensor) -> Tensor:
     """The tensor inside all of functorch's wrappers, with the axes that are mapped over."""
-    while _torch.is_wrapped(x):
+    while is_wrapped(x):
         x = _torch.unwrapped(x)
     return x
 

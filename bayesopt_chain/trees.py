@@ -30,7 +30,22 @@ def size(tree: Tree) -> int:
 
 
 def shape_only(tree: Tree) -> Tree:
-    """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory."""
+    """Return zeros of the leaves' shapes that share one element of storage: a template that costs no memory.
+
+    Args:
+        tree: of tensors.
+
+    Returns:
+        A tree with the same shapes, dtypes and devices.
+
+    Raises:
+        AttributeError: a leaf that is no tensor.
+
+    Example:
+        >>> import torch
+        >>> shape_only([torch.ones(1000, 1000)])[0].untyped_storage().nbytes()
+        4
+    """
     return optree.tree_map(lambda leaf: leaf.detach().new_zeros(()).expand(leaf.shape), tree)
 
 
@@ -64,7 +79,23 @@ def require_like(tree: Tree, like: Tree, name: str, batched: bool = False) -> No
 
 
 def flatten(tree: Tree, like: Tree) -> Tensor:
-    """Concatenate a tree like ``like`` into one tensor ``[*lead, P]``, the leaves in optree order."""
+    """Concatenate a tree like ``like`` into one tensor ``[*lead, P]``, the leaves in optree order.
+
+    Args:
+        tree: leaves ``[*lead, *leaf.shape]``, with one ``lead`` for all.
+        like: the tree that says where the leaves' own axes begin.
+
+    Returns:
+        A tensor in the widest dtype of the leaves, float32 at least.
+
+    Raises:
+        ValueError: a tree of another structure, or a leaf that does not end in the shape of its counterpart.
+
+    Example:
+        >>> import torch
+        >>> flatten({"a": torch.ones(2), "b": torch.zeros(1, 1)}, {"a": torch.ones(2), "b": torch.zeros(1, 1)})
+        tensor([1., 1., 0.])
+    """
     require_like(tree, like, "the tree", batched=True)
     dtype = common_dtype(tree)
     pieces = [
@@ -75,7 +106,23 @@ def flatten(tree: Tree, like: Tree) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Tree) -> Tree:
-    """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten."""
+    """Cut ``[*lead, P]`` into leaves ``[*lead, *leaf.shape]`` in the dtypes of ``like``: the inverse of flatten.
+
+    Args:
+        vector: ``[*lead, P]``.
+        like: a tree with ``P`` numbers.
+
+    Returns:
+        A tree like ``like``, on its devices.
+
+    Raises:
+        RuntimeError: a vector of another length.
+
+    Example:
+        >>> import torch
+        >>> unflatten(torch.tensor([1.0, 2.0, 3.0]), {"a": torch.ones(2), "b": torch.zeros(1, 1)})
+        {'a': tensor([1., 2.]), 'b': tensor([[3.]])}
+    """
     leaves, structure = optree.tree_flatten(like)
     pieces = vector.split([leaf.numel() for leaf in leaves], dim=-1)
     shaped = [

@@ -16,13 +16,14 @@ Both turn the fresh draws ``xi`` of one leaf and what they remember of earlier o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.law import scheduled_momentum_noise
+from bayesopt_chain.core import law
 
 
 class Conditions(NamedTuple):
@@ -31,11 +32,6 @@ class Conditions(NamedTuple):
     temperature: float | Tensor
     inverse: float | Tensor = 1.0
     square: float | Tensor = 1.0
-
-
-def root_of(t: Tensor) -> Tensor:
-    """Square root, whose derivative at 0 counts as 0."""
-    return torch.where(t == 0, 0.0 * t, torch.where(t == 0, t + 1.0, t).sqrt())
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,13 @@ class Filtered:
 
     @property
     def memory(self) -> int:
+        """How many tensors like a leaf it remembers."""
         return max(len(self.c), len(self.d)) - 1
 
-    def coefficients(self, now: Conditions, before: Conditions | None):
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
+        """The factors of the draws at these temperatures; a velocity is never rescaled."""
         t = now.temperature
-        root = math.sqrt(t) if isinstance(t, (int, float)) else root_of(t)
+        root = law.root(t, torch.where) if isinstance(t, Tensor) else math.sqrt(t)
         return [root * v for v in self.c], None
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
@@ -63,7 +61,7 @@ class Filtered:
         constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
         first = xi.mul_(c[0]) if constant else xi * c[0]
         y = first + memory[0]
-        new = []
+        new = list[Tensor]()
         for k in range(1, len(memory) + 1):
             if k < len(c):
                 w = first if c[k] is c[0] or (isinstance(c[k], float) and c[k] == c[0]) else xi * c[k]
@@ -88,50 +86,60 @@ class Scheduled:
     head: float
     order: int
 
+    @classmethod
+    def of(cls, b: Sequence[float], a: Sequence[float], head: float, order: int) -> Scheduled | None:
+        """The noise of ``b / a`` if that is SGD, heavy ball, or both in parallel with gains that are not negative."""
+        b, a = law.trim(b), law.trim(a)
+        if len(a) == 1 and len(b) == 1:
+            return cls(b[0] / a[0], 0.0, 0.0, 0.0, head, order)
+        if len(a) != 2 or len(b) > 2:
+            return None
+        mu = -a[1] / a[0]
+        b = [*(v / a[0] for v in b), 0.0]
+        direct = -b[1] / mu
+        gain = b[0] - direct
+        return cls(direct, gain, mu, 0.0, head, order) if mu > 0 and direct >= 0 and gain >= 0 else None
+
     @property
     def both(self) -> bool:
+        """Whether two branches draw, each for itself."""
         return self.order == 2 and self.direct > 0.0 and self.momentum_gain > 0.0
 
     @property
     def draws(self) -> int:
+        """Fresh draws in a step."""
         return 2 if self.both else 1
 
     @property
     def memory(self) -> int:
+        """How many tensors like a leaf it remembers."""
         return 0 if self.order == 1 else 3 if self.both else 1
 
-    def coefficients(self, now: Conditions, before: Conditions):
-        mu = self.momentum
-
-        def rule(gain: float, momentum: float):
-            levels = (c.inverse / gain + self.decay_level * c.square for c in (now, before))
-            return scheduled_momentum_noise(
-                momentum,
-                *levels,
-                now.temperature,  # pyright: ignore[reportCallIssue]
-                before.temperature,  # pyright: ignore[reportCallIssue]
-                order=self.order,
-                where=torch.where,  # pyright: ignore[reportCallIssue]
-            )
-
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
+        """Those of each branch, and what the velocity is multiplied by before the step."""
+        mu, total = self.momentum, self.direct + self.momentum_gain
+        branches = ((self.direct, 0.0), (self.momentum_gain, mu)) if self.both else ((total, mu),)
         if self.order == 1:
-            out = (rule((1.0 - mu) * self.direct + self.momentum_gain, mu),)
-        elif self.both:
-            out = (rule(self.direct, 0.0), rule(self.momentum_gain, mu))
-        else:
-            out = (rule(self.direct + self.momentum_gain, mu),)
+            branches = (((1.0 - mu) * self.direct + self.momentum_gain, mu),)
+        out = tuple([self._rule(gain, momentum, now, before) for gain, momentum in branches])
         return out, (out[-1].velocity_scale if mu else None)
 
-    def step(self, xi: list[Tensor], memory: list[Tensor], coefficients) -> tuple[Tensor, list[Tensor]]:
+    def _rule(self, gain: float, momentum: float, now: Conditions, before: Conditions) -> law.ScheduleCoefficients:
+        level, last = (c.inverse / gain + self.decay_level * c.square for c in (now, before))
+        heat, last_heat = now.temperature, before.temperature
+        return law.scheduled_momentum_noise(momentum, level, last, heat, last_heat, order=self.order, where=torch.where)
+
+    def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
+        """The noise and the new memory."""
         if self.order == 1:
-            return xi[0] * (self.head * coefficients[0].current), []
-        e = [x * c.current + m * c.previous for x, m, c in zip(xi, memory, coefficients)]
+            return fresh[0] * (self.head * c[0].current), []
+        e = [x * k.current + m * k.previous for x, m, k in zip(fresh, memory, c)]
         if not self.both:
-            return self.head * e[0], list(xi)
+            return self.head * e[0], list(fresh)
         r0, r1 = self.direct, self.momentum_gain
-        kept = self.momentum * coefficients[1].velocity_scale * memory[2]
+        kept = self.momentum * c[1].velocity_scale * memory[2]
         total = (r0 * e[0] + r1 * (e[1] + kept)) / (r0 + r1)
-        return self.head * total, [*xi, kept + e[1] - total]
+        return self.head * total, [*fresh, kept + e[1] - total]
 
 
 Process = Filtered | Scheduled

@@ -1,22 +1,29 @@
-"""Draws in, noise out: what the chain runs for its noise links before the first link sees the gradient."""
+"""Draws in, noise out: what one noise link adds to the gradients of a step, at all of its sites."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import checks
 from bayesopt_chain.core.filters import Conditions
-from bayesopt_chain.core.link import Keyed, require_own_key
+from bayesopt_chain.core.link import NoiseLink
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Noise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_number, is_zero, now, require_valid
+from bayesopt_chain.core.scalar_or_schedule import now as value_at
 from bayesopt_chain.random import stream as keyed_stream
+
+Rates = Callable[[int, Sequence[int]], Tensor]
+
+
+def constant(i: int, leaves: Sequence[int]) -> Tensor:
+    """The rates of a chain in which none changes."""
+    raise NotImplementedError
 
 
 class LangevinNoiseState(NamedTuple):
@@ -31,148 +38,117 @@ class LangevinNoiseState(NamedTuple):
     conditions: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class NoiseLink(Keyed):
-    """The link that injects matched noise: its temperature, order and kind of increments. The chain does the rest."""
-
-    temperature: ScalarOrSchedule
-    order: int = 2
-    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
-    momentum: float = 0.0
-    noise: str = "gaussian"
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the temperature is a number."""
-        return is_number(self.temperature)
-
-    @property
-    def response(self) -> Response:
-        return Linear() if is_zero(self.temperature) else Noise()
-
-    def started(
-        self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]
-    ) -> None:
-        """Look at the first step's conditions when a state is made."""
-
-
 class Injected(NamedTuple):
     """A site's noise of this step, for those of its leaves that have a gradient."""
 
     site: Site
     leaves: list[int]
     noise: Leaves
-    scale: list[Any] | None  # what the velocity is multiplied by before the step
+    scale: list[Tensor] | None  # what the velocity is multiplied by before the step
     hot: Tensor | None  # false where a changing temperature is zero: those gradients keep their bits
 
 
-class Weather(NamedTuple):
-    """What is known of a step before anything is drawn: the temperature; by site, its coefficients and what they leave."""
+class Strength(NamedTuple):
+    """What is known of a step before anything is drawn: the temperature; by site, coefficients and velocity scale of each
+    leaf, and the conditions that the step leaves behind."""
 
     temperature: float | Tensor
-    coefficients: list[tuple[list[Any], list[Any] | None, Tensor | None]]
+    by_site: list[tuple[Sequence[Any], Sequence[Tensor] | None, Tensor | None]]
 
 
-def pairs(sites: Sequence[Site]) -> list[tuple[int, int]]:
-    """The places in a noise link's state: (leaf, site), leaf by leaf."""
-    return sorted((j, n) for n, s in enumerate(sites) for j in s.leaves)
+class Injection:
+    """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
+    def __init__(self, link: NoiseLink, sites: Sequence[Site], numbers: Sequence[int]) -> None:
+        self.link, self.sites = link, sites
+        places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
+        row = {place: k for k, place in enumerate(places)}
+        self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
+        self.numbers = [keyed_stream.draw_number(numbers[j], 2 * n) for j, n in places]
+        self.leaves = [j for j, _ in places]
+        self.processes = [sites[n].process for _, n in places]
+        self.draws = [process.draws for process in self.processes]
+        lone = sites[0].constants if len(sites) == 1 and not sites[0].process.memory else None
+        self.level = lone[0] if lone else None  # of white noise that is scaled while it is drawn
 
-def start(link: NoiseLink, sites: Sequence[Site], leaves: Sequence[Any]) -> LangevinNoiseState:
-    """The first state of a noise link."""
-    device = leaves[sites[0].leaves[0]].device if sites else torch.device("cpu")
-    memory = [leaves[j].new_zeros((sites[n].process.memory, *leaves[j].shape)) for j, n in pairs(sites)]
-    changing = any(s.constants is None for s in sites)
-    conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changing else ()
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    return LangevinNoiseState(keyed_stream.new_key(link.generator, device), count, tuple(memory), conditions)
-
-
-def foresee(link: NoiseLink, sites: Sequence[Site], state: LangevinNoiseState, rates: Callable[..., Tensor]) -> Weather:
-    """Temperature and coefficients of this step; refuses a temperature out of range before anything is changed."""
-    if any(s.constants is None for s in sites) is not bool(state.conditions):
-        raise ValueError(
-            "state: it was made for a constant temperature and lr, and in this chain one of them changes, or the other way "
-            "round; to go on from it call init(params, like=state) of this chain"
+    def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
+        """The first state."""
+        device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
+        memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
+        changes = any(site.constants is None for site in self.sites)
+        conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
+        key, count = (
+            keyed_stream.new_key(self.link.generator, device),
+            torch.zeros((), dtype=torch.int64, device=device),
         )
-    if not state.conditions:
-        return Weather(float(link.temperature), [(s.constants or [], None, None) for s in sites])  # pyright: ignore[reportArgumentType]
-    temperature = now(link.temperature, state.count)
-    if not link.is_static:
-        require_valid("temperature", temperature)
-    return Weather(temperature, [_coefficients(s, temperature, state.conditions[0], rates) for s in sites])
+        return LangevinNoiseState(key, count, tuple(memory), conditions)
+
+    def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
+        """That of this step; refuses a temperature out of range before anything is changed."""
+        if any(site.constants is None for site in self.sites) is not bool(state.conditions):
+            raise ValueError(
+                "state: it was made for a constant temperature and lr, and in this chain one of them changes, or the other way "
+                "round; to go on from it call init(params, like=state) of this chain"
+            )
+        temperature = value_at(self.link.temperature, state.count)
+        if not self.link.is_static:
+            checks.at_this_step("temperature", temperature)
+        by_site: list[Any] = [
+            ([site.constants] * len(rows), None, None)
+            if site.constants is not None
+            else _coefficients(
+                site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
+            )
+            for site, rows in zip(self.sites, self.rows)
+        ]
+        return Strength(temperature, by_site)
+
+    def draw(
+        self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: Op
+    ) -> tuple[list[Injected], LangevinNoiseState]:
+        """The noise of every site, and the next state. A leaf without a gradient keeps its memory."""
+        key, count, link = state.key, state.count, self.link
+        checks.own_key(key, [x for x in g if x is not None])
+        level = 1.0 if self.level is None else self.level
+        xi = keyed_stream.normals(
+            key, count, state.memory, self.draws, link.noise, link.stream, level, numbers=self.numbers
+        )
+        hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
+        out, memory, conditions = list[Injected](), list(state.memory), list(state.conditions)
+        for site, rows, (c, scale, after) in zip(self.sites, self.rows, strength.by_site):
+            live = [n for n, j in enumerate(site.leaves) if g[j] is not None]
+            e: Leaves = []
+            for n in live:
+                if self.level is not None:
+                    e += xi[rows[n]]
+                    continue
+                kept = memory[rows[n]]
+                y, new = site.process.step(xi[rows[n]], list(kept), c[n])
+                e.append(y if y.dtype == kept.dtype else y.to(kept.dtype))
+                if new:
+                    (memory[rows[n]],) = op.put([kept], [torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)])
+            if after is not None:
+                at = torch.tensor([rows[n] for n in live], dtype=torch.int64, device=after.device)
+                after = after if len(live) == len(rows) else after[live]
+                conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
+                scale = None if scale is None else [scale[n] for n in live]
+            out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
+        return out, LangevinNoiseState(key, *op.count([count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
 
 
-def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Callable[..., Tensor]) -> Any:
+def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Rates) -> Any:
     """By leaf, the filter's coefficients and the velocity's scale; and the conditions that this step leaves behind."""
-    rows = before[torch.tensor(site.rows, device=before.device)]
-    last = Conditions(*rows.unbind(-1))
-    one = torch.ones_like(last.temperature)  # pyright: ignore[reportArgumentType]
+    last_heat, last_inverse, last_square = before.unbind(-1)
+    one = torch.ones_like(last_heat)
     front, behind = (math.prod((rates(i, site.leaves) for i in part), start=one) for part in site.rates)
     moves = (front != 0) & (behind != 0)  # lr = 0 keeps the velocity at the level it was brought to
-    inverse = torch.where(moves, front / torch.where(moves, behind, one), last.inverse)
-    current = Conditions(one * temperature, inverse, torch.where(moves, front * front, last.square))
-    values, scale = site.process.coefficients(current, last)
+    inverse = torch.where(moves, front / torch.where(moves, behind, one), last_inverse)
+    square, heat = torch.where(moves, front * front, last_square), one * temperature
+    now, last = Conditions(heat, inverse, square), Conditions(last_heat, last_inverse, last_square)
+    values, scale = site.process.coefficients(now, last)
     if scale is not None:  # a cold velocity is the optimizer's own, and stays
-        scale = torch.where((current.temperature != 0) | (last.temperature != 0), scale, one).unbind()  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return _by_leaf(values, len(site.leaves)), scale, torch.stack(list(current), -1)  # pyright: ignore[reportArgumentType]
-
-
-def _by_leaf(values: Any, n: int) -> list[Any]:
-    """Coefficients, each ``[leaves]``, as one structure of 0-d tensors for each leaf."""
-    if isinstance(values, Tensor):
-        return list(values.unbind())
-    if values is None:
-        return [None] * n
-    parts = [_by_leaf(v, n) for v in values]
-    rebuild = type(values)._make if hasattr(values, "_make") else type(values)
-    return [rebuild(x) for x in zip(*parts)]
-
-
-def draw(
-    link: NoiseLink,
-    sites: Sequence[Site],
-    state: LangevinNoiseState,
-    weather: Weather,
-    g: Sequence[Any],
-    numbers: Sequence[int],
-    op: Op,
-) -> tuple[list[Injected], LangevinNoiseState]:
-    """The noise of every site of one noise link, and its next state. A leaf without a gradient keeps its memory."""
-    require_own_key(state.key, [x for x in g if x is not None])
-    white = len(sites) == 1 and bool(sites[0].constants) and not sites[0].process.memory  # scaled while it is drawn
-    level = sites[0].constants[0] if white and sites[0].constants else 1.0
-    places = pairs(sites)
-    xi = keyed_stream.normals(
-        state.key,
-        state.count,
-        state.memory,
-        [sites[n].process.draws for _, n in places],
-        link.noise,
-        link.stream,
-        level,
-        numbers=[keyed_stream.draw_number(numbers[j], 2 * n) for j, n in places],
-    )
-    hot = None if link.is_static else weather.temperature != 0
-    out: list[Injected] = []
-    memory, conditions = list(state.memory), list(state.conditions)
-    for site, (c, scale, after) in zip(sites, weather.coefficients):
-        live = [n for n, j in enumerate(site.leaves) if g[j] is not None]
-        e: Leaves = []
-        for n in live:
-            row = site.rows[n]
-            if white:
-                e += xi[row]
-                continue
-            kept = memory[row]
-            y, new = site.process.step(xi[row], list(kept), c if site.constants is not None else c[n])
-            e.append(y if y.dtype == kept.dtype else y.to(kept.dtype))
-            if new:
-                (memory[row],) = op.put([kept], [torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)])
-        if after is not None:
-            rows = torch.tensor([site.rows[n] for n in live], device=after.device)
-            after = after if len(live) == len(site.leaves) else after[torch.tensor(live, device=after.device)]
-            conditions = op.put(conditions, [conditions[0].index_copy(0, rows, after)])
-            scale = None if scale is None else [scale[n] for n in live]
-        out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
-    return out, LangevinNoiseState(state.key, *op.count([state.count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
+        scale = torch.where((heat != 0) | (last_heat != 0), scale, one).unbind()
+    numbers: list[Tensor]
+    numbers, structure = optree.tree_flatten(values)
+    by_leaf = [structure.unflatten(x) for x in zip(*[v.unbind() for v in numbers])]
+    return by_leaf, scale, torch.stack([heat, inverse, square], -1)

@@ -33,8 +33,9 @@ This module is plain arithmetic on coefficient tuples, lowest power of ``x`` fir
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 Poly = tuple[float, ...]
 
@@ -50,6 +51,11 @@ class NoiseFilter(NamedTuple):
     d: Poly
 
 
+def add(p: Sequence[float], q: Sequence[float]) -> Poly:
+    """Sum of two polynomials."""
+    return tuple([x + y for x, y in zip_longest(p, q, fillvalue=0.0)])
+
+
 def multiply(p: Sequence[float], q: Sequence[float]) -> Poly:
     """Product of two polynomials."""
     out = [0.0] * (len(p) + len(q) - 1)
@@ -59,16 +65,27 @@ def multiply(p: Sequence[float], q: Sequence[float]) -> Poly:
     return tuple(out)
 
 
-def evaluate(p: Sequence[float], x: complex) -> complex:
-    """Value of a polynomial at ``x``."""
-    return sum(c * x**k for k, c in enumerate(p))
+def divide(p: Sequence[float], q: Sequence[float]) -> Poly:
+    """Exact quotient of polynomials, ``p`` being a multiple of ``q``."""
+    rest, out = list(p), list[float]()
+    for k in range(len(p) - len(q) + 1):
+        out.append(rest[k] / q[0])
+        for j, v in enumerate(q):
+            rest[k + j] -= out[-1] * v
+    return tuple(out)
+
+
+def trim(p: Sequence[float]) -> list[float]:
+    """The polynomial without zeros at the end."""
+    p = list(p)
+    while len(p) > 1 and p[-1] == 0.0:
+        p.pop()
+    return p
 
 
 def is_stable(p: Sequence[float]) -> bool:
     """Whether ``1 / p(x)`` is a stable filter: the Schur-Cohn step-down recursion, without roots."""
-    p = list(p)
-    while len(p) > 1 and p[-1] == 0.0:
-        p.pop()
+    p = trim(p)
     while len(p) > 1:
         if p[0] == 0.0 or not abs(k := p[-1] / p[0]) < 1.0:
             return False
@@ -76,12 +93,22 @@ def is_stable(p: Sequence[float]) -> bool:
     return p[0] != 0.0
 
 
-def excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
-    r"""The factor ``r`` of ``Psi = T (1 + cos w) r / |b|^2`` for ``A = N / b``.
+def spectrum(b: Sequence[float], a: Sequence[float]) -> Poly:
+    """The factor ``r`` of a chain with ``F = b / a`` and no decay, ``A = (z - 1) / F``."""
+    numerator: dict[int, float] = {}
+    for k, ak in enumerate(a):
+        numerator[1 - k] = numerator.get(1 - k, 0.0) + ak
+        numerator[-k] = numerator.get(-k, 0.0) - ak
+    return _excess(b, numerator)
 
-    ``numerator`` maps powers of ``z`` to the coefficients of ``N``. Returns ``(r_0, r_1, ...)`` of the symmetric
-    Laurent polynomial ``r = r_0 + sum_k r_k (z^k + z^{-k})``.
-    """
+
+def decay_spectrum(b: Sequence[float], b0: Sequence[float], a0: Sequence[float], weight_decay: float) -> Poly:
+    """What ``w / H`` with ``H = b0 / a0`` adds to ``r``: over the denominator ``b``, its poles times the zeros behind it."""
+    return _excess(b, {-k: weight_decay * v for k, v in enumerate(multiply(a0, divide(b, b0)))})
+
+
+def _excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
+    """``(r_0, r_1, ...)`` of ``r = r_0 + sum_k r_k (z^k + z^{-k})`` for ``A = N / b``, ``N`` by the powers of ``z``."""
     odd: dict[int, float] = {}  # m_k - m_{-k} of M = N b(z)
     for power, value in numerator.items():
         for k, bk in enumerate(b):
@@ -94,20 +121,6 @@ def excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
     return tuple(out)
 
 
-def main_numerator(b: Sequence[float], a: Sequence[float]) -> dict[int, float]:
-    """``N`` of ``(z - 1) / F`` with ``F = b / a``, as powers of ``z``."""
-    out: dict[int, float] = {}
-    for k, ak in enumerate(a):
-        out[1 - k] = out.get(1 - k, 0.0) + ak
-        out[-k] = out.get(-k, 0.0) - ak
-    return out
-
-
-def decay_numerator(prefix_a: Sequence[float], suffix_b: Sequence[float], weight_decay: float) -> dict[int, float]:
-    """``N`` of ``w / H`` over the common denominator ``b``: the prefix's poles times the zeros met after the decay."""
-    return {-k: weight_decay * v for k, v in enumerate(multiply(prefix_a, suffix_b))}
-
-
 def spectral_factor(r: Sequence[float]) -> Poly:
     """Minimum-phase ``q`` with ``|q|^2 = r`` on the unit circle (Wilson's Newton iteration).
 
@@ -115,9 +128,7 @@ def spectral_factor(r: Sequence[float]) -> Poly:
         NoMatchedNoise: ``r`` is negative somewhere on the circle.
     """
     scale = sum(map(abs, r))
-    r = [0.0 if abs(v) < 1e-14 * scale else v for v in r]
-    while len(r) > 1 and r[-1] == 0.0:
-        r.pop()
+    r = trim([0.0 if abs(v) < 1e-14 * scale else v for v in r])
     grid = 720
     lowest = min(
         r[0] + 2 * sum(v * math.cos(math.pi * i * k / grid) for k, v in enumerate(r) if k) for i in range(grid + 1)
@@ -159,7 +170,17 @@ def _solve(rows: list[list[float]], rhs: list[float]) -> list[float]:
 
 
 def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> NoiseFilter:
-    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w = 0``."""
+    """The filter at unit temperature from ``r`` and ``b``; ``order=1`` is white noise of the same level at ``w = 0``.
+
+    Raises:
+        NoMatchedNoise: no noise at the head of this response is matched to it (two strong cascaded momenta, say).
+
+    Example:
+        >>> b, a = (0.1,), (1.0, -0.9)  # heavy ball, lr = 0.1
+        >>> c, d = noise_filter(spectrum(b, a), b)
+        >>> [round(v, 6) for v in c], d  # the mean of two consecutive draws, of variance 2 (1 - momentum) / lr
+        ([0.707107, 0.707107], (1.0,))
+    """
     if not is_stable(b):
         raise NoMatchedNoise(f"the response's numerator {tuple(b)} has no stable inverse")
     level = r[0] + 2 * sum(r[1:])
@@ -167,59 +188,28 @@ def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> Nois
         raise NoMatchedNoise("the noise spectrum would be negative at w = 0")
     if order == 1:
         return NoiseFilter((math.sqrt(2.0 * level) / abs(sum(b)),), (1.0,))
-    q = spectral_factor(r)
-    c = tuple(v / (math.sqrt(2.0) * abs(b[0])) for v in multiply((1.0, 1.0), q))
-    return NoiseFilter(c, tuple(v / b[0] for v in b))
-
-
-def matched_noise(
-    b: Sequence[float], a: Sequence[float], lr: float, temperature: float = 1.0, *, order: int = 2
-) -> NoiseFilter:
-    """Noise filter of a chain with the linear response ``F = lr * b(1/z) / a(1/z)``.
-
-    Adding ``e = c(1/z) / d(1/z) xi`` (``xi`` white, standard normal) to the gradient makes
-    ``theta <- theta - F (grad U + e)`` sample ``exp(-U / temperature)`` exactly for every quadratic ``U``.
-
-    Args:
-        b: numerator coefficients, lowest power of ``1/z`` first. SGD and heavy ball ``(1 - dampening,)``; Nesterov
-            ``(1 + momentum, -momentum)``; EMA ``(1 - decay,)``.
-        a: denominator coefficients. SGD ``(1,)``; momentum ``(1, -momentum)``.
-        lr: learning rate, positive.
-        temperature: scales the noise variance; non-negative.
-        order: 2 for matched noise, 1 for white noise of the same level at zero frequency (bias of first order in lr).
-
-    Returns:
-        ``NoiseFilter(c, d)`` with ``d[0] == 1``.
-
-    Raises:
-        NoMatchedNoise: no noise at the head of this response is matched to it (two strong cascaded momenta, say), or
-            the response is unstable.
-
-    Example:
-        >>> c, d = matched_noise((1.0,), (1.0, -0.9), lr=0.1, temperature=0.5)
-        >>> [round(v, 6) for v in c], d      # mean of two consecutive draws, variance 2 T (1 - momentum) / lr
-        ([0.5, 0.5], (1.0,))
-    """
-    if not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"matched_noise: lr must be positive and finite, got {lr}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"matched_noise: temperature must be non-negative and finite, got {temperature}")
-    if not is_stable(a):
-        raise NoMatchedNoise(f"the response's denominator {tuple(a)} is unstable: momentum must lie in [0, 1)")
-    b, a = tuple(lr * float(v) for v in b), tuple(map(float, a))
-    c, d = noise_filter(excess(b, main_numerator(b, a)), b, order)
-    return NoiseFilter(tuple(math.sqrt(temperature) * v for v in c), d)
+    c = tuple([v / (math.sqrt(2.0) * abs(b[0])) for v in multiply((1.0, 1.0), spectral_factor(r))])
+    return NoiseFilter(c, tuple([v / b[0] for v in b]))
 
 
 class ScheduleCoefficients(NamedTuple):
     """Coefficients of one step of scheduled momentum: ``e = current * xi + previous * xi_previous``."""
 
-    current: object
-    previous: object
-    velocity_scale: object
+    current: Any
+    previous: Any
+    velocity_scale: Any
 
 
-def scheduled_momentum_noise(momentum: float, level, level_before, temperature, temperature_before, *, order, where):
+def scheduled_momentum_noise(
+    momentum: float,
+    level: Any,
+    level_before: Any,
+    temperature: Any,
+    temperature_before: Any,
+    *,
+    order: int,
+    where: Callable[..., Any],
+) -> ScheduleCoefficients:
     r"""Noise of a heavy-ball link whose learning rate or temperature just changed.
 
     ``v <- k v + g + e``, ``theta <- theta - lr v``; ``level = 1 / lr`` (0 where no step has moved yet). In the
@@ -254,12 +244,12 @@ def scheduled_momentum_noise(momentum: float, level, level_before, temperature, 
     arrive = where(arrive <= 0, 0.0 * arrive, arrive)
     scale = where(rises, k / mu if mu else 1.0 + 0.0 * level, 1.0 + 0.0 * level)
     if order == 1:
-        return ScheduleCoefficients(_root(2.0 / (1.0 + mu) * arrive, where), None, scale)
-    alpha = _root(0.5 * (1.0 - mu) * temperature * level, where)
-    alpha_before = _root(0.5 * (1.0 - mu) * temperature_before * level_before, where)
-    return ScheduleCoefficients(alpha, _root(0.5 * (1.0 + mu) * arrive, where) - k * alpha_before, scale)
+        return ScheduleCoefficients(root(2.0 / (1.0 + mu) * arrive, where), None, scale)
+    alpha = root(0.5 * (1.0 - mu) * temperature * level, where)
+    alpha_before = root(0.5 * (1.0 - mu) * temperature_before * level_before, where)
+    return ScheduleCoefficients(alpha, root(0.5 * (1.0 + mu) * arrive, where) - k * alpha_before, scale)
 
 
-def _root(x, where):
+def root(x: Any, where: Callable[..., Any]) -> Any:
     """Square root, whose derivative at 0 counts as 0."""
     return where(x == 0, 0.0 * x, where(x == 0, x + 1.0, x) ** 0.5)

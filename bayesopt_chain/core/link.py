@@ -9,29 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import optree
 import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Response
+from bayesopt_chain.core.response import Linear, Noise, Response
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
 from bayesopt_chain.random import stream as keyed_stream
-from bayesopt_chain.tracing import batch_levels, is_transformed
+
+if TYPE_CHECKING:
+    from bayesopt_chain.core.injection import Injection, Strength
+    from bayesopt_chain.core.update import Plan, Update
 
 
-class At(NamedTuple):
+@dataclass(slots=True)
+class At:
     """Where a link stands: in the user's tree, and in this step."""
 
-    spec: Any  # the structure of the user's tree
-    index: tuple[int, ...]  # the numbers of the leaves that the link acts on  # pyright: ignore[reportIncompatibleMethodOverride]
-    present: tuple[int, ...]  # those of them that are there now
-    all_params: Sequence[Any] | None
-    plan: Any
-    extra: dict[str, Any]  # the keywords it takes
-    learned: Any = ()  # what its ``learn`` gave in this step
+    update: Update
+    i: int  # the number of the link
+    present: tuple[int, ...]  # the numbers of its leaves that are there now
+
+    @property
+    def plan(self) -> Plan:
+        """What the chain knows of all its leaves."""
+        return self.update.plan
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The numbers of the leaves that the link acts on."""
+        return self.plan.where[self.i]
+
+    @property
+    def spec(self) -> optree.PyTreeSpec:
+        """The structure of the user's tree."""
+        return self.update.spec
+
+    @property
+    def all_params(self) -> list[Any] | None:
+        """The parameters of all leaves, if the update was given any."""
+        return self.update.params
 
     @property
     def params(self) -> list[Any]:
@@ -44,13 +66,25 @@ class At(NamedTuple):
         """The paths of the leaves that the link acts on, as text."""
         return [self.plan.paths[j] for j in self.index]
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The keywords of ``update`` that the link takes."""
+        accepts = self.plan.links[self.i].accepts
+        return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
+
+    @property
+    def learned(self) -> list[Any]:
+        """What the link's ``learn`` gave for each of these leaves in this step."""
+        learned = self.update.learned[self.i]
+        return [learned[j] for j in self.present]
+
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
         if len(self.present) == self.spec.num_leaves:
             return self.spec.unflatten(leaves)
+        shapes = self.plan.layout.shapes
         have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
-        absent = self.plan.absent
-        return self.spec.unflatten([have.get(j, None if j in absent else ()) for j in range(self.spec.num_leaves)])
+        return self.spec.unflatten([have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)])
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
@@ -58,13 +92,15 @@ class At(NamedTuple):
         return [flat[j] for j in self.present]
 
 
+ANY = "**"  # among the keywords of a link that takes every keyword
+
+
 @dataclass(frozen=True)
 class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
-    A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. ``init`` and ``update``
-    see the leaves that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole
-    state.
+    A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. All methods see the leaves
+    that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
     """
 
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
@@ -97,16 +133,16 @@ class Link:
         """The first state."""
         return EmptyState()
 
-    def learn(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Any, Any]:
-        """The state of a metric that has seen the clean gradient, and what ``colour`` and ``update`` need of this step."""
-        return state, ()
+    def learn(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Any, Sequence[Any]]:
+        """The state of a metric that has seen the clean gradient, and what it makes of it, leaf by leaf: ``at.learned``."""
+        raise NotImplementedError
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
         """New leaves and state."""
         return g, state
 
-    def colour(self, state: Any, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        """``P^power e`` for the leaves numbered ``k`` among the link's own; ``e`` may be overwritten."""
+    def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
+        """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
         raise NotImplementedError
 
     def rate(self, state: Any, n: int) -> list[Any]:
@@ -143,57 +179,48 @@ class Keyed(Link):
 
     def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
         """A fresh key and a count of zero, on the parameters' device."""
-        require_samplable(leaves, at.paths)
-        return keyed_stream.new_key(self.generator, leaves[0].device), torch.zeros(
-            (), dtype=torch.int64, device=leaves[0].device
-        )
+        checks.samplable(leaves, at.paths)
+        device = leaves[0].device
+        return keyed_stream.new_key(self.generator, device), torch.zeros((), dtype=torch.int64, device=device)
 
     def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
-        require_own_key(state.key, g)
-        given = dict(zip(at.present, g))
-        like = [given[j] if j in given else at.plan.template(j) for j in at.index]
-        numbers = [at.plan.numbers[j] for j in at.index]
+        checks.own_key(state.key, g)
+        given, layout = dict(zip(at.present, g)), at.plan.layout
+        like = [
+            given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
+            for j in at.index
+        ]
+        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
         xi = keyed_stream.normals(
-            state.key,
-            state.count,
-            [t.unsqueeze(0) for t in like],
-            [draws] * len(like),
-            kind,
-            self.stream,
-            numbers=numbers,
+            state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
         )
         return [x for j, x in zip(at.index, xi) if j in given]
 
 
-def require_samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Refuse parameters that cannot be sampled: none at all, no real floating-point tensors, or one tensor twice.
+@dataclass(frozen=True)
+class NoiseLink(Keyed):
+    """The link that injects matched noise: its temperature, order and kind of increments. The chain does the rest."""
 
-    Raises:
-        TypeError, ValueError: naming the leaves.
-    """
-    checks.parameters(leaves, paths)
-    if is_transformed():
-        return
-    seen: dict[tuple[int, int], str] = {}
-    for leaf, path in zip(leaves, paths):
-        if leaf.numel() and leaf.layout is torch.strided and leaf.device.type != "meta":
-            place = (leaf.data_ptr(), leaf.numel())
-            if place[0] and seen.setdefault(place, path) != path:
-                raise ValueError(
-                    f"params: {seen[place]} and {path} are one tensor; each would get noise of its own, and together they "
-                    "would sample at twice the temperature. Pass the tensor once, and let the loss use it twice"
-                )
+    temperature: ScalarOrSchedule
+    order: int = 2
+    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
+    momentum: float = 0.0
+    noise: str = "gaussian"
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the temperature is a number."""
+        return isinstance(self.temperature, (int, float))
 
-def require_own_key(key: Tensor, g: Sequence[Tensor]) -> None:
-    """Refuse gradients with a ``vmap`` axis that the key lacks: every lane would get the same noise.
+    @property
+    def response(self) -> Response:
+        return Linear() if is_zero(self.temperature) else Noise()
 
-    Raises:
-        ValueError: with what to do instead.
-    """
-    if is_transformed() and any(batch_levels(x) - batch_levels(key) for x in g):
-        raise ValueError(
-            "state: its key is one for all lanes of vmap, while the gradients differ, so that every lane would get the same "
-            "noise: give each lane a state of its own, as bc.parallel does, or bc.stack(bc.fork(state, n))"
-        )
+    def init(self, leaves: Leaves, at: At) -> Any:
+        if is_zero(self.temperature):
+            return EmptyState()
+        return at.update.plan.noise[at.i].start(at.update.params or [])
+
+    def started(self, injection: Injection, strength: Strength, update: Update) -> None:
+        """Look at the first step's noise when a state is made."""

@@ -23,30 +23,51 @@ With little momentum that part is many times the velocity and would overflow; th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 from bayesopt_chain.core import law
 from bayesopt_chain.core.filters import Conditions, Filtered, Process, Scheduled
-from bayesopt_chain.core.link import Link, show
+from bayesopt_chain.core.link import Link, NoiseLink, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 
 
+class Whole(NamedTuple):
+    """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
+
+    b: law.Poly
+    a: law.Poly
+    head: float = 1.0  # the constant gain in front of the place where the noise enters
+    metrics: tuple[int, ...] = ()
+    rates: tuple[int, ...] = ()
+    decays: Sequence[
+        tuple[int, float, law.Poly, law.Poly]
+    ] = ()  # behind memory: the link, its strength, what is before it
+    owner: int | None = None  # the link with the only pole
+
+    def __str__(self) -> str:
+        return f"F = {_format(self.b)}" + (f" / {_format(self.a)}" if len(self.a) > 1 else "")
+
+
 class Site(NamedTuple):
     """One independent noise of the leaves on which the same links act."""
 
+    whole: Whole  # what it is matched to
     enters: int  # the link before which (a learning metric: inside which) it enters
     leaves: tuple[int, ...]
     process: Process
     colours: tuple[tuple[int, float], ...]  # (metric, power): P^(1/2) if met before the noise enters, P^(-1/2) behind
     rates: tuple[tuple[int, ...], tuple[int, ...]]  # the changing gains before it, and behind it
-    owner: int | None  # the link that owns the pole
     carried: float  # what the velocity holds back of this noise for the next step
     constants: list[float] | None  # its coefficients, if nothing changes with time
-    matched_to: str
-    gain: float  # what a unit of this noise moves the parameter by in one step, changing gains apart
-    rows: tuple[int, ...] = ()  # its places in the noise link's state
+
+    @property
+    def gain(self) -> float:
+        """What a unit of this noise moves the parameter by in one step, changing gains apart."""
+        return self.whole.b[0] / self.whole.a[0] / self.whole.head
 
 
 def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...]) -> tuple[int | None, list[Site]]:
@@ -64,14 +85,16 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
     if len(noise) > 1:
         raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(links, noise)}); keep one of them")
     written, link = noise[0], links[noise[0]]
+    assert isinstance(link, NoiseLink)
     r = {i: links[i].response for i in acting if i != written}
-    if link.lr is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if link.lr is not None:
         if r:
             raise ValueError(
                 "inject_langevin_noise: lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; "
                 "here the noise is matched to its neighbours: leave them out"
             )
-        return written, [_told(link, written, leaves)]
+        whole = Whole((link.lr,), (1.0, -link.momentum))
+        return written, _sites(links, whole, _processes(whole, link.order, False), link, written, leaves)
     for i in r:
         _require_known(links[i])
     if not r:
@@ -79,7 +102,15 @@ def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...])
             "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
             "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
         )
-    return written, _sites(links, r, written, _entrance(links, r, written), leaves)
+    at = _entrance(links, r, written)
+    whole = _whole(links, r, at)
+    if whole is None:
+        return written, []
+    try:
+        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static)
+    except law.NoMatchedNoise as err:
+        raise ValueError(f"chain: no noise can be matched to {whole}: {err}{_two_momenta(r)}") from None
+    return written, _sites(links, whole, parts, link, at, leaves)
 
 
 def _check_own_noise(links: Sequence[Link], acting: Sequence[int], own: Sequence[int]) -> None:
@@ -116,7 +147,7 @@ def _require_known(link: Link) -> None:
         raise ValueError(f"chain: temperature > 0 is refused with {show(link)}: {response.reason}")
     if isinstance(response, (Linear, Metric)) and not law.is_stable(response.a):
         raise ValueError(f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)")
-    if isinstance(response, Decay) and not _finite(response.weight_decay):
+    if isinstance(response, Decay) and not isfinite(response.weight_decay):
         raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
 
 
@@ -155,18 +186,6 @@ def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int) -> int:
     return learning[0] if learning else memory[0] if memory else written
 
 
-class Whole(NamedTuple):
-    """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
-
-    b: law.Poly
-    a: law.Poly
-    head: float  # the constant gain in front of the place where the noise enters
-    metrics: tuple[int, ...]
-    rates: tuple[int, ...]
-    decays: list[tuple[int, float, law.Poly, law.Poly]]  # behind memory: the link, its strength, the response before it
-    poles: list[int]
-
-
 def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None:
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
@@ -187,7 +206,7 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
             "chain: its updates would climb the loss, so nothing can be sampled: the product of its gains is positive "
             "(gains that change with time are taken to be positive). End it with scale_by_neg_lr(lr)"
         )
-    if not all(map(_finite, (*b, *a))):
+    if not all(map(isfinite, (*b, *a))):
         raise ValueError(f"chain: the response F = {b} / {a} is not finite; check lr and momentum")
     if decays and rates and rates[0] < decays[-1][0]:
         raise ValueError(
@@ -199,126 +218,86 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         )
     if early := [i for i in metrics if i >= at and not r[i].diagonal]:
         raise ValueError(f"chain: write {show(links[early[0]])} before the momentum and the noise")
-    poles = [i for i, x in r.items() if _has_memory(x) and len(x.a) > 1]
-    return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, poles)
+    poles = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any(x.a[1:])]
+    owner = poles[0] if len(poles) == 1 else None
+    return Whole(tuple(-sign * v for v in b), a, head, tuple(metrics), tuple(rates), decays, owner)
 
 
-def _sites(links: Sequence[Link], r: Mapping[int, Any], written: int, at: int, leaves: tuple[int, ...]) -> list[Site]:
-    """The spectrum of the whole chain, split by the metrics that colour its parts."""
-    whole, noise = _whole(links, r, at), links[written]
-    if whole is None:
-        return []
-    changing = bool(whole.rates) or not noise.is_static  # pyright: ignore[reportAttributeAccessIssue]
-    note = f"F = {_format(whole.b)}" + (f" / {_format(whole.a)}" if len(whole.a) > 1 else "")
-    try:
-        parts = _spectra(whole, noise.order, changing, noise.is_static, note)  # pyright: ignore[reportAttributeAccessIssue]
-    except law.NoMatchedNoise as err:
-        raise ValueError(f"chain: no noise can be matched to {note}: {err}{_two_momenta(r)}") from None
-    owner = whole.poles[0] if len(whole.poles) == 1 else None
+def _sites(
+    links: Sequence[Link],
+    whole: Whole,
+    parts: Sequence[tuple[tuple[int, ...], Process]],
+    noise: NoiseLink,
+    at: int,
+    leaves: tuple[int, ...],
+) -> list[Site]:
+    """The places of the noises, split by the metrics that colour them."""
+    owner, changing = whole.owner, bool(whole.rates) or not noise.is_static
     if changing and owner is not None and links[owner].velocity is None:
         raise ValueError(
             f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it does "
             "not say which of its state that is; use constants, or bc.add_momentum"
         )
-    split = tuple(i for i in whole.rates if i < at), tuple(i for i in whole.rates if i >= at)
+    rates = tuple([i for i in whole.rates if i < at]), tuple([i for i in whole.rates if i >= at])
     out: list[Site] = []
     for met, process in parts:
-        carried = 0.0
-        if owner == at and links[at].carries and len(parts) == len(r[at].b) == 1:
-            carried, process = _carried(r[at], process)
+        carried, constants = 0.0, None
+        if owner == at and links[at].carries and len(parts) == 1:
+            carried, process = _carried(links[at].response, process)
+        if isinstance(noise.temperature, (int, float)) and not changing:
+            constants = process.coefficients(still := Conditions(float(noise.temperature)), still)[0]
         colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
-        constants = None if changing else process.coefficients(Conditions(float(noise.temperature)), None)[0]  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-        gain = whole.b[0] / whole.a[0] / whole.head  # pyright: ignore[reportGeneralTypeIssues]
-        matched_to = note + (" x lr(t)" if whole.rates else "")
-        out.append(Site(at, leaves, process, colours, split, owner, carried, constants, matched_to, gain))  # pyright: ignore[reportArgumentType]
+        out.append(Site(whole, at, leaves, process, colours, rates, carried, constants))
     return out
 
 
-def _spectra(
-    whole: Whole, order: int, changing: bool, static: bool, note: str
-) -> list[tuple[tuple[int, ...], Process]]:
+def _processes(whole: Whole, order: int, changing: bool) -> list[tuple[tuple[int, ...], Process]]:
     """The independent noises, each with the metrics whose product its spectrum is divided by."""
     b, a = whole.b, whole.a
 
-    def filtered(spectrum: law.Poly) -> Filtered:
-        c, d = law.noise_filter(spectrum, b, order)
-        return Filtered(tuple(whole.head * v for v in c), d)
+    def filtered(r: law.Poly) -> Filtered:
+        c, d = law.noise_filter(r, b, order)
+        return Filtered(tuple([whole.head * v for v in c]), d)
 
     rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
     for i, weight_decay, b0, a0 in whole.decays:
-        met = tuple(m for m in whole.metrics if m < i)
-        rest[met] = _add(rest.get(met, ()), law.excess(b, law.decay_numerator(a0, _divide(b, b0), weight_decay)))
-    main = law.excess(b, law.main_numerator(b, a))
-    if changing and (two := _branches(b, a)) is not None:
-        level = 0.0
-        if two.single and len(rest.get(whole.metrics, ())) == 1:
-            (extra,) = rest.pop(whole.metrics)
-            if not whole.rates and main[0] + extra < 0.0:
+        met = tuple([m for m in whole.metrics if m < i])
+        rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, b0, a0, weight_decay))
+    main, extra = law.spectrum(b, a), rest.get(whole.metrics)
+    scheduled = Scheduled.of(b, a, whole.head, order) if changing else None
+    if scheduled is not None:
+        process: Process = scheduled
+        direct, other = scheduled.direct, scheduled.momentum_gain
+        if 0.0 in (direct, other) and extra is not None and len(extra) == 1:
+            if not whole.rates and main[0] + extra[0] < 0.0:
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
-            level = extra / main[0] / two.total
-        process: Process = Scheduled(two.direct, two.momentum_gain, two.momentum, level, whole.head, order)
+            process = replace(scheduled, decay_level=extra[0] / main[0] / (direct + other))
+            del rest[whole.metrics]
     elif whole.rates:
         raise law.NoMatchedNoise(
-            f"{note} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
+            f"{whole} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
             "use a constant lr"
         )
     else:
-        process = filtered(_add(main, rest.pop(whole.metrics, ())))
-    return [(whole.metrics, process), *((met, filtered(spectrum)) for met, spectrum in rest.items())]
+        process = filtered(main if extra is None else law.add(main, extra))
+        rest.pop(whole.metrics, None)
+    return [(whole.metrics, process), *((met, filtered(r)) for met, r in rest.items())]
 
 
 def _carried(response: Any, process: Process) -> tuple[float, Process]:
-    """What the velocity carries of the mean of two draws, and the white noise that is left to draw."""
+    """What a velocity ``v = mu v + b g`` carries of the mean of two draws, and the white noise that is left to draw."""
     mu = -response.a[1]
-    if not isinstance(process, Filtered) or len(process.c) != 2 or process.c[0] != process.c[1] or process.d != (1.0,):
+    if len(response.b) > 1 or mu < LEAST_MOMENTUM or not isinstance(process, Filtered) or process.d != (1.0,):
         return 0.0, process
-    if mu < LEAST_MOMENTUM:
+    if len(process.c) != 2 or process.c[0] != process.c[1]:
         return 0.0, process
     return response.b[0] / mu, Filtered(process.c[:1], process.d)
 
 
-class Branches(NamedTuple):
-    """``b / a = direct + momentum_gain / (1 - momentum / z)`` with both gains non-negative."""
-
-    direct: float
-    momentum_gain: float
-    momentum: float
-
-    @property
-    def single(self) -> bool:
-        return self.direct == 0.0 or self.momentum_gain == 0.0
-
-    @property
-    def total(self) -> float:
-        return self.direct + self.momentum_gain
-
-
-def _branches(b: law.Poly, a: law.Poly) -> Branches | None:
-    """SGD and heavy ball in parallel, which is all that Nesterov is; ``None`` for anything else."""
-    b, a = _trim(b), _trim(a)
-    if len(a) == 1 and len(b) == 1:
-        return Branches(b[0] / a[0], 0.0, 0.0)
-    if len(a) != 2 or len(b) > 2:
-        return None
-    mu = -a[1] / a[0]
-    b = (*(v / a[0] for v in b), 0.0)
-    direct = -b[1] / mu
-    branches = Branches(direct, b[0] - direct, mu)
-    return branches if mu > 0 and branches.direct >= 0 and branches.momentum_gain >= 0 else None
-
-
-def _told(noise: Any, at: int, leaves: tuple[int, ...]) -> Site:
-    """A noise link that was told its lr and momentum acts where it is written."""
-    a = (1.0, -noise.momentum) if noise.momentum else (1.0,)
-    process = Filtered(*law.matched_noise((1.0,), a, noise.lr, order=noise.order))
-    constants = process.coefficients(Conditions(float(noise.temperature)), None)[0] if noise.is_static else None
-    told = f"lr={noise.lr}, momentum={noise.momentum} as given"
-    return Site(at, leaves, process, (), ((), ()), None, 0.0, constants, told, noise.lr)  # pyright: ignore[reportArgumentType]
-
-
 def describe(links: Sequence[Link], i: int) -> str:
     """The note that ``repr`` puts behind a noise link: where it acts and what it is matched to."""
-    if not isinstance(links[i].response, Noise):
+    noise = links[i]
+    if not isinstance(noise, NoiseLink) or not isinstance(noise.response, Noise):
         return ""
     alike = tuple(k for k, other in enumerate(links) if not other.masks or other.masks == links[i].masks)
     try:
@@ -331,7 +310,10 @@ def describe(links: Sequence[Link], i: int) -> str:
     if at != i:
         inside = isinstance(x := links[at].response, Metric) and x.learns
         where = f"acts {'inside' if inside else 'before'} {show(links[at]).split('(')[0]}"
-    return f"  # {where}, matched to {sites[0].matched_to}"
+    to = f"{sites[0].whole}" + (" x lr(t)" if sites[0].whole.rates else "")
+    if noise.lr is not None:
+        to = f"lr={noise.lr}, momentum={noise.momentum} as given"
+    return f"  # {where}, matched to {to}"
 
 
 def _two_momenta(r: Mapping[int, Any]) -> str:
@@ -347,32 +329,6 @@ def _two_momenta(r: Mapping[int, Any]) -> str:
 
 def _names(links: Sequence[Link], numbers: Sequence[int]) -> str:
     return ", ".join(show(links[i]) for i in numbers)
-
-
-def _finite(x: float) -> bool:
-    return x - x == 0.0
-
-
-def _trim(p: Sequence[float]) -> law.Poly:
-    p = list(p)
-    while len(p) > 1 and p[-1] == 0.0:
-        p.pop()
-    return tuple(p)
-
-
-def _add(p: Sequence[float], q: Sequence[float]) -> law.Poly:
-    n = max(len(p), len(q))
-    return tuple((p[k] if k < len(p) else 0.0) + (q[k] if k < len(q) else 0.0) for k in range(n))
-
-
-def _divide(p: Sequence[float], q: Sequence[float]) -> law.Poly:
-    """Exact quotient of polynomials, ``p`` being a multiple of ``q``."""
-    p, out = list(p), list[float]()
-    for k in range(len(p) - len(q) + 1):
-        out.append(p[k] / q[0])
-        for j, v in enumerate(q):
-            p[k + j] -= out[-1] * v
-    return tuple(out)
 
 
 def _format(p: Sequence[float]) -> str:

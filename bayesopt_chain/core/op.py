@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_, foreach_copy_, foreach_mul_
-from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.tracing import is_plain, is_transformed
 
 Leaves = list[Tensor]
 Factor = float | Tensor
@@ -25,125 +25,74 @@ SMALL = 2**15  # elements of an average leaf below which lists are treated at on
 
 
 class Op:
-    """What both dialects answer."""
+    """The vocabulary in one of its two dialects."""
 
-    inplace: bool
+    def __init__(self, inplace: bool) -> None:
+        self.inplace = inplace
+        self._mul, self._div = (Tensor.mul_, Tensor.div_) if inplace else (Tensor.mul, Tensor.div)
+        self._add, self._addcmul = (Tensor.add_, Tensor.addcmul_) if inplace else (Tensor.add, Tensor.addcmul)
 
     def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
         """``x f``, with one factor for all or one for each."""
-        raise NotImplementedError
+        factors: list[Any] = [*by] if isinstance(by, (list, tuple)) else [by] * len(xs)
+        first = factors[0] if factors else 1.0
+        if self.inplace and are_small(xs) and all([f is first for f in factors]) and all([x.dtype in WIDE for x in xs]):
+            foreach_mul_(list(xs), first)
+            return list(xs)
+        return [self._times(x, f) for x, f in zip(xs, factors)]
+
+    def _times(self, x: Tensor, f: Any) -> Tensor:
+        """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
+        y = self._mul(x, f)
+        return y.to(x.dtype) if x.ndim == 0 and isinstance(f, Tensor) and f.dtype == torch.float64 else y
 
     def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
         """``x / f``."""
-        raise NotImplementedError
+        return [self._div(x, f) for x, f in zip(xs, by)]
 
     def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
         """``x + alpha y``."""
-        raise NotImplementedError
+        if self.inplace and are_small(xs):
+            foreach_add_(list(xs), list(ys), alpha=alpha)
+            return list(xs)
+        return [self._add(x, y, alpha=alpha) for x, y in zip(xs, ys)]
 
     def average(
         self, ts: Sequence[Tensor], decay: float, xs: Sequence[Tensor], weight: float = 1, square: bool = False
     ) -> Leaves:
         """``decay t + weight x``, or ``decay t + weight x^2``."""
-        raise NotImplementedError
+        if square:
+            return [
+                _like(self._addcmul(t if decay == 1.0 else self._mul(t, decay), x, x, value=weight), t)
+                for t, x in zip(ts, xs)  # one by one, while a leaf is in cache
+            ]
+        if self.inplace and are_small(ts):
+            return self.add(self.mul(ts, decay), xs, weight)
+        # a new product is written into, unless it may lack the axis that the gradients are mapped over
+        add = self._add if is_transformed() else Tensor.add_
+        return [add(self._mul(t, decay), x, alpha=weight) for t, x in zip(ts, xs)]
 
     def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
         """``new``, fresh results that nothing else holds, in the place of ``old``; float64 factors promote nothing."""
-        raise NotImplementedError
-
-    def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        """``new``, which something else may hold, in the place of ``old``."""
-        raise NotImplementedError
-
-    def count(self, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Counters one higher."""
-        raise NotImplementedError
-
-    def keep(self, old: Any, new: Any) -> Any:
-        """The next value of a whole state; what has outgrown its tensors gets new ones."""
-        raise NotImplementedError
-
-
-class Pure(Op):
-    """New tensors."""
-
-    inplace = False
-
-    def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
-        return [_times(x, f) for x, f in zip(xs, _spread(by, len(xs)))]
-
-    def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
-        return [x.div(f) for x, f in zip(xs, by)]
-
-    def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
-        return [x.add(y, alpha=alpha) for x, y in zip(xs, ys)]
-
-    def average(
-        self, ts: Sequence[Tensor], decay: float, xs: Sequence[Tensor], weight: float = 1, square: bool = False
-    ) -> Leaves:
-        if square:
-            if decay == 1.0:
-                return [t.addcmul(x, x, value=weight) for t, x in zip(ts, xs)]
-            return [_like(t.mul(decay).addcmul(x, x, value=weight), t) for t, x in zip(ts, xs)]
-        if is_transformed():  # a product of the state alone may lack the axis that the gradients are mapped over
-            return [t.mul(decay).add(x, alpha=weight) for t, x in zip(ts, xs)]
-        return [t.mul(decay).add_(x, alpha=weight) for t, x in zip(ts, xs)]
-
-    def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        return [_like(y, x) if y.dtype == torch.float64 else y for x, y in zip(old, new)]
-
-    def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        return [y.clone() for y in new]
-
-    def count(self, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple([c + 1 for c in counts])
-
-    def keep(self, old: Any, new: Any) -> Any:
-        return new
-
-
-class InPlace(Op):
-    """The tensors of the first argument, overwritten."""
-
-    inplace = True
-
-    def mul(self, xs: Sequence[Tensor], by: Factor | Sequence[Factor]) -> Leaves:
-        one = _one(by)
-        if not isinstance(one, (list, tuple)) and are_small(xs) and all([x.dtype in WIDE for x in xs]):
-            foreach_mul_(list(xs), one)
-            return list(xs)
-        return [x.mul_(f) for x, f in zip(xs, _spread(by, len(xs)))]
-
-    def div(self, xs: Sequence[Tensor], by: Sequence[Tensor]) -> Leaves:
-        return [x.div_(f) for x, f in zip(xs, by)]
-
-    def add(self, xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1) -> Leaves:
-        if are_small(xs):
-            foreach_add_(list(xs), list(ys), alpha)
-            return list(xs)
-        return [x.add_(y, alpha=alpha) for x, y in zip(xs, ys)]
-
-    def average(
-        self, ts: Sequence[Tensor], decay: float, xs: Sequence[Tensor], weight: float = 1, square: bool = False
-    ) -> Leaves:
-        if square:
-            return [(t if decay == 1.0 else t.mul_(decay)).addcmul_(x, x, value=weight) for t, x in zip(ts, xs)]
-        if are_small(ts):
-            return self.add(self.mul(ts, decay), xs, weight)
-        return [t.mul_(decay).add_(x, alpha=weight) for t, x in zip(ts, xs)]
-
-    def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
+        if not self.inplace:
+            return [_like(y, x) if y.dtype == torch.float64 else y for x, y in zip(old, new)]
         if are_small(old):
             foreach_copy_(list(old), list(new))
             return list(old)
         return [x.copy_(y) for x, y in zip(old, new)]
 
-    copy = put
+    def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
+        """``new``, which something else may hold, in the place of ``old``."""
+        return self.put(old, new) if self.inplace else [y.clone() for y in new]
 
     def count(self, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple([c.add_(1) for c in counts])
+        """Counters one higher."""
+        return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:
+        """The next value of a whole state; what has outgrown its tensors gets new ones."""
+        if not self.inplace:
+            return new
         olds, structure = optree.tree_flatten(old)
         news, grown = optree.tree_flatten(new)
         if structure != grown or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(olds, news)):
@@ -151,7 +100,7 @@ class InPlace(Op):
         return structure.unflatten([a if a is b else a.copy_(b) for a, b in zip(olds, news)])
 
 
-PURE, IN_PLACE = Pure(), InPlace()
+PURE, IN_PLACE = Op(inplace=False), Op(inplace=True)
 
 
 def are_small(xs: Sequence[Tensor]) -> bool:
@@ -159,20 +108,26 @@ def are_small(xs: Sequence[Tensor]) -> bool:
     return len(xs) > 1 and not is_transformed() and sum(map(Tensor.numel, xs)) < len(xs) * SMALL
 
 
-def _times(x: Tensor, f: Any) -> Tensor:
-    """The product, in the dtype of ``x`` where a float64 schedule would promote a 0-d parameter."""
-    y = x.mul(f)
-    return y.to(x.dtype) if x.ndim == 0 and isinstance(f, Tensor) and f.dtype == torch.float64 else y
+def owned(g: Sequence[Any]) -> list[Any]:
+    """Gradients that may be overwritten one by one: what shares memory with an earlier one, or within itself, is copied.
+
+    Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
+    """
+    seen: set[int] = set()
+    plain = is_plain(*(x for x in g if x is not None))  # vmap does not tell where a tensor lies
+
+    def own(x: Tensor) -> Tensor:
+        if x.layout is not torch.strided:
+            return x
+        where = x.untyped_storage().data_ptr() if plain else id(x)
+        if where in seen or (0 in x.stride() and x.numel() > 1):
+            return x.clone(memory_format=torch.contiguous_format)
+        if where:
+            seen.add(where)
+        return x
+
+    return [None if x is None else own(x) for x in g]
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:
     return y if y.dtype == x.dtype else y.to(x.dtype)
-
-
-def _spread(by: Factor | Sequence[Factor], n: int) -> Sequence[Factor]:
-    return by if isinstance(by, (list, tuple)) else [by] * n  # pyright: ignore[reportReturnType]
-
-
-def _one(by: Any) -> Any:
-    """The one factor of a list that repeats it."""
-    return by[0] if isinstance(by, (list, tuple)) and all(f is by[0] for f in by) else by

@@ -1,6 +1,11 @@
 r"""What a link does to the gradients that pass through it, in the few words the noise needs to know.
 
 A link's response decides where noise may go and how strong it must be (see :mod:`bayesopt_chain.core.law`).
+
+Example:
+    >>> import bayesopt_chain as bc
+    >>> bc.add_momentum(0.9).response, bc.scale_by_neg_lr(lambda count: 0.1).response
+    (Linear(b=(1.0,), a=(1.0, -0.9)), Rate(sign=-1))
 """
 
 from __future__ import annotations

@@ -6,29 +6,28 @@ count is computed once for all leaves that are known to have the same one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.tracing import is_plain
+from bayesopt_chain.tracing import is_readable
 
 ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a Python number, which never changes."""
     return isinstance(value, (int, float))
 
 
 def is_zero(value: Any) -> bool:
     """Whether it is the Python number 0."""
-    return isinstance(value, (int, float)) and value == 0
+    return is_number(value) and value == 0
 
 
-def is_schedule(value: Any) -> bool:
+def is_schedule(value: Any) -> TypeGuard[Callable[[Tensor], Any]]:
     """Whether it is a function of the count."""
     return callable(value) and not isinstance(value, Tensor)
 
@@ -52,42 +51,11 @@ def scalar(value: Any, device: torch.device) -> Tensor:
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
-def require_valid(name: str, value: float | Tensor) -> None:
-    """Refuse what cannot be a rate or a temperature, where reading it costs nothing; elsewhere it turns to NaN.
-
-    Raises:
-        ValueError: negative, NaN or infinite, not a scalar, or complex.
-    """
-    if isinstance(value, Tensor):
-        if value.ndim or value.is_complex():
-            raise ValueError(f"{name}: must be a real scalar, got shape {tuple(value.shape)}, {value.dtype}")
-        if not readable(value):
-            return
-        value = value.item()
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"{name}: its value at this step is {value}, but it must be finite and not negative (the sign of the descent is "
-            "scale_by_neg_lr's); nothing was changed"
-        )
-
-
-def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A counter for each leaf, at zero."""
-    return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
-
-
 def by_count(fn: Callable[[Tensor], Any], counts: Sequence[Tensor]) -> list[Any]:
     """``fn`` of every counter, computed once for those known to be equal."""
-    seen: dict[Hashable, Any] = {}
-    out: list[Any] = []
-    for c in counts:
-        k = (c.device, c.item()) if readable(c) else id(c)
-        if k not in seen:
-            seen[k] = fn(c)
-        out.append(seen[k])
-    return out
-
-
-def readable(t: Tensor) -> bool:
-    """Whether reading the tensor's value costs nothing: on a CPU, outside transformations and compilation."""
-    return t.device.type == "cpu" and is_plain(t)
+    values: dict[Any, Any] = {}
+    keys = [(c.device, c.item()) if is_readable(c) else id(c) for c in counts]
+    for key, c in zip(keys, counts):
+        if key not in values:
+            values[key] = fn(c)
+    return [values[key] for key in keys]

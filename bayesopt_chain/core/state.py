@@ -6,7 +6,7 @@ another, and names every tensor by its link and the path of its leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -45,65 +45,64 @@ class State(tuple[Any, ...]):
         return State((*self[:i], entry, *self[i + 1 :]), self.layout)
 
 
-optree.register_pytree_node(
+def _flatten(state: State) -> tuple[list[Any], Layout]:
+    return list(state), state.layout
+
+
+def _unflatten(layout: Layout, entries: Iterable[Any]) -> State:
+    return State(entries, layout)
+
+
+_trees: Any = optree  # its stubs leave out the name of the namespace in which TorchOpt's tree functions look
+_trees.register_pytree_node(
     State,
-    lambda state: (tuple(state), state.layout),  # pyright: ignore[reportAttributeAccessIssue]
-    lambda layout, entries: State(entries, layout),  # pyright: ignore[reportArgumentType]
-    namespace=getattr(optree.registry, "__GLOBAL_NAMESPACE"),  # where TorchOpt's tree functions look  # pyright: ignore[reportAttributeAccessIssue]
+    _flatten,
+    _unflatten,
+    namespace=getattr(_trees.registry, "__GLOBAL_NAMESPACE"),
 )
-_pytree.register_pytree_node(
-    State,
-    lambda state: (list(state), state.layout),
-    lambda entries, layout: State(entries, layout),
-    serialized_type_name="bayesopt_chain.State",
-)
+_pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
 def part(entry: Any, keep: Sequence[int], n: int) -> Any:
     """What of an entry belongs to these of its link's ``n`` leaves; what belongs to no leaf is all there."""
-    if not isinstance(entry, tuple) or not hasattr(entry, "_fields"):
+    if not hasattr(entry, "_fields"):
         return entry
-    return type(entry)(*[tuple([f[k] for k in keep]) if _is_by_leaf(f, n) else f for f in entry])
+    return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
 
 
 def put_back(entry: Any, keep: Sequence[int], n: int, new: Any) -> Any:
     """The entry with that part replaced."""
-    if not isinstance(entry, tuple) or not hasattr(entry, "_fields"):
+    if not hasattr(entry, "_fields"):
         return new
-    fields: list[Any] = []
-    for old, mine in zip(entry, new):
-        if _is_by_leaf(old, n):
+    fields = list(new)
+    for f, (old, mine) in enumerate(zip(entry, new)):
+        if is_by_leaf(old, n):
             changed = dict(zip(keep, mine))
-            mine = tuple([changed.get(k, t) for k, t in enumerate(old)])
-        fields.append(mine)
+            fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
     return type(entry)(*fields)
 
 
-def _is_by_leaf(field: Any, n: int) -> bool:
-    return isinstance(field, tuple) and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
+def is_by_leaf(field: Any, n: int) -> bool:
+    """Whether a field of an entry has one tensor for each of ``n`` leaves."""
+    return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
 
 
-def edit_velocity(name: str, entry: Any, at: Sequence[int], change: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """The entry with ``change`` made to the velocity of these of its link's leaves."""
-    if name == ALL:  # which tensor is whose is not known: the first leaf's factor for all
-        return optree.tree_map(lambda t: change([t])[0] if t.is_floating_point() else t, entry)
-    velocity = list(getattr(entry, name))
-    for k, v in zip(at, change([velocity[k] for k in at])):
-        velocity[k] = v
-    return entry._replace(**{name: tuple(velocity)})
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The tensors of a state or entry, and the structure that puts them back."""
+    return optree.tree_flatten(tree)
 
 
 def unshared(new: State, old: State) -> State:
     """A new state that shares no memory with the old one, nor its tensors with each other, and holds no views."""
-    leaves, spec = optree.tree_flatten(new)  # pyright: ignore[reportArgumentType]
-    seen = {id(t) for t in optree.tree_leaves(old)}  # pyright: ignore[reportArgumentType]
+    leaves, spec = flattened(new)
+    seen = {id(t) for t in flattened(old)[0]}
     out: list[Any] = []
     for t in leaves:
         if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
             t = t.clone()
         seen.add(id(t))
         out.append(t)
-    return optree.tree_unflatten(spec, out)  # pyright: ignore[reportReturnType]
+    return spec.unflatten(out)
 
 
 def selected(mask: Any, tree: Any) -> set[int]:
@@ -123,27 +122,16 @@ def spread_prefix(prefix: Any, tree: Any) -> list[Any]:
         raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
 
 
-def named_tensors(state: State) -> dict[str, Tensor]:
-    """Every tensor of a state under ``number.kind.field.path``: the tensors themselves, not copies."""
-    layout, out = state.layout, dict[str, Tensor]()
-    for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
-        names = [layout.paths[j] for j in where]
-        fields = entry._asdict() if hasattr(entry, "_asdict") else {"state": entry}
-        for field, value in fields.items():
-            stem = f"{i}.{kind}.{field}"
-            if _is_by_leaf(value, len(names)) and all(isinstance(t, Tensor) for t in value):
-                out.update({stem + name: t for name, t in zip(names, value)})
-            else:
-                paths, leaves, _ = optree.tree_flatten_with_path(value)
-                out.update({stem + path_name(path): t for path, t in zip(paths, leaves)})
-    return out
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A path as text: ``['layer']['weight']``; empty for a bare tensor."""
-    return "".join([f"[{part!r}]" for part in path])
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor."""
+    return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
 
 
 def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
     """A tensor filled with ``value`` like each leaf."""
     return tuple([torch.full_like(p, value, requires_grad=requires_grad) for p in leaves])
+
+
+def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A counter for each leaf, at zero."""
+    return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])

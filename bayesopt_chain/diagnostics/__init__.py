@@ -6,7 +6,14 @@ from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_no
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
 from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
-from bayesopt_chain.diagnostics.temperatures import Estimate, Temperatures, Thermometer, temperatures
+from bayesopt_chain.diagnostics.lr_bias import LrBias, lr_bias
+from bayesopt_chain.diagnostics.temperatures import (
+    Estimate,
+    Temperatures,
+    ThermalLeaf,
+    Thermometer,
+    temperatures,
+)
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
 
 __all__ = [
@@ -16,7 +23,9 @@ __all__ = [
     "GradientNoise",
     "Heating",
     "LearningCoefficient",
+    "LrBias",
     "Temperatures",
+    "ThermalLeaf",
     "Thermometer",
     "doctor",
     "ess",
@@ -25,6 +34,7 @@ __all__ = [
     "hessian_product",
     "ksd",
     "local_learning_coefficient",
+    "lr_bias",
     "r_hat",
     "temperatures",
 ]

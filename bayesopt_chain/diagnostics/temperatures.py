@@ -26,20 +26,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain.core import law
-from bayesopt_chain.core.chain import Chain, paths_of
-from bayesopt_chain.core.injection import NoiseLink
-from bayesopt_chain.core.link import Link
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import Link, NoiseLink
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.core.scalar_or_schedule import now
-from bayesopt_chain.core.state import State
+from bayesopt_chain.core.state import State, paths_of
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
 from bayesopt_chain.testing import NormalProbe
@@ -85,6 +84,33 @@ def estimate(series: Tensor) -> Estimate:
     return Estimate(float(x.mean()), error)
 
 
+class ThermalLeaf(NamedTuple):
+    """What the next step of a torch optimizer does to one parameter, as the readings of this module need it.
+
+    Attributes:
+        temperature: that of its group.
+        gain: ``F_0``, a number or a tensor like the parameter.
+        white: ``w``.
+        decay: the weight decay that is a part of the loss; ``None`` where there is one that is not.
+        sign: -1 where the optimizer climbs the loss.
+    """
+
+    temperature: float
+    gain: float | Tensor
+    white: float
+    decay: float | None
+    sign: float = 1.0
+
+
+@runtime_checkable
+class Thermal(Protocol):
+    """An optimizer that knows its own response: those of :mod:`bayesopt_chain.optim`."""
+
+    def thermal_leaves(self) -> Mapping[str, ThermalLeaf]:
+        """By the parameter's name, what the next step does to it; without those that get no noise."""
+        ...
+
+
 class Temperatures(NamedTuple):
     """Temperatures over the one that was asked for, by the path of the leaf; 1 is right.
 
@@ -118,7 +144,8 @@ def temperatures(
 
     Args:
         draws: of :func:`bayesopt_chain.sample`; with ``tx``, ``loss`` and ``batches`` they give the configurational ones.
-        tx: the chain that made them. Weight decay and localisation at its head count as a part of the loss.
+        tx: the chain, or the optimizer of :mod:`bayesopt_chain.optim`, that made them. Weight decay and localisation at its
+            head count as a part of the loss.
         loss: ``loss(params, batch)`` as the step had it.
         batches: all data, in batches of one size; gone through once for each draw.
         thermometer: the callback that watched the run; it gives the kinetic ones.
@@ -153,7 +180,7 @@ def temperatures(
         raise ValueError("temperatures: the configurational ones need draws, tx, loss and batches")
     if len(draws) < 4:
         raise ValueError(f"temperatures: needs at least 4 draws, got {len(draws)}; run longer")
-    tx, _ = _unwrapped(tx, None)
+    judge = _OptimizerForces(tx) if isinstance(tx, Thermal) else _ChainForces(_unwrapped(tx, None)[0])
     batches = list(batches)
     if not batches:
         raise ValueError("temperatures: batches is empty")
@@ -161,16 +188,12 @@ def temperatures(
     data: dict[str, list[Tensor]] = {}
     centres = _other_halves(draws)
     levels: dict[str, float] = {}
-    state: Any = None
     for n, draw in enumerate(draws):
         rows: list[tuple[dict[str, float], dict[str, float]]] = []
         for c, params in enumerate(_chains(draw, draws.chains)):
             centre = _chains(centres[n >= len(draws) // 2], draws.chains)[c]
-            if state is None:
-                with torch.random.fork_rng(devices=[]):
-                    state = tx.init(params)
-                levels = _levels(tx, state, temperature)
-            rows.append(_virial(tx, state, params, centre, loss, batches))
+            levels = levels or judge.levels(params, temperature)
+            rows.append(_virial(judge, params, centre, loss, batches))
         for out, k in ((total, 0), (data, 1)):
             for name, level in levels.items():
                 out.setdefault(name, []).append(torch.tensor([row[k][name] / level for row in rows]))
@@ -186,7 +209,8 @@ class Thermometer:
     else once in all. Of a resumed run it sees the steps that this process makes.
 
     Args:
-        tx: the chain that the step runs: matched noise, and preconditioners that are diagonal.
+        tx: the chain that the step runs: matched noise, and preconditioners that are diagonal. Or the optimizer of
+            :mod:`bayesopt_chain.optim` inside ``bc.optim.as_step``, made with ``model.named_parameters()``.
         order: of the batches. Independent ones heat the chain by what is read here; those of ``bc.epochs`` in the order
             ``"reshuffled"`` or ``"palindrome"`` by less, and no warning is given (:func:`heating` predicts how much).
         warn_above: the excess over 1 above which :func:`bayesopt_chain.sample` warns when the run ends.
@@ -208,17 +232,15 @@ class Thermometer:
 
     def __init__(self, tx: Any, *, order: str = "independent", warn_above: float = 0.1) -> None:
         inner, _ = _unwrapped(tx, None)
-        if not isinstance(inner, Chain):
-            raise TypeError(f"Thermometer: tx is {type(tx).__name__}, not a chain of this library")
-        own = [x for x in inner.links if isinstance(x.response, OwnNoise)]
-        if own or not any(isinstance(x.response, Noise) for x in inner.links):
-            raise ValueError(
-                f"Thermometer: {own[0] if own else 'this chain'} has no matched noise; the configurational temperature "
-                "(bc.diagnostics.temperatures with a loss) is what there is to read"
+        self.tx, self.order, self.warn_above, self.is_constant = inner, order, warn_above, False
+        if isinstance(inner, Chain):
+            _require_matched_noise(inner)
+            changing = (isinstance(x.response, Rate) or _learns(x.response) for x in inner.links)
+            self.is_constant = not any(changing) and all(x.is_static for x in inner.links if isinstance(x, NoiseLink))
+        elif not isinstance(inner, Thermal):
+            raise TypeError(
+                f"Thermometer: tx is {type(tx).__name__}, not a chain of this library and not an optimizer of bc.optim"
             )
-        self.tx, self.order, self.warn_above = inner, order, warn_above
-        changing = (isinstance(x.response, Rate) or _learns(x.response) for x in inner.links)
-        self.is_constant = not any(changing) and all(x.is_static for x in inner.links if isinstance(x, NoiseLink))
         self.series: dict[str, list[Tensor]] = {}
         self._scales: list[list[Tensor | None]] | None = None
         self._white: list[float] = []
@@ -265,6 +287,20 @@ class Thermometer:
 
     def _prepare(self, it: Iteration) -> None:
         """Remember where the next step starts, and what it may move."""
+        if isinstance(self.tx, Thermal):
+            known = self.tx.thermal_leaves()
+            self._paths = tuple(name(path) for path in paths_of(it.params))
+            at = [known.get(path) for path in self._paths]
+            if known and not any(at):
+                raise ValueError(
+                    f"Thermometer: the optimizer's parameters are named {', '.join(list(known)[:3])}, those of the step "
+                    f"{', '.join(self._paths[:3])}; build the optimizer with model.named_parameters()"
+                )
+            self._scales = [[None if x is None else torch.as_tensor(x.gain * x.temperature).double() for x in at]]
+            self._white = [1.0 if x is None else x.white for x in at]
+            kept = [None if x is None else x.clone() for x in optree.tree_leaves(it.params, none_is_leaf=True)]
+            self._before = it.step, [kept]
+            return
         _, state = _unwrapped(self.tx, it.state)
         stacked = state.layout.shapes != tuple(
             getattr(p, "shape", None) for p in optree.tree_leaves(it.params, none_is_leaf=True)
@@ -304,6 +340,15 @@ class Thermometer:
         assert self._before is not None
         shapes = [getattr(x, "shape", None) for x in self._before[1][0]]
         return shapes != [getattr(x, "shape", None) for x in optree.tree_leaves(it.params, none_is_leaf=True)]
+
+
+def _require_matched_noise(tx: Chain) -> None:
+    own = [x for x in tx.links if isinstance(x.response, OwnNoise)]
+    if own or not any(isinstance(x.response, Noise) for x in tx.links):
+        raise ValueError(
+            f"Thermometer: {own[0] if own else 'this chain'} has no matched noise; the configurational temperature "
+            "(bc.diagnostics.temperatures with a loss) is what there is to read"
+        )
 
 
 def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
@@ -366,11 +411,9 @@ def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
 def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float]:
     """The temperature of each leaf that noise enters."""
     plan, out = tx.plan(state), dict[str, float]()
-    for i, sites in plan.sites.items():
-        link = tx.links[i]
-        assert isinstance(link, NoiseLink)
-        level = float(now(link.temperature, state[i].count)) if temperature is None else temperature
-        out |= {name(state.layout.paths[j]): level for site in sites for j in site.leaves if level > 0}
+    for i, noise in plan.noise.items():
+        level = float(now(noise.link.temperature, state[i].count)) if temperature is None else temperature
+        out |= {name(state.layout.paths[j]): level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
         out = {name(path): temperature for path in state.layout.paths}
     return out
@@ -388,11 +431,11 @@ def _white(tx: Chain, state: Any) -> list[float]:
                 white |= link.order == 1
             if isinstance(x := link.response, (Linear, Metric)):
                 b, a = law.multiply(b, x.b), law.multiply(a, x.a)
-        out.append(-_squares(b, a) if white else _squares(b, a))
+        out.append(-squares(b, a) if white else squares(b, a))
     return out
 
 
-def _squares(b: Sequence[float], a: Sequence[float]) -> float:
+def squares(b: Sequence[float], a: Sequence[float]) -> float:
     """``2 sum_j F_j^2 / (F_0 F(1))`` of ``F = b / a``, by its impulse response."""
     if not sum(b) or not b[0]:
         return 1.0
@@ -408,8 +451,57 @@ def _squares(b: Sequence[float], a: Sequence[float]) -> float:
     return 2 * total / (b[0] / a[0] * level)
 
 
+class _ChainForces:
+    """The temperatures of a chain's leaves, and the gradient that it follows."""
+
+    def __init__(self, tx: Chain) -> None:
+        self.tx, self.state = tx, None
+
+    def levels(self, params: Any, temperature: float | None) -> dict[str, float]:
+        with torch.random.fork_rng(devices=[]):
+            self.state = self.tx.init(params)
+        return _levels(self.tx, self.state, temperature)
+
+    def forces(self, params: Any, grads: Sequence[Any]) -> list[Any]:
+        return with_decay(self.tx, self.state, params, grads)
+
+
+class _OptimizerForces:
+    """The same of a torch optimizer, as its groups stand now."""
+
+    def __init__(self, optimizer: Thermal) -> None:
+        self.leaves = optimizer.thermal_leaves()
+
+    def levels(self, params: Any, temperature: float | None) -> dict[str, float]:
+        names = [name(path) for path in paths_of(params)]
+        if not any(path in self.leaves for path in names):
+            raise ValueError(
+                f"temperatures: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "
+                f"{', '.join(list(self.leaves)[:3]) or 'none'}; build it with model.named_parameters()"
+            )
+        return {n: temperature or self.leaves[n].temperature for n in names if n in self.leaves}
+
+    def forces(self, params: Any, grads: Sequence[Any]) -> list[Any]:
+        out = list(grads)
+        for j, (path, p) in enumerate(zip(paths_of(params), optree.tree_leaves(params, none_is_leaf=True))):
+            leaf = self.leaves.get(name(path))
+            if leaf is None or out[j] is None:
+                continue
+            if leaf.decay is None:
+                raise ValueError(
+                    "temperatures: a decoupled weight decay is no part of the loss; put the prior into the loss, or use an "
+                    "optimizer whose weight decay is in the gradient"
+                )
+            out[j] = leaf.sign * out[j] + leaf.decay * p
+        return out
+
+
 def _virial(
-    tx: Chain, state: Any, params: Any, centre: Any, loss: Callable[[Any, Any], Any], batches: Sequence[Any]
+    judge: _ChainForces | _OptimizerForces,
+    params: Any,
+    centre: Any,
+    loss: Callable[[Any, Any], Any],
+    batches: Sequence[Any],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """``(theta - c) dU/dtheta`` per element of each leaf, and the part of it that the loss contributes."""
     grads: Any = None
@@ -417,7 +509,7 @@ def _virial(
         g, _ = gradient(loss, params, batch)
         grads = g if grads is None else optree.tree_map(torch.add, grads, g)
     mine = [None if g is None else g / len(batches) for g in optree.tree_leaves(grads, none_is_leaf=True)]
-    forces = with_decay(tx, state, params, mine)
+    forces = judge.forces(params, mine)
     out: tuple[dict[str, float], dict[str, float]] = ({}, {})
     flat = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, centre)]
     for path, p, c, whole, data in zip(paths_of(params), *flat, forces, mine):

@@ -32,6 +32,9 @@ def hessian_product(
         batches: of one size; ``bc.epochs(...)`` gives those of its current epoch. They are kept.
         max_batches: use at most so many.
 
+    Returns:
+        The product, a function of a tree that returns a tree.
+
     Raises:
         ValueError: no batch.
 

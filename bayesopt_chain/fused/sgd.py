@@ -35,7 +35,6 @@ from torch import Tensor
 
 from bayesopt_chain import tracing
 from bayesopt_chain._torch import foreach_add_, foreach_copy_, fused_sgd_
-from bayesopt_chain.core import injection
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.filters import Filtered
 from bayesopt_chain.core.matching import Site
@@ -91,9 +90,8 @@ class FusedSGD:
             return state
         noise = state[self.noise]
         if buffers.own is None:
-            site, link = buffers.site, self.chain.links[self.noise]
-            weather = injection.foresee(link, [site], noise, lambda *_: None)  # pyright: ignore[reportArgumentType]
-            (x,), after = injection.draw(link, [site], noise, weather, g, buffers.plan.numbers, IN_PLACE)  # pyright: ignore[reportArgumentType]
+            site, injection = buffers.site, buffers.plan.noise[self.noise]
+            (x,), after = injection.draw(noise, injection.strength(noise), g, IN_PLACE)
             self._sweep(buffers.theta, IN_PLACE.add(live, x.noise), buffers.velocity)
             if site.carried:
                 IN_PLACE.add(buffers.velocity, x.noise, site.carried)
@@ -211,7 +209,7 @@ class _Buffers:
         self.velocity = [trace[place[j]] for j in self.live] if trace else []
         if form.noise is None:
             return
-        link, sites = form.chain.links[form.noise], plan.sites[form.noise]
+        link, sites = plan.noise[form.noise].link, plan.noise[form.noise].sites
         if not sites:  # a learning rate of zero
             self.usable = False
             return

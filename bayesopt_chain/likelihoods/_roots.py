@@ -1,10 +1,10 @@
 """Roots of the output Hessian, made on demand: a likelihood over many classes has more factors than memory.
 
-For b data with outputs `[b, *event]` a root S has K columns a datum, s_kb, and answers without holding them all
+For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, and answers without holding them all
 
-    part(k0, k1)   the columns s_k, k0 <= k < k1       `[k1 - k0, b, *event]`
-    combine(w)     sum_k w_kb s_kb                     `[b, *event]` for weights `[b, K]`
-    diagonal()     sum_k s_kb^2                        `[b, *event]`
+    part(k0, k1)   the columns s_k, k0 <= k < k1       ``[k1 - k0, b, *event]``
+    combine(w)     sum_k w_kb s_kb                     ``[b, *event]`` for weights ``[b, K]``
+    diagonal()     sum_k s_kb^2                        ``[b, *event]``
 
     Elementwise    s_k = scale_k e_k                       K = E, the number of entries of an event
     Softmax        s_k = sqrt(p_k) (e_k - p)               K = E: classes on the last axis, one softmax a position
@@ -21,7 +21,14 @@ from torch import Tensor
 
 
 class OutputRoot(ABC):
-    """A root S of the Hessian of the loss in the outputs, `sum_k s_k s_k^T`, for a batch of b data."""
+    """A root S of the Hessian of the loss in the outputs, ``sum_k s_k s_k^T``, for a batch of b data.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> root = bc.likelihoods.categorical().root(torch.zeros(1, 2), torch.tensor([0]))
+        >>> root.columns, root.diagonal()
+        (2, tensor([[0.2500, 0.2500]]))
+    """
 
     separates_positions: bool
     """Whether every column is zero outside of one position, an index of all event axes but the last."""
@@ -33,20 +40,20 @@ class OutputRoot(ABC):
 
     @abstractmethod
     def part(self, start: int, stop: int) -> Tensor:
-        """Return the columns from `start` up to `stop`, `[stop - start, b, *event]`."""
+        """Return the columns from ``start`` up to ``stop``, ``[stop - start, b, *event]``."""
 
     @abstractmethod
     def combine(self, weights: Tensor) -> Tensor:
-        """Return `sum_k w_kb s_kb`, `[b, *event]`, for weights `[b, K]`."""
+        """Return ``sum_k w_kb s_kb``, ``[b, *event]``, for weights ``[b, K]``."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """Return the diagonal of `S S^T`, `[b, *event]`."""
+        """Return the diagonal of ``S S^T``, ``[b, *event]``."""
 
 
 @dataclass(frozen=True)
 class Elementwise(OutputRoot):
-    """The k-th column is `scale`, `[b, *event]`, at the event's k-th entry and 0 elsewhere: independent outputs."""
+    """The k-th column is ``scale``, ``[b, *event]``, at the event's k-th entry and 0 elsewhere: independent outputs."""
 
     scale: Tensor
     separates_positions = True
@@ -67,7 +74,7 @@ class Elementwise(OutputRoot):
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
-    """The root of `diag(p) - p p^T` at every position: `p`, `[b, *, C]`, are the class probabilities."""
+    """The root of ``diag(p) - p p^T`` at every position: ``p``, ``[b, *, C]``, are the class probabilities."""
 
     p: Tensor
     separates_positions = True
@@ -99,7 +106,7 @@ class Softmax(OutputRoot):
 
 @dataclass(frozen=True)
 class Explicit(OutputRoot):
-    """Columns that are held: `held`, `[K, b, *event]`."""
+    """Columns that are held: ``held``, ``[K, b, *event]``."""
 
     held: Tensor
     separates_positions = False
@@ -123,7 +130,7 @@ def _entries(outputs: Tensor) -> int:
 
 
 def _units(outputs: Tensor, start: int, stop: int) -> Tensor:
-    """Return the unit vectors `start` to `stop` of an event, `[stop - start, 1, *event]`."""
+    """Return the unit vectors ``start`` to ``stop`` of an event, ``[stop - start, 1, *event]``."""
     units = torch.zeros(stop - start, _entries(outputs), dtype=outputs.dtype, device=outputs.device)
     units.diagonal(start).fill_(1)
     return units.reshape(stop - start, 1, *outputs.shape[1:])

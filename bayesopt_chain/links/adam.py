@@ -26,9 +26,10 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Response
-from bayesopt_chain.core.scalar_or_schedule import by_count, new_counts, readable
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.core.scalar_or_schedule import by_count
+from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.links.rms import averaged, frozen_note, inverse_coloured, require_decay, require_settings
+from bayesopt_chain.tracing import is_readable
 
 
 class ScaleByAdamState(NamedTuple):
@@ -116,8 +117,8 @@ class ScaleByAdam(TwoMoments):
         correct = by_count(lambda c: 1 - pow(self.b2, self.steady(c)), state.count)
         return [n.div(c).add_(self.eps_root).sqrt_().add(self.eps) for n, c in zip(state.nu, correct)]
 
-    def colour(self, state: ScaleByAdamState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: ScaleByAdamState, at: At) -> Leaves:
+        return inverse_coloured(e, at.learned, power)
 
     def update(self, g: Leaves, state: ScaleByAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByAdamState]:
         mu = self.first(g, state, op)
@@ -139,8 +140,8 @@ class ScaleByAdaMax(TwoMoments):
     def made_of(self, state: ScaleByAdamaxState) -> tuple[Tensor, ...]:
         return state.nu
 
-    def colour(self, state: ScaleByAdamaxState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: ScaleByAdamaxState, at: At) -> Leaves:
+        return inverse_coloured(e, at.learned, power)
 
     def update(self, g: Leaves, state: ScaleByAdamaxState, op: Op, at: At) -> tuple[Leaves, ScaleByAdamaxState]:
         mu = self.first(g, state, op)
@@ -177,10 +178,11 @@ class ScaleByRAdam(TwoMoments):
         factors = by_count(self._factors, state.count)
         return [(n.sqrt().add(self.eps), f) for n, f in zip(state.nu, factors)]
 
-    def colour(self, state: ScaleByRAdamState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        made = [at.learned[n] for n in k]
+    def colour(self, e: Leaves, power: float, state: ScaleByRAdamState, at: At) -> Leaves:
         start = 0.0 if self.rectifies else 1.0  # of the noise's scale
-        return inverse_coloured(e, [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in made], power)
+        return inverse_coloured(
+            e, [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in at.learned], power
+        )
 
     def update(self, g: Leaves, state: ScaleByRAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByRAdamState]:
         mu = self.first(g, state, op)
@@ -219,7 +221,7 @@ def _choose(f: _Factors, yes: Tensor, no: Tensor) -> Tensor:
 
 def _number(count: Tensor) -> int | Tensor:
     """A counter as a Python number where reading it costs nothing (CPU, untransformed), else in float64."""
-    return int(count) if readable(count) else count.to(torch.float64)
+    return int(count) if is_readable(count) else count.to(torch.float64)
 
 
 def _power(decay: float, count: Tensor) -> Any:

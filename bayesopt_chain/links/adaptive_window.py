@@ -8,7 +8,6 @@ learns from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Response
-from bayesopt_chain.core.scalar_or_schedule import new_counts
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.core.state import new_counts, zeros
 from bayesopt_chain.links.rms import inverse_coloured
 
 
@@ -63,8 +61,8 @@ class AdaptiveWindow(Link):
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
         return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]  # pyright: ignore[reportCallIssue]
 
-    def colour(self, state: AdaptiveWindowState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: AdaptiveWindowState, at: At) -> Leaves:
+        return inverse_coloured(e, at.learned, power)
 
     def update(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[Leaves, AdaptiveWindowState]:
         return op.div(g, at.learned), state
@@ -94,7 +92,7 @@ def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:
+    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
             "nothing is learned without one, and sampling is exact only behind it"

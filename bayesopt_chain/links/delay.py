@@ -44,6 +44,12 @@ def delay() -> Chain:
 
     No matched noise exists behind a delay: the noise would have to be known a step ahead.
 
+    Returns:
+        A link; its state holds one tensor for each parameter.
+
+    Raises:
+        ValueError: at ``init`` of a chain with a noise link, this link beside it.
+
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.delay()

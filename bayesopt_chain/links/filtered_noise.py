@@ -19,7 +19,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, require_valid, root
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.core.state import zeros
 
 
@@ -50,16 +50,16 @@ class FilteredNoise(Keyed):
 
     def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
         xi = self.normals(state, g, at, len(self.current))
-        e = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
+        e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
         if self.later:
             e = [y + kept for y, kept in zip(e, memory)]
-            later = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
-            memory = tuple(op.put(memory, later))  # pyright: ignore[reportArgumentType]
-        e = [y.to(x.dtype) for x, y in zip(g, e)]  # pyright: ignore[reportAttributeAccessIssue]
+            later: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.later)), start=0) for x in xi]
+            memory = tuple(op.put(memory, later))
+        e = [y.to(x.dtype) for x, y in zip(g, e)]
         if isinstance(temperature, Tensor):
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.chain import ANY
-from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Response
 from bayesopt_chain.core.state import ALL
@@ -20,7 +19,7 @@ from bayesopt_chain.core.state import ALL
 class Foreign(Link):
     """The link that stands for it. Where a rising rate asks for it, all its floating-point state is scaled by one factor."""
 
-    transformation: GradientTransformation
+    transformation: Any  # a ``GradientTransformation``
     declared: Response | None = None  # None: nobody declared it
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
@@ -57,8 +56,9 @@ def _copied(old: Sequence[Any], new: Sequence[Any], op: Op) -> list[Any]:
 
 def keywords_of(link: GradientTransformation) -> frozenset[str]:
     """Named keywords of an ``update`` beyond the protocol's own."""
-    if hasattr(link, "accepts"):
-        return link.accepts  # pyright: ignore[reportAttributeAccessIssue]
+    accepts: frozenset[str] | None = getattr(link, "accepts", None)
+    if accepts is not None:
+        return accepts
     parameters = list(inspect.signature(link.update).parameters.values())[2:]
     names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
     return frozenset(names) - {"params", "inplace"}

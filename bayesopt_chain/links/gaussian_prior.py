@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, paths_of
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
+from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 
@@ -154,7 +155,7 @@ def _by_leaf(tree: Any, what: str, leaves: Leaves, at: At) -> tuple[Tensor, ...]
     values = optree.tree_leaves(tree)
     if list(paths_of(tree)) != at.paths or len(values) != len(leaves):
         try:
-            params = at.spec.unflatten(at.all_params)
+            params = at.spec.unflatten(at.all_params or [])
             spread = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )

@@ -8,19 +8,18 @@ step still needs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.injection import NoiseLink, Weather
-from bayesopt_chain.core.matching import Site
+from bayesopt_chain.core.injection import Injection, Strength
+from bayesopt_chain.core.link import NoiseLink
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
+from bayesopt_chain.core.update import Update
 from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.tracing import is_plain
 
@@ -31,20 +30,18 @@ LOW = (torch.bfloat16, torch.float16)
 class LangevinNoise(NoiseLink):
     """The link behind :func:`inject_langevin_noise`."""
 
-    def started(
-        self, sites: Sequence[Site], weather: Weather, leaves: Sequence[Any], coloured: Callable[..., Any]
-    ) -> None:
+    def started(self, injection: Injection, strength: Strength, update: Update) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
 
         Learned preconditioners are not known yet and count as one.
         """
-        for site, (coefficients, _, after) in zip(sites, weather.coefficients):
+        leaves = update.params or []
+        for site, (coefficients, _, after) in zip(injection.sites, strength.by_site):
             low = [(n, j) for n, j in enumerate(site.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
-                c = coefficients if site.constants is not None else coefficients[n]
                 ones = [torch.ones(()).double() for _ in range(site.process.draws)]
-                e, _ = site.process.step(ones, [torch.zeros(()).double()] * site.process.memory, c)
-                (e,) = coloured(site, [j], [e.float().expand(leaves[j].shape).clone()])
+                e, _ = site.process.step(ones, [torch.zeros(()).double()] * site.process.memory, coefficients[n])
+                (e,) = update.coloured(site, [j], [e.float().expand(leaves[j].shape).clone()])
                 behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
                 step = float(e.float().abs().mean()) * site.gain * behind
                 size = float(leaves[j].detach().abs().float().mean())
@@ -118,7 +115,7 @@ def inject_langevin_noise(
         )
     """
     checks.temperature(temperature)
-    if order not in (1, 2) or isinstance(order, bool):
+    if order not in (1, 2) or isinstance(order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
     if noise not in ("gaussian", "rademacher", "three_point"):
         raise ValueError(

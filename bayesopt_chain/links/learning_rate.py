@@ -17,7 +17,8 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Rate, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_schedule, new_counts, scalar
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_schedule, scalar
+from bayesopt_chain.core.state import new_counts
 from bayesopt_chain.tracing import is_hidden
 
 
@@ -74,7 +75,11 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
         lr: learning rate: a number, a 0-d tensor read at every update (so that it can change under a captured step), or
             a schedule ``count -> lr`` of the number of updates so far.
 
+    Returns:
+        A link; its state counts the updates if ``lr`` is a schedule.
+
     Raises:
+        TypeError: neither a number, a tensor nor a function.
         ValueError: a negative number.
 
     Example:
@@ -95,6 +100,15 @@ def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
 def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
+    Args:
+        step_size: a number, negative to descend.
+
+    Returns:
+        A link without state.
+
+    Raises:
+        TypeError: not a number.
+
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx = bc.scale(2.0)
@@ -107,6 +121,16 @@ def scale(step_size: float) -> Chain:
 @checked_types
 def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
     """Multiply by ``step_size_fn(count)``, a positive function of the number of updates so far.
+
+    Args:
+        step_size_fn: takes the count, a 0-d int64 tensor, and returns a number or a 0-d tensor.
+
+    Returns:
+        A link; its state counts the updates.
+
+    Raises:
+        TypeError: not a function.
+        ValueError: at ``init`` and ``update`` beside a noise link, a factor that is negative or not finite.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -50,7 +50,7 @@ class AddLocalization(Link):
         return Decay(self.strength)
 
     def init(self, leaves: Leaves, at: At) -> LocalizationState:
-        params = at.spec.unflatten(at.all_params)
+        params = at.spec.unflatten(at.all_params or [])
         try:
             tree = optree.tree_broadcast_prefix(self.center, params, none_is_leaf=True)
         except ValueError as err:

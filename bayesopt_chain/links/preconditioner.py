@@ -11,7 +11,6 @@ With ``P = Lambda^-1 = R R^T`` noise ``e`` of the rest of the chain enters behin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -71,6 +70,12 @@ def running_rms(
         initial_scale: first value of ``nu``.
         freeze_after: number of updates after which ``P`` stays as it is. From there on sampling is exact.
 
+    Returns:
+        The estimator.
+
+    Raises:
+        ValueError: ``freeze_after`` below 1.
+
     Example:
         >>> import bayesopt_chain as bc
         >>> bc.scale_by_preconditioner(bc.running_rms(0.9, freeze_after=100))
@@ -100,23 +105,27 @@ class Precondition(Link):
         return Metric()
 
     def init(self, leaves: Leaves, at: At) -> PreconditionerState:
-        params = at.spec.unflatten(at.all_params)
+        params: Any = at.spec.unflatten(at.all_params or [])
+        given: Any = self.tree
+        values: list[Any]
         try:
-            tree = self.tree if not isinstance(self.tree, Tensor) else optree.tree_map(lambda _: self.tree, params)
+            tree = (
+                self.tree if not isinstance(self.tree, Tensor) else at.spec.unflatten([self.tree] * at.spec.num_leaves)
+            )
             values = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
         except ValueError:
             try:
-                values = at.spec.flatten_up_to(self.tree)
+                values = list(at.spec.flatten_up_to(given))
             except ValueError as err:
                 raise ValueError(
                     f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
                 ) from None
         return PreconditionerState(tuple([_positive(values[j], p) for j, p in zip(at.index, leaves)]))
 
-    def colour(self, state: PreconditionerState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return [x.mul_(state.preconditioner[n] ** power) for n, x in zip(k, e)]
+    def colour(self, e: Leaves, power: float, state: PreconditionerState, at: At) -> Leaves:
+        return [x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
 
     def update(self, g: Leaves, state: PreconditionerState, op: Op, at: At) -> tuple[Leaves, PreconditionerState]:
         return op.mul(g, list(state.preconditioner)), state
@@ -145,7 +154,7 @@ class SolvePrecision(Link):
     def response(self) -> Response:
         return Metric(diagonal=False)
 
-    def colour(self, state: Any, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
+    def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
         return [y.to(x.dtype) for x, y in zip(e, at.leaves(self.precision.sqrt_solve(at.tree(e))))]
 
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
@@ -163,6 +172,9 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
             prefix of the parameter tree); an estimator such as :func:`running_rms`; or a precision ``Lambda``, which answers
             ``solve(tree)`` and ``sqrt_solve(tree)``, for ``P = Lambda^-1``: it is frozen, and may couple all parameters.
             Decompose it first (``precision.factorised()``) so that steps only solve. At T > 0 it stands before the momentum.
+
+    Returns:
+        A link.
 
     Raises:
         ValueError: an entry that is not positive and finite; a tree that does not fit the parameters (at ``init``); at

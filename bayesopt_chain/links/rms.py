@@ -29,8 +29,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import PURE, Leaves, Op
 from bayesopt_chain.core.response import Metric, Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import new_counts
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.core.state import new_counts, zeros
 
 
 class RunningScaleState(NamedTuple):
@@ -118,8 +117,8 @@ class RunningScale(Link):
         # rounding may leave less than 0, of which TorchOpt makes NaN
         return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
-    def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: RunningScaleState, at: At) -> Leaves:
+        return inverse_coloured(e, at.learned, power)
 
     def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
         return op.div(g, at.learned), state
@@ -150,8 +149,8 @@ class RootSumOfSquares(Link):
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
         return ScaleByRssState(nu, op.count(state.count)), [n.sqrt().add(self.eps) for n in nu]
 
-    def colour(self, state: ScaleByRssState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: ScaleByRssState, at: At) -> Leaves:
+        return inverse_coloured(e, at.learned, power)
 
     def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
         return [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)], state
@@ -211,6 +210,7 @@ def scale_by_rms(
         initial_scale: first mean of squares.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds one tensor for each parameter.
 
@@ -239,6 +239,7 @@ def scale_by_stddev(
         initial_scale: first mean of squares.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds two tensors for each parameter.
 
@@ -265,6 +266,7 @@ def scale_by_rss(
         eps: added to the root, not negative.
         freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
             from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+
     Returns:
         A link; its state holds one tensor for each parameter. A parameter that never had a gradient does not move.
 

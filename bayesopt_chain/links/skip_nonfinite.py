@@ -21,6 +21,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
+from bayesopt_chain.core.state import flattened
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.trees import all_finite
 
@@ -102,7 +103,7 @@ def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
         >>> updates, state.skipped, state.inner[0].trace
         (tensor([0., 0.]), tensor(1), (tensor([0., 0.]),))
     """
-    if not isinstance(tx, GradientTransformation):
+    if not isinstance(tx, GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"skip_nonfinite: tx is {tx!r}, not a gradient transformation")
     return SkipNonfinite(tx)
 
@@ -111,14 +112,14 @@ class _Skip:
     """The two functions."""
 
     def __init__(self, transformation: GradientTransformation) -> None:
-        self.tx = transformation
+        self.tx: Any = transformation
 
     def init(self, params: Any, **options: Any) -> SkipState:
         leaves = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
         device = leaves[0].device if leaves else torch.device("cpu")
         return SkipState(self.tx.init(params, **options), torch.zeros((), dtype=torch.int64, device=device))
 
-    def update(self, updates: Any, state: SkipState, *, params: Any = None, inplace: bool = True, **extra: Any):
+    def update(self, updates: Any, state: SkipState, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         both: Any = (updates, extra)
         ok = all_finite(optree.tree_leaves(both))
         if not tracing.is_readable(ok):
@@ -131,14 +132,20 @@ class _Skip:
             return still, SkipState(state.inner, state.skipped.add_(1))
         return still, SkipState(optree.tree_map(torch.clone, state.inner), state.skipped + 1)
 
-    def _choose(self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]):
+    def _choose(
+        self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]
+    ) -> Any:
         """The same without looking. Zeros go in where the gradient is bad, so that nothing not finite is differentiated."""
         given: Any = (updates, extra)
-        safe: Any = optree.tree_map(lambda x: _where(ok, x, 0.0), given)
+
+        def kept(x: Any) -> Any:
+            return _where(ok, x, 0.0)
+
+        safe: Any = optree.tree_map(kept, given)
         moves, inner = self.tx.update(safe[0], state.inner, params=params, inplace=False, **safe[1])
-        moves = optree.tree_map(lambda x: _where(ok, x, 0.0), moves)
-        old, structure = optree.tree_flatten(state.inner)
-        new, grown = optree.tree_flatten(inner)
+        moves = optree.tree_map(kept, moves)
+        old, structure = flattened(state.inner)
+        new, grown = flattened(inner)
         if structure != grown or any(a.shape != b.shape for a, b in zip(old, new)):
             raise ValueError(
                 "skip_nonfinite: the state grows with the update, so that it cannot be kept without looking at the gradient; "

@@ -61,6 +61,9 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
         weight_decay: not negative; 0 is the identity.
         mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay.
 
+    Returns:
+        A link without state.
+
     Raises:
         ValueError: negative weight decay; at ``update``, missing parameters.
 
@@ -80,6 +83,16 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
 @checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
     """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
+
+    Args:
+        weight_decay: not negative; 0 adds nothing.
+        maximize: climb the loss instead.
+
+    Returns:
+        A link without state; the empty chain if there is nothing to do.
+
+    Raises:
+        ValueError: negative weight decay; at ``update``, missing parameters.
 
     Example:
         >>> import bayesopt_chain as bc

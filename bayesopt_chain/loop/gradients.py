@@ -101,6 +101,9 @@ def svrg(loss: Loss, full_gradient: Callable[[Any], Any]) -> GradientEstimator:
         A :class:`GradientEstimator` that costs two gradients of the batch. Call ``refresh(params, state)`` once an epoch or so:
         one gradient of all data.
 
+    Raises:
+        ValueError: at a step, a loss that is no scalar.
+
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> data = torch.randn(100, 2)
@@ -127,6 +130,12 @@ def mean_gradient(loss: Loss, batches: Iterable[Any]) -> Callable[[Any], Any]:
     Args:
         loss: ``loss(params, batch)``, mean over the batch.
         batches: all data, in batches of one size (else the mean of their means is not the mean), gone through at each call.
+
+    Returns:
+        ``full_gradient(params)``, a tree like the parameters.
+
+    Raises:
+        ValueError: at a call, no batch, such as of an iterator that is used up.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -181,14 +190,30 @@ class EstimatedStep:
 def make_estimated_step(
     estimator: GradientEstimator, tx: GradientTransformation, *, inplace: bool = False
 ) -> EstimatedStep:
-    """One step of a chain whose gradients come from an estimator. See :func:`svrg` for an example.
+    """One step of a chain whose gradients come from an estimator.
 
     Args:
         estimator: from :func:`control_variates` or :func:`svrg`, or three functions like theirs.
-        tx: any gradient transformation. inplace: overwrite params and state.
+        tx: any gradient transformation.
+        inplace: overwrite params and state.
 
     Returns:
         A callable ``step(params, state, batch) -> (params, state, Info)`` with ``init(params)`` and ``refresh(params, state)``.
+
+    Raises:
+        TypeError: ``tx`` is no gradient transformation.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> data = torch.arange(6.0).split(2)
+        >>> def loss(p, batch):
+        ...     return ((p - batch) ** 2).mean() / 2
+        >>> estimator = bc.gradients.control_variates(loss, bc.gradients.mean_gradient(loss, data), torch.tensor(2.0))
+        >>> step = bc.gradients.make_estimated_step(estimator, bc.sgd(1.0))
+        >>> params = torch.tensor(2.0)
+        >>> params, state, info = step(params, step.init(params), data[0])
+        >>> params      # at the mode the estimate is the whole gradient, -0.5, whatever the batch
+        tensor(2.5000)
     """
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_estimated_step: tx is {tx!r}, not a gradient transformation")

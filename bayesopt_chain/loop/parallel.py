@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, tracing
-from bayesopt_chain.core.state import path_name
+from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.options import joined, split
 from bayesopt_chain.loop.step import Step
@@ -244,12 +244,11 @@ def unstack(tree: Any) -> list[Any]:
         >>> bc.unstack({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})[1]
         {'w': tensor([3., 4.])}
     """
-    paths, leaves, structure = optree.tree_flatten_with_path(tree)
-    lengths = {path: x.shape[0] if isinstance(x, Tensor) and x.ndim else None for path, x in zip(paths, leaves)}
-    if not leaves or None in lengths.values() or len(set(lengths.values())) > 1:
-        shown = "; ".join(
-            f"{path_name(path) or 'the tensor'} has {n or 'none'}" for path, n in list(lengths.items())[:4]
-        )
+    leaves, structure = optree.tree_flatten(tree)
+    lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
+    if not leaves or None in lengths or len(set(lengths)) > 1:
+        named = list(zip(paths_of(tree), lengths))
+        shown = "; ".join(f"{path or 'the tensor'} has {n or 'none'}" for path, n in named[:4])
         raise ValueError(
             f"unstack: every leaf needs an axis 0 of one length, but {shown or 'the tree is empty'}; pass what bc.stack or "
             "bc.parallel made"

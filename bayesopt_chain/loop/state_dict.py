@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.state import State, named_tensors
+from bayesopt_chain.core.state import State, is_by_leaf, paths_of
 
 
 def state_dict(state: State) -> dict[str, Tensor]:
@@ -30,12 +31,11 @@ def state_dict(state: State) -> dict[str, Tensor]:
     """
     if not isinstance(state, State):
         raise TypeError(f"state_dict: state must be what init of a chain returned, got {type(state).__name__}")
-    return named_tensors(state)
+    return _named_tensors(state)
 
 
 class Difference(NamedTuple):
-    """What :func:`load_state_dict` did not write: names that the state has and the dictionary lacks, and the other "
-    "way round."""
+    """What :func:`load_state_dict` did not write: names that only the state has, and names that only the dictionary has."""
 
     missing: list[str]
     unknown: list[str]
@@ -101,3 +101,19 @@ def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[st
 
     a, b = bare(mine), bare(theirs)
     return {a[name][0]: b[name][0] for name in a.keys() & b.keys() if len(a[name]) == len(b[name]) == 1}
+
+
+def _named_tensors(state: State) -> dict[str, Tensor]:
+    """Every tensor of a state under ``number.kind.field.path``: the tensors themselves, not copies."""
+    layout, out = state.layout, dict[str, Tensor]()
+    for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
+        names = [layout.paths[j] for j in where]
+        fields = entry._asdict() if hasattr(entry, "_asdict") else {"state": entry}
+        for field, value in fields.items():
+            stem = f"{i}.{kind}.{field}"
+            if is_by_leaf(value, len(names)) and all(isinstance(t, Tensor) for t in value):
+                out.update({stem + name: t for name, t in zip(names, value)})
+            else:
+                leaves = optree.tree_leaves(value, none_is_leaf=True)
+                out.update({stem + path: t for path, t in zip(paths_of(value), leaves)})
+    return out

@@ -29,8 +29,9 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import batches, checks, tracing
-from bayesopt_chain.core.chain import ANY, Chain
-from bayesopt_chain.core.leaves import owned
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import ANY
+from bayesopt_chain.core.op import owned
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite, SkipState

@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.optim import _noise
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
+from bayesopt_chain.optim._thermal import leaves_of
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
@@ -186,6 +188,10 @@ class Sampling(torch.optim.Optimizer):
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self.__dict__["_fused_scaling"] = value
+
+    def thermal_leaves(self) -> dict[str, ThermalLeaf]:
+        """What :class:`bayesopt_chain.diagnostics.Thermometer` reads: by name, the leaves that the next step gives noise to."""
+        return dict(leaves_of(self))
 
     # the step
 

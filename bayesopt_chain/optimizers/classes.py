@@ -21,7 +21,13 @@ DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_cha
 
     The chain is :func:`bayesopt_chain.{function}`.
 
-    Takes the parameters first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
+    Args:
+        params: an iterable of tensors.
+        lr and the others: TorchOpt's, in TorchOpt's order, with the meaning of :func:`bayesopt_chain.{function}`.
+        temperature: keyword only; number, 0-d tensor or schedule. Default 0, at which this is TorchOpt's class bit for bit.
+
+    Raises:
+        ValueError: as :func:`bayesopt_chain.{function}`.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -35,7 +41,13 @@ DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_cha
 TORCHS = {"RMSProp": "RMSprop", "AdaGrad": "Adagrad", "AdaMax": "Adamax", "AdaDelta": "Adadelta"}  # spelled otherwise
 META = """``torchopt.{name}`` with a temperature; see :func:`bayesopt_chain.{function}`.
 
-    Takes the module first, then TorchOpt's arguments in TorchOpt's order, then keyword-only ``temperature=0.0``.
+    Args:
+        module: whose parameters are replaced by their update in each ``step(loss)``, which keeps the graph.
+        lr and the others: TorchOpt's, in TorchOpt's order, with the meaning of :func:`bayesopt_chain.{function}`.
+        temperature: keyword only; number, 0-d tensor or schedule. Default 0, at which this is TorchOpt's class bit for bit.
+
+    Raises:
+        ValueError: as :func:`bayesopt_chain.{function}`.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -52,6 +52,13 @@ def sgd(
         maximize: climb instead; the target becomes ``exp(+loss / temperature)``.
         temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``sgd``.
 
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        TypeError, ValueError: a negative lr, momentum or weight decay, Nesterov without momentum or with dampening; at
+            ``init``, at T > 0, momentum of 1 or more, or parameters that cannot be sampled.
+
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> tx, params = bc.sgd(0.1, temperature=1 / 1000), {"w": torch.zeros(3)}
@@ -97,6 +104,13 @@ def adam(
         temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``adam``.
         freeze_after: number of updates after which the second moment stays as it is.
 
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        TypeError, ValueError: a negative lr, eps or weight decay, betas outside [0, 1); at ``init``, at T > 0,
+            parameters that cannot be sampled.
+
     Example:
         >>> import bayesopt_chain as bc
         >>> bc.adam(1e-3, temperature=1e-4, freeze_after=500)
@@ -136,10 +150,17 @@ def adamw(
     is matched to it.
 
     Args:
+        lr, betas, eps, eps_root, moment_requires_grad, maximize, use_accelerated_op, temperature, freeze_after: as
+            :func:`adam`.
+        weight_decay: decoupled: added behind the preconditioner.
         mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay. (TorchOpt's flat mode
             ignores it.)
 
-    The other arguments are :func:`adam`'s.
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        ValueError: as :func:`adam`; at ``update``, missing parameters.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -168,7 +189,25 @@ def adamax(
     temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
-    """AdaMax (Kingma and Ba, 2014): Adam with a running maximum. Arguments and target as :func:`adam`.
+    """AdaMax (Kingma and Ba, 2014): Adam with a running maximum in the place of the second moment.
+
+    While ``P`` follows the gradients the target is roughly ``P^-1 exp(-loss / temperature)``; from ``freeze_after`` updates
+    on it is ``exp(-loss / temperature)``.
+
+    Args:
+        lr: learning rate.
+        betas: weights of the past in the first moment and in the maximum.
+        eps: added to it.
+        weight_decay: added to the gradient.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``adamax``.
+        freeze_after: number of updates after which the second moment stays as it is.
+
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        ValueError: as :func:`adam`.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -198,7 +237,25 @@ def radam(
     temperature: ScalarOrSchedule = 0.0,
     freeze_after: int | None = None,
 ) -> Chain:
-    """RAdam (Liu et al., 2019). Arguments and target as :func:`adam`.
+    """RAdam (Liu et al., 2019): Adam that scales by the second moment only once its variance is known.
+
+    While ``P`` follows the gradients the target is roughly ``P^-1 exp(-loss / temperature)``; from ``freeze_after`` updates
+    on it is ``exp(-loss / temperature)``.
+
+    Args:
+        lr: learning rate.
+        betas: weights of the past in the first moment and in the second.
+        eps: added to the root.
+        weight_decay: added to the gradient.
+        moment_requires_grad: create the moments with ``requires_grad=True``.
+        temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``radam``.
+        freeze_after: number of updates after which the second moment stays as it is.
+
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        ValueError: as :func:`adam`.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -238,6 +295,13 @@ def adagrad(
         eps: added to the root.
         maximize: climb instead.
         temperature, freeze_after: as :func:`adam`.
+
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        TypeError, ValueError: a negative lr, lr_decay, weight decay, eps or first sum; at ``init``, at T > 0,
+            parameters that cannot be sampled.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -282,6 +346,13 @@ def rmsprop(
         maximize: climb instead.
         temperature, freeze_after: as :func:`adam`.
 
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        TypeError, ValueError: a negative lr, alpha, eps, weight decay or momentum; at ``init``, at T > 0, momentum of 1
+            or more, or parameters that cannot be sampled.
+
     Example:
         >>> import bayesopt_chain as bc
         >>> bc.rmsprop(0.01, momentum=0.9)
@@ -317,6 +388,13 @@ def adadelta(
     Args:
         lr, rho, eps, weight_decay, moment_requires_grad: as in TorchOpt.
         temperature: must be 0.
+
+    Returns:
+        The chain, to be used as any ``torchopt.base.GradientTransformation``.
+
+    Raises:
+        TypeError, ValueError: a negative lr, eps or weight decay, ``rho`` outside [0, 1); at ``init``, a temperature
+            above 0.
 
     Example:
         >>> import bayesopt_chain as bc

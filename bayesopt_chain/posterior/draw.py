@@ -14,7 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.link import At, Keyed, require_own_key
+from bayesopt_chain import checks
+from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
 from bayesopt_chain.posterior.state import device_of
@@ -85,7 +86,7 @@ class Drawing(Keyed):
         if self.is_deterministic:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(same, (), state.key, state.count)
-        require_own_key(state.key, leaves)
+        checks.own_key(state.key, leaves)
         noise, moves = self.displacements(state, leaves, names)
         drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
         return Draw(drawn, noise, state.key, state.count)

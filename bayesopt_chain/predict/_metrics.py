@@ -64,6 +64,9 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level
     Returns:
         ``rmse``, ``nll`` (nats a value), ``coverage`` (share of targets inside the interval; ``level`` if calibrated).
 
+    Raises:
+        ValueError: three shapes that differ; a level outside (0, 1).
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import predict
@@ -94,6 +97,10 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
 
     Returns:
         A number in [0, 1]; 0.5 is chance.
+
+    Raises:
+        ImportError: scikit-learn is not installed (``bayesopt_chain[metrics]``).
+        ValueError: no scores on one side, or scores that are not finite.
 
     Example:
         >>> import torch

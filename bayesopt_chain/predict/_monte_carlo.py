@@ -25,22 +25,28 @@ def monte_carlo(
     samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the outputs at draws of the parameters, ``[S, B, *event]``; average likelihoods, not outputs, over S.
+    """Run the model at draws of its parameters; average likelihoods, not outputs, over them.
 
     Args:
         forward: ``forward(params, batch) -> outputs [B, *event]``.
         posterior: a ``Gaussian``, from which ``samples`` draws are made one at a time; or draws, a tree with leaves
             ``[S, *leaf.shape]`` (``samples`` and ``generator`` are then not used).
+        samples: number of draws from a ``Gaussian``.
+        generator: source of their noise (default: torch's global generator).
         batch: ``(inputs, targets)``, handed on to ``forward``.
+
+    Returns:
+        Outputs ``[S, B, *event]``.
 
     Raises:
         ValueError: for draws whose leaves disagree on S, or fewer than one sample.
 
-    >>> import torch
-    >>> from bayesopt_chain import predict
-    >>> predict.monte_carlo(lambda w, batch: batch[0] * w, torch.tensor([1.0, 3.0]), (torch.ones(2), None))
-    tensor([[1., 1.],
-            [3., 3.]])
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import predict
+        >>> predict.monte_carlo(lambda w, batch: batch[0] * w, torch.tensor([1.0, 3.0]), (torch.ones(2), None))
+        tensor([[1., 1.],
+                [3., 3.]])
     """
     if isinstance(posterior, Gaussian):
         if samples < 1:

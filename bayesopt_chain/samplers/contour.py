@@ -27,7 +27,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Nonlinear, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 
@@ -87,7 +87,7 @@ class Contour(Link):
                 "bc.make_step passes it"
             )
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         here = self.bin(loss)
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
         below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)

@@ -31,7 +31,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
 from bayesopt_chain.core.state import zeros
 
 
@@ -82,7 +82,7 @@ class FisherScoring(Keyed):
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
         return temperature, root(2.0 * temperature / self.lr), corrected
 

@@ -26,7 +26,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
 
 
 class LatticeState(NamedTuple):
@@ -52,7 +52,7 @@ class Lattice(Keyed):
 
     def update(self, g: Leaves, state: LatticeState, op: Op, at: At) -> tuple[Leaves, LatticeState]:
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         uniform = self.normals(state, g, at, 1, "uniform")
         delta = root(2.0 * temperature * self.lr)
         tilt = self.lr / delta

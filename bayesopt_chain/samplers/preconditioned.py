@@ -27,7 +27,6 @@ Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,8 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_zero, new_counts, now, scalar
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_zero, now, scalar
+from bayesopt_chain.core.state import new_counts
 from bayesopt_chain.links.adam import scale_by_adam
 from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -138,8 +138,8 @@ class RunningScaleWithDivergence(RunningScale):
             drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
         return state, list(zip(denominators, drifts))
 
-    def colour(self, state: RunningScaleState, at: At, k: Sequence[int], e: Leaves, power: float) -> Leaves:
-        return inverse_coloured(e, [at.learned[n][0] for n in k], power)
+    def colour(self, e: Leaves, power: float, state: RunningScaleState, at: At) -> Leaves:
+        return inverse_coloured(e, [d for d, _ in at.learned], power)
 
     def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
         g = op.div(g, [d for d, _ in at.learned])

@@ -25,7 +25,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, require_valid
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 
 
@@ -68,7 +68,7 @@ class Stein(Link):
         smooth = kernel @ torch.cat([y.reshape(n, -1) for y in g], dim=1)
         if not is_zero(self.temperature):
             temperature = now(self.temperature, state.count)
-            require_valid("temperature", temperature)
+            checks.at_this_step("temperature", temperature)
             if isinstance(temperature, Tensor):
                 temperature = temperature.to(x.dtype)
             smooth = smooth + temperature * (kernel @ x - kernel.sum(1, keepdim=True) * x) / h2

@@ -65,7 +65,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, require_valid, root
+from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
 from bayesopt_chain.core.state import zeros
 
 _WHY = (
@@ -106,7 +106,7 @@ class Thermostat(Keyed):
 
     def update(self, g: Leaves, state: ThermostatState, op: Op, at: At) -> tuple[Leaves, ThermostatState]:
         temperature = now(self.temperature, state.count)
-        require_valid("temperature", temperature)
+        checks.at_this_step("temperature", temperature)
         xi = [x for (x,) in self.normals(state, g, at)]
         moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature)
         return op.put(g, moves), ThermostatState(

@@ -30,6 +30,13 @@ def bits(x: Tensor) -> Tensor:
 def assert_bitwise_equal(ours: Any, theirs: Any, what: str = "values") -> None:
     """Two trees with the same leaves, bit for bit.
 
+    Args:
+        ours, theirs: trees of tensors.
+        what: what they are, for the message.
+
+    Raises:
+        AssertionError: naming the first leaf that differs in dtype, shape or bits.
+
     Example:
         >>> import torch
         >>> assert_bitwise_equal([torch.zeros(2)], [torch.zeros(2)])

@@ -56,12 +56,16 @@ class Probed:
         image(here, None)
         return a, b
 
-    def covariance(self) -> torch.Tensor:
-        """The stationary covariance of the parameters: ``X = A X A^T + B B^T`` by doubling."""
+    def stationary(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``A``, ``B`` and the stationary covariance of all slots: ``X = A X A^T + B B^T`` by doubling."""
         a, b = self.maps()
         assert torch.linalg.eigvals(a).abs().max() < 1.0
         x, power = b @ b.mT, a
         for _ in range(60):
             x, power = x + power @ x @ power.mT, power @ power
+        return a, b, x
+
+    def covariance(self) -> torch.Tensor:
+        """The stationary covariance of the parameters."""
         d = self.theta.numel()
-        return x[:d, :d]
+        return self.stationary()[2][:d, :d]

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain, paths_of
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
+from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (

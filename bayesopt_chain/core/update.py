@@ -1,0 +1,240 @@
+"""How an update runs: what is worked out once for the leaves of a state, and one update in progress.
+
+An update draws the noise, rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and
+its velocity keep what it carries of the noise. Masks and missing gradients are settled here, and no link knows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.core.injection import Injected, Injection, Strength
+from bayesopt_chain.core.link import At, Link, NoiseLink, show
+from bayesopt_chain.core.matching import Site, match
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Metric, Noise
+from bayesopt_chain.core.state import ALL, Layout, flattened, part, paths_of, put_back
+from bayesopt_chain.random.stream import leaf_numbers
+
+Runs = dict[int, tuple[tuple[int, ...], Link]]
+Lower = Callable[[Sequence[Link], "Plan"], Runs]  # by its first link, every run of links that can be swept at once
+
+
+class Stage(NamedTuple):
+    """A link's turn in an update, or that of a lowered run of links."""
+
+    run: tuple[int, ...]
+    link: Link
+    learns: bool
+    enters: bool  # whether noise enters before it (inside it, if it learns)
+
+
+class Plan:
+    """What a chain works out once for a layout."""
+
+    def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
+        self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
+        self.numbers = leaf_numbers(layout.paths)
+        self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
+        self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
+        self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
+        self.noise = {i: Injection(x, sites, self.numbers) for i, (x, sites) in self.matched().items()}
+        self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
+        self.coupled = [i for i, x in enumerate(links) if x.coupled]
+        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
+        self.stacked = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
+        self.stages = self.staged(lower(links, self) if lower else {})
+        self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
+
+    def matched(self) -> dict[int, tuple[NoiseLink, list[Site]]]:
+        """Every noise link with its sites."""
+        links = self.links
+        groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
+        for j in sorted({j for w in self.where for j in w}):
+            groups.setdefault(tuple([i for i, w in enumerate(self.where) if j in w]), []).append(j)
+        out = {i: (x, list[Site]()) for i, x in enumerate(links) if isinstance(x, NoiseLink) and i not in self.order}
+        for acting, leaves in groups.items():
+            n, found = match(links, acting, tuple(leaves))
+            for site in found:
+                mixing = [m for m, _ in site.colours if isinstance(x := links[m].response, Metric) and not x.diagonal]
+                if site.constants is None and (i := site.whole.owner) is not None and links[i].velocity == ALL:
+                    mixing.append(i)
+                if mixing := [m for m in mixing if self.where[m] != site.leaves]:
+                    raise ValueError(
+                        f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them"
+                    )
+            if n is not None:
+                out[n][1].extend(found)
+        return out
+
+    def staged(self, runs: Runs) -> list[Stage]:
+        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
+        entering = {site.enters for injection in self.noise.values() for site in injection.sites}
+        stages, taken = list[Stage](), set[int]()
+        for i, link in enumerate(self.links):
+            if i in taken or (i in self.noise and i not in entering):
+                continue
+            run, lowered = runs.get(i, ((i,), link))
+            if any(self.where[k] != self.where[i] or k in entering for k in run[1:]):
+                run, lowered = (i,), link
+            taken |= set(run)
+            stages.append(Stage(run, lowered, i in self.learning, i in entering))
+        return stages
+
+    def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
+        """The leaves of the parameters, once updates and parameters are known to be of the state's leaves.
+
+        Raises:
+            ValueError, TypeError: another structure; where noise enters also another shape, dtype or device.
+        """
+        if spec != self.spec:
+            paths = paths_of(spec.unflatten(g))
+            if paths != self.paths:
+                came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, self.paths))
+                raise ValueError(
+                    f"updates: their structure has the leaves ({came}), the state is for ({known}); "
+                    "call init with these parameters"
+                )
+            self.spec = spec
+        p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
+        if self.exact or self.coupled:
+            if structure != spec:
+                raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
+            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.stacked)
+        for i in self.coupled:
+            if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
+                raise ValueError(
+                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
+                )
+        return p
+
+
+@dataclass(slots=True)
+class Update:
+    """An update in progress: the gradients on their way, the entries of the state, and the noise that waits for its link."""
+
+    plan: Plan
+    op: Op
+    spec: optree.PyTreeSpec
+    params: list[Any] | None
+    entries: list[Any]
+    g: list[Any] = field(default_factory=list[Any])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    missing: bool = False  # whether a gradient is
+    learned: dict[int, dict[int, Any]] = field(default_factory=dict[int, dict[int, Any]])  # by link and leaf
+    noises: list[Injected] = field(default_factory=list[Injected])
+
+    def run(self) -> None:
+        """All of it: draw, rescale, then link after link."""
+        if self.plan.noise:
+            self.draw()
+        for stage in self.plan.stages:
+            self.take(stage)
+        for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
+            if (x := self.g[j]) is not None and x.dtype != self.plan.layout.dtypes[j]:
+                self.g[j] = x.to(self.plan.layout.dtypes[j])
+
+    def strengths(self) -> dict[int, Strength]:
+        """That of every noise link; refuses values out of range before anything is changed."""
+        return {i: noise.strength(self.entries[i], self.rates) for i, noise in self.plan.noise.items()}
+
+    def rates(self, i: int, leaves: Sequence[int]) -> Tensor:
+        """What a changing gain is now, by leaf."""
+        every = self.plan.links[i].rate(self.entries[i], len(self.plan.where[i]))
+        for value in {id(value): value for value in every}.values():
+            checks.at_this_step("lr", value)
+        return torch.stack([every[k].to(torch.float64) for k in self.positions(i, leaves)])
+
+    def draw(self) -> None:
+        """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
+        for i, strength in self.strengths().items():
+            new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
+            self.noises += new
+        for x in self.noises:
+            if (scale := x.scale) is not None and x.leaves:
+                self.edit(x, lambda v, scale=scale: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+
+    def take(self, stage: Stage) -> None:
+        """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
+        i, link, g, op = stage.run[0], stage.link, self.g, self.op
+        where = self.plan.where[i]
+        present = tuple([j for j in where if g[j] is not None]) if self.missing and not link.whole else where
+        if where and not present:
+            return
+        at = At(self, i, present)
+        if stage.learns:
+            after, made = link.learn([g[j] for j in present], self.part(i, present), op, at)
+            self.put_back(i, present, after)
+            self.learned[i] = dict(zip(present, made))
+        if stage.enters:
+            self.enter(i)
+        if len(stage.run) == 1:
+            new, after = link.update([g[j] for j in present], self.part(i, present), op, at)
+            self.put_back(i, present, after)
+        else:
+            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in stage.run], op, at)
+            for k, after in zip(stage.run, entries):
+                self.put_back(k, present, after)
+        for j, y in zip(present, new):
+            g[j] = y
+        for x in self.noises:  # the one place that knows of carried noise
+            if x.site.carried and x.site.whole.owner == i:
+                self.edit(x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
+
+    def enter(self, i: int) -> None:
+        """Colour and add the noise that enters before link ``i``, or inside it."""
+        for n, x in enumerate(self.noises):
+            if x.site.enters != i or not x.leaves:
+                continue
+            e, hot = self.coloured(x.site, x.leaves, x.noise), x.hot
+            old = [self.g[j] for j in x.leaves]
+            warm = None if hot is None else [torch.where(hot, y + z, y) for y, z in zip(old, e)]
+            for j, y in zip(x.leaves, self.op.add(old, e) if warm is None else self.op.put(old, warm)):
+                self.g[j] = y
+            self.noises[n] = x._replace(noise=e if x.site.carried else [])
+
+    def coloured(self, site: Site, leaves: Sequence[int], e: Leaves) -> Leaves:
+        """Noise of these leaves of a site as the metrics shape it; one that has learned nothing yet counts as 1."""
+        for m, power in site.colours:
+            if m in self.learned or m not in self.plan.learning:
+                e = self.plan.links[m].colour(e, power, self.part(m, leaves), At(self, m, tuple(leaves)))
+        return e
+
+    def part(self, i: int, leaves: Sequence[int]) -> Any:
+        """What of the entry of link ``i`` belongs to these of its leaves."""
+        n = len(self.plan.where[i])
+        if len(leaves) == n:
+            return self.entries[i]
+        return part(self.entries[i], self.positions(i, leaves), n)
+
+    def put_back(self, i: int, leaves: Sequence[int], new: Any) -> None:
+        """Replace that part."""
+        n = len(self.plan.where[i])
+        self.entries[i] = new if len(leaves) == n else put_back(self.entries[i], self.positions(i, leaves), n, new)
+
+    def positions(self, i: int, leaves: Sequence[int]) -> list[int]:
+        """The numbers of these leaves among those of link ``i``."""
+        position = self.plan.position[i]
+        return [position[j] for j in leaves]
+
+    def edit(self, x: Injected, change: Callable[[Leaves], Leaves]) -> None:
+        """Change what the owner of the pole remembers of the leaves of a noise."""
+        i = x.site.whole.owner
+        if i is None:
+            return
+        entry, name = self.entries[i], self.plan.links[i].velocity
+        if name == ALL:  # which tensor is whose is not known: the first leaf's factor for all
+            tensors, structure = flattened(entry)
+            self.entries[i] = structure.unflatten([change([t])[0] if t.is_floating_point() else t for t in tensors])
+        elif name is not None:
+            velocity, at = list(getattr(entry, name)), self.positions(i, x.leaves)
+            for k, v in zip(at, change([velocity[k] for k in at])):
+                velocity[k] = v
+            self.entries[i] = entry._replace(**{name: tuple(velocity)})
