@@ -23,7 +23,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
-from bayesopt_chain.core.state import paths_of
+from bayesopt_chain.core.state import flattened, paths_of
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 
@@ -63,9 +63,8 @@ class Prior(Link):
         if not isinstance(other, Prior):
             return NotImplemented
         same = type(self) is type(other) and type(self.precision) is type(other.precision)
-        (a, spec_a), (b, spec_b) = (optree.tree_flatten((x.mean, x.precision)) for x in (self, other))  # pyright: ignore[reportArgumentType]
-        same = same and self.n == other.n and self.masks == other.masks and spec_a == spec_b
-        return same and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+        same = same and self.n == other.n and self.masks == other.masks
+        return same and _alike(self.mean, other.mean) and _alike(self.precision, other.precision)
 
     __hash__ = Link.__hash__
 
@@ -146,6 +145,11 @@ class AddGaussianPrior(Prior):
         return f"add_gaussian_prior({type(self.precision).__name__}, n={self.n:g})"
 
 
+def _alike(mine: Any, theirs: Any) -> bool:
+    (a, spec_a), (b, spec_b) = flattened(mine), flattened(theirs)
+    return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+
+
 def _params(at: At, op: Op) -> list[Tensor]:
     return [p.detach() if op.inplace and p.requires_grad else p for p in at.params]
 
@@ -216,7 +220,7 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     n = float(n)
     if isinstance(prior, HasPrecision):
         return Chain((_of_gaussian(prior, n),))
-    if isinstance(prior, Real) and not isinstance(prior, bool):
+    if isinstance(prior, (int, float)):
         checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
         return add_decayed_weights(float(prior) / n)
     for leaf in optree.tree_leaves(prior, none_is_leaf=True):
@@ -235,7 +239,8 @@ def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
         raise TypeError(
             f"add_gaussian_prior: the prior's precision is {type(precision).__name__}, not one of bayesopt_chain.precision"
         )
-    if not all(bool(x.isfinite().all()) for x in optree.tree_leaves((prior.mean, precision.diag()))):  # pyright: ignore[reportArgumentType]
+    known: list[Tensor] = [*optree.tree_leaves(prior.mean), *optree.tree_leaves(precision.diag())]
+    if not all(bool(x.isfinite().all()) for x in known):
         raise ValueError("add_gaussian_prior: the prior's mean or precision has NaN or infinite entries")
     precision = precision.unfactorised() if isinstance(precision, Woodbury) else precision
     if isinstance(precision, Diagonal):

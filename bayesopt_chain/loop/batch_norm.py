@@ -55,7 +55,8 @@ def refresh_batch_norm(
     stacked: Any = (draws.params, draws.buffers)
     if draws.chains is not None:
         stacked = optree.tree_map(lambda x: x.flatten(0, 1), stacked)
-    found = statistics(module, *stacked, loader, inputs)
+    params, buffers = stacked
+    found = statistics(module, params, buffers, loader, inputs)
     if draws.chains is not None:
         lead = (len(draws), draws.chains)
         found = {name: x.unflatten(0, lead) for name, x in found.items()}

@@ -336,7 +336,9 @@ class Draws:
         for start in range(0, len(self), step):
             some = self[start : start + step]
             block: Any = (some.params, some.buffers)
-            yield block if self.chains is None else optree.tree_map(lambda x: x.flatten(0, 1), block)
+            if self.chains is not None:
+                block = optree.tree_map(lambda x: x.flatten(0, 1), block)
+            yield block
 
 
 def with_buffers(forward: Any) -> Callable[[Any, Any, Any], Tensor]:

@@ -72,7 +72,7 @@ def unshared_statistics() -> Iterator[None]:
     Raises:
         ValueError: naming the fix.
     """
-    before: dict[int, tuple[nn.Module, Tensor, list[tuple[Tensor, Tensor]]]] = {}
+    before: dict[int, tuple[nn.Module, Any, list[tuple[Tensor, Tensor]]]] = {}
 
     def look(layer: nn.Module, inputs: Any) -> None:
         moves = isinstance(layer, BatchNorm) and layer.training and isinstance(layer.running_mean, Tensor)

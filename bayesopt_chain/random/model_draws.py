@@ -185,7 +185,7 @@ def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bo
     given = dict(zip(("training", "inplace"), flags)) | named
     default = func is not F.alpha_dropout and func is not F.feature_alpha_dropout
     training = given.get("training", given.get("train", default))
-    return training, given.get("inplace", func.__name__.endswith("_"))
+    return bool(training), bool(given.get("inplace", func.__name__.endswith("_")))
 
 
 def _like(kind: str) -> Callable[..., Any]:
