@@ -18,7 +18,7 @@ images, order = images.float().reshape(-1, 1, 8, 8) / 16, torch.randperm(len(lab
 N = 1000
 train, test = ((images[rows], labels[rows]) for rows in (order[:N], order[N:]))
 data = bc.epochs(train, 100, seed=0)
-steps = int(sys.argv[1] if len(sys.argv) > 1 else 40) * len(data)
+steps = int(sys.argv[1] if len(sys.argv) > 1 else 20) * len(data)
 
 
 class Network(nn.Sequential):
