@@ -99,7 +99,26 @@ def posteriors_sghmc(params, grads) -> Callable:
     return run
 
 
-NETWORKS = {"cnn": "CNN of 2 convolutions, batch 32", "mlp": "MLP 64-32-8, batch 64"}
+NETWORKS = {
+    "cnn": "CNN of 2 convolutions, batch 32",
+    "mlp": "MLP 64-32-8, batch 64",
+    "cnn_lstm": "CNN-LSTM of 2.7e6 parameters, 2.56e6 of them an embedding, batch 32",
+}
+
+
+class Reader(torch.nn.Module):
+    """Words embedded, convolved, read by an LSTM whose last output is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10_000, 256)
+        self.convolution = torch.nn.Conv1d(256, 64, 5, padding=2)
+        self.lstm = torch.nn.LSTM(64, 96, batch_first=True)
+        self.head = torch.nn.Linear(96, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.convolution(self.embedding(words).mT))
+        return self.head(self.lstm(x.mT)[0][:, -1])
 
 
 def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
@@ -108,6 +127,8 @@ def network(kind: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     if kind == "mlp":
         model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 64)
+    elif kind == "cnn_lstm":
+        model, x = Reader(), torch.randint(10_000, (32, 40))
     else:
         model = nn.Sequential(
             *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -129,6 +150,23 @@ def training_step(kind: str, make: Callable) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def training_step_in_place(kind: str, tx) -> Callable[[], None]:
+    """The same step by ``make_step(..., inplace=True)``, the module taken as a function of its parameters."""
+    model, x, y = network(kind)
+    functional = bc.make_functional(model)
+
+    def loss(params, batch):
+        return torch.nn.functional.cross_entropy(functional.forward(params, batch), batch[1])
+
+    step, params, state = bc.make_step(loss, tx, inplace=True), functional.params, tx.init(functional.params)
+    now = [params, state]
+
+    def run() -> None:
+        now[:] = step(*now, (x, y))[:2]
+
+    return run
 
 
 def draw_alone(kind: str) -> Callable[[], None]:

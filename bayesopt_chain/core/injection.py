@@ -85,10 +85,9 @@ class Injection:
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
-        if any(site.constants is None for site in self.sites) is not bool(state.conditions):
+        if not state.conditions and any(site.constants is None for site in self.sites):
             raise ValueError(
-                "state: it was made for a constant temperature and lr, and in this chain one of them changes, or the other way "
-                "round; to go on from it call init(params, like=state) of this chain"
+                "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
             )
         temperature = value_at(self.link.temperature, state.count)
         if not self.link.is_static:

@@ -86,6 +86,9 @@ class Plan:
                 run, lowered = (i,), link
             taken |= set(run)
             stages.append(Stage(run, lowered, i in self.learning, i in entering))
+        self.drawn = self.noise.keys() - {
+            k for x in stages if len(x.run) > 1 for k in x.run
+        }  # by the chain, not in a run
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
@@ -133,7 +136,7 @@ class Update:
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
-        if self.plan.noise:
+        if self.plan.drawn:
             self.draw()
         for stage in self.plan.stages:
             self.take(stage)
@@ -154,7 +157,7 @@ class Update:
 
     def draw(self) -> None:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
-        for i, strength in self.strengths().items():
+        for i, strength in [x for x in self.strengths().items() if x[0] in self.plan.drawn]:
             new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
             self.noises += new
         for x in self.noises:
@@ -186,7 +189,7 @@ class Update:
             g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
             if x.site.carried and x.site.whole.owner == i:
-                self.edit(x, lambda v, x=x: op.add(v, x.noise, x.site.carried))
+                self.edit(x, lambda v, x=x: op.add(v, [e * x.site.carried for e in x.noise]))
 
     def enter(self, i: int) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it."""

@@ -1,7 +1,4 @@
-"""Starting a sampler where an optimizer stopped, or where one of another temperature did.
-
-What both remember is taken over, random keys excepted: nobody's noise is drawn twice.
-"""
+"""Starting a sampler where an optimizer stopped, or one of another temperature. Random keys are new."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ def warm_start(fresh: State, like: Any) -> State:
             continue
         fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _alike(mine, donor)]
         if fits:
-            mine = fresh[fits[0]]
-            taken = flattened(mine)[1].unflatten([t.detach().clone() for t in tensors])
-            out[fits[0]] = taken._replace(key=mine.key) if hasattr(mine, "key") else taken
+            taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+            out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
         else:
             raise ValueError(
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "

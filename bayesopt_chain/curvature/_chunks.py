@@ -12,7 +12,8 @@ that their sum stays below ``chunk_bytes``; one datum and one column are the lea
 
 Nothing is believed unseen. The last datum is run alone first: its outputs must be those it has in the batch, and the
 gradients that taps or vmapped pullbacks give for it must be those of a direct backward pass through it. A parameter
-for which they are not goes the slow way, datum by datum, which is that direct pass.
+for which they are not goes the slow way, datum by datum, which is that direct pass. What was checked once is remembered
+(``_checks.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from bayesopt_chain.curvature._autodiff import (
     vjp_with_aux,
     without_fused_recurrence,
 )
-from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector
+from bayesopt_chain.curvature._checks import Check
+from bayesopt_chain.curvature._kinds import Grouped, Kind, Matrix, Vector, joined_inputs, joined_outputs
 from bayesopt_chain.curvature._taps import Taps, Use
 from bayesopt_chain.likelihoods import OutputRoot
 from bayesopt_chain.tracing import is_hidden, is_transformed
@@ -145,7 +147,7 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     seen = {use.leaf for use in taps.uses}
     for index in range(len(leaves)):
         if index not in seen:
-            reasons.setdefault(index, "forward does not use it")
+            reasons.setdefault(index, UNUSED)
 
     def direct(s: Tensor) -> list[Tensor]:
         if not outputs.requires_grad:
@@ -193,14 +195,17 @@ def pull_back(
     columns_together: bool = False,
     sums_last_layer: bool = False,
     few_data: int = FEW_DATA,
+    check: Check | None = None,
 ) -> Iterator[Chunk]:
     """Yield the gradients of all data and columns, a chunk at a time.
 
     ``root_of(outputs, targets)`` gives S; ``formed`` is how many numbers the caller forms from the gradient of one
     datum and column, ``held`` how many its result holds; ``accepts`` raises for a plan that the caller cannot use;
     ``columns_together`` keeps all columns of a datum in one chunk; ``sums_last_layer`` asks for ``Chunk.summed``;
-    so many pairs of a datum and a column as ``few_data`` may always share a chunk.
+    so many pairs of a datum and a column as ``few_data`` may always share a chunk; ``check`` learns what this run checks,
+    or says that it need not.
     """
+    check = check or Check()
     accepts(plan)
     n = batch_size(batch)
     columns = root_of(plan.probe, part(targets, n - 1, n)).columns
@@ -211,14 +216,14 @@ def pull_back(
     # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
     for stop in range(n, 0, -data):
         start = max(0, stop - data)
-        chunk, is_first = part(batch, start, stop), stop == n
-        linear, plan = _linearise(forward, params, chunk, plan, compare=is_first)
+        chunk, is_compared = part(batch, start, stop), stop == n and not check.is_done
+        linear, plan = _linearise(forward, params, chunk, plan, is_compared, check)
         accepts(plan)
         root = root_of(linear.outputs, part(targets, start, stop))
         summed = _last_layer(linear, plan, root, stop - start) if sums_last_layer else []
-        if is_first and len(summed) == len(plan.names):
+        if is_compared and len(summed) == len(plan.names):
             some = _all_columns(root, linear.outputs)
-            plan = _without_wrong_taps(some, linear.pull(some) if linear.pull else [], linear, plan)
+            plan = _without_wrong_taps(some, linear.pull(some) if linear.pull else [], linear, plan, check)
             summed = _kept(summed, plan)
         if len(summed) == len(plan.names):
             yield Chunk(start, stop - start, linear.outputs, True, [], summed)
@@ -226,19 +231,20 @@ def pull_back(
         for k in range(0, columns, at_once):
             some = root.part(k, min(k + at_once, columns))
             pulled = linear.pull(some) if linear.pull is not None else []
-            compare = is_first and k == 0
+            compare = is_compared and k == 0
             if compare:
-                plan = _without_wrong_taps(some, pulled, linear, plan)
+                plan = _without_wrong_taps(some, pulled, linear, plan, check)
                 accepts(plan)
                 summed = _kept(summed, plan)
             gradients = _tapped_gradients(linear, pulled, plan, stop - start, {gradient.leaf for gradient in summed})
             if plan.generic:
-                rows, plan = _generic(forward, params, chunk, some, plan, compare)
+                rows, plan = _generic(forward, params, chunk, some, plan, compare, check)
                 gradients += [_generic_gradient(index, row) for index, row in zip(plan.generic, rows)]
             gradients.sort(key=lambda gradient: gradient.leaf)
             yield Chunk(start, stop - start, linear.outputs, k == 0, gradients, summed if k == 0 else [])
             del gradients, some, pulled  # before the next ones are made
         del linear, root
+    check.plan = plan
 
 
 def _fresh(params: Tree) -> tuple[list[Tensor], Any, list[str]]:
@@ -268,7 +274,8 @@ def _sizes(
     generic = sum(leaves[index].numel() for index in plan.generic)
     unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
     once = 4 * activations + unfolded + 3 * plan.probe.numel()
-    per_column = 2 * activations + generic + formed + plan.probe.numel()
+    unfolded = max((use.canonical.unfolds * plan.shapes[use.tap][0].numel() for use in plan.uses), default=0)
+    per_column = 2 * activations + generic + formed + plan.probe.numel() + unfolded
     few = min(n, few_data)
     together = min(columns, -(-few_data // few))  # columns that make up for a small batch
     few = min(few * (once + together * per_column), LARGE_CHUNK_BYTES // item)
@@ -279,13 +286,16 @@ def _sizes(
 
 def _unfolded(use: Use, plan: Plan) -> int:
     """Return how many numbers a layer's input has, unfolded, for one datum."""
-    if not isinstance(use.kind, Matrix):
+    if not isinstance(use.kind, (Matrix, Grouped)):
         return 0
     of_input, of_output = use.kind.shape if use.kind.transposed else use.kind.shape[::-1]
-    return plan.shapes[use.tap][0].numel() // of_output * of_input
+    groups = use.kind.groups if isinstance(use.kind, Grouped) else 1
+    return plan.shapes[use.tap][0].numel() // of_output * of_input * groups
 
 
-def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: bool) -> tuple[Linear, Plan]:
+def _linearise(
+    forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: bool, check: Check
+) -> tuple[Linear, Plan]:
     """Run a chunk through ``forward``, tapped."""
     leaves, structure, _ = _fresh(params)
     b = batch_size(chunk)
@@ -307,6 +317,7 @@ def _linearise(forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: 
     else:
         (outputs, (inputs, tapped_outputs)), pull = run(zeros), None
     taps, last_tap = late[-1]
+    check.see(b, taps.program)
     if compare:
         _require_separate(outputs, plan)
         plan = untap(plan, {**taps.untapped, **_misplaced(taps, tapped_outputs, plan)})
@@ -360,7 +371,7 @@ def _kept(summed: list[Gradient], plan: Plan) -> list[Gradient]:
     return [gradient for gradient in summed if gradient.leaf not in plan.reasons]
 
 
-def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linear, plan: Plan) -> Plan:
+def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linear, plan: Plan, check: Check) -> Plan:
     """Return the plan without the taps whose gradients for the last datum are not those of a direct backward pass.
 
     Compared is one combination of the columns at hand. A gradient may differ by eps^(1/3) of its leaf's largest entry,
@@ -370,12 +381,13 @@ def _without_wrong_taps(some: Tensor, pulled: list[Tensor], linear: Linear, plan
         return plan
     weights, b = _weights(some), some.shape[1]
     wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
-    got = {}
+    got: dict[int, Tensor] = {}
     for use, x in zip(linear.uses, linear.inputs):
         x, g = _of_last(x, 0, b), torch.tensordot(weights, _of_last(pulled[use.tap], 1, b), 1)[None]
         rows = use.kind.rows(_widened(use.canonical.x(x, 1)), _widened(use.canonical.g(x, g, 1)))
-        got[use.leaf] = rows.reshape(wanted[use.leaf].shape)
-    return untap(plan, {leaf: _WRONG_TAP for leaf in _unlike(got, wanted)})
+        rows = rows.reshape(wanted[use.leaf].shape)
+        got[use.leaf] = got[use.leaf] + rows if use.leaf in got else rows
+    return untap(plan, {leaf: _WRONG_TAP for leaf in _unlike(got, wanted, check)})
 
 
 def _weights(some: Tensor) -> Tensor:
@@ -388,11 +400,12 @@ def _of_last(tensor: Tensor, axis: int, b: int) -> Tensor:
     return tensor.narrow(axis, tensor.shape[axis] - length, length)
 
 
+UNUSED = "forward does not use it"
 _WRONG_TAP = "it is also used in a way that no torch function shows"
 
 
-def _unlike(got: dict[int, Tensor], wanted: list[Tensor]) -> list[int]:
-    """Name the leaves whose gradients are not the wanted ones."""
+def _unlike(got: dict[int, Tensor], wanted: list[Tensor], check: Check) -> list[int]:
+    """Name the leaves whose gradients are not the wanted ones; the check could not have failed where these are zero."""
     leaves = [leaf for leaf in got if wanted[leaf].numel()]
     if not leaves:
         return []
@@ -402,6 +415,7 @@ def _unlike(got: dict[int, Tensor], wanted: list[Tensor]) -> list[int]:
     finite = (
         scales.isfinite()
     )  # where they are not there is nothing to compare, and whoever asks for a precision is told
+    check.could_fail &= bool((finite & (scales > 0)).all())
     largest = torch.where(finite, scales, 0).max()
     within = (differences <= eps ** (1 / 3) * scales + 1e3 * eps * largest) | ~finite
     return [leaf for leaf, is_within in zip(leaves, within.tolist()) if not is_within]
@@ -419,17 +433,22 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
         outputs, aux = run(zeros)
 
     def pull_some(s: Tensor, **options: Any) -> Any:
-        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, materialize_grads=True, **options)
+        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True, **options)
 
     def pull_many(columns: Tensor) -> list[Tensor]:
+        # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
+        return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
+
+    def found_in(columns: Tensor) -> Any:
         if not outputs.requires_grad:
-            return [zero.new_zeros((columns.shape[0], *zero.shape)) for zero in zeros]
+            return [None] * len(zeros)
         if columns.shape[0] > 1:
             try:
-                return list(pull_some(columns, is_grads_batched=True))
+                return pull_some(columns, is_grads_batched=True)
             except UNSUPPORTED:
                 pass
-        return [torch.stack(leaves) for leaves in zip(*map(pull_some, columns))]
+        rows = [pull_some(s) for s in columns]
+        return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
 
@@ -449,7 +468,7 @@ def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def _generic(
-    forward: Forward, params: Tree, chunk: Any, some: Tensor, plan: Plan, compare: bool
+    forward: Forward, params: Tree, chunk: Any, some: Tensor, plan: Plan, compare: bool, check: Check
 ) -> tuple[list[Tensor], Plan]:
     """Return the rows of the leaves without a tap, one by one where vmap fails or, compared with a direct backward pass,
     is wrong.
@@ -459,7 +478,7 @@ def _generic(
         weights = _weights(some)
         wanted = plan.direct(torch.tensordot(weights, some[:, -1:], 1))
         got = {i: torch.tensordot(weights.to(row.dtype), row[:, -1], 1) for i, row in zip(plan.generic, rows)}
-        rows = None if _unlike(got, wanted) else rows
+        rows = None if _unlike(got, wanted, check) else rows
     if rows is None:
         plan = plan._replace(one_by_one=True)
         rows = generic_rows(forward, params, chunk, some, plan)
@@ -469,16 +488,24 @@ def _generic(
 def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, done: set[int]) -> list[Gradient]:
     """Return the gradients of the tapped leaves that are not done."""
 
-    def gradient(use: Use, x: Tensor) -> Gradient:
+    def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
+        kind = pairs[0][0].kind
         return Gradient(
-            use.leaf,
-            use.kind,
-            lambda: _widened(use.canonical.x(x, b)),
-            lambda: _widened(use.canonical.g(x, pulled[use.tap], b)),
+            leaf,
+            kind,
+            lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
+            lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled[use.tap], b)) for use, x in pairs]),
         )
 
-    pairs = zip(linear.uses, linear.inputs)
-    return [gradient(use, x) for use, x in pairs if use.leaf not in done and use.leaf not in plan.reasons]
+    return [gradient(leaf, pairs) for leaf, pairs in _by_leaf(linear).items() if leaf not in done | plan.reasons.keys()]
+
+
+def _by_leaf(linear: Linear) -> dict[int, list[tuple[Use, Tensor]]]:
+    """Return the uses of every tapped leaf, with what each saw."""
+    pairs: dict[int, list[tuple[Use, Tensor]]] = {}
+    for use, x in zip(linear.uses, linear.inputs):
+        pairs.setdefault(use.leaf, []).append((use, x))
+    return pairs
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -493,8 +520,9 @@ def _last_layer(linear: Linear, plan: Plan, root: OutputRoot, b: int) -> list[Gr
     gradients of a weight is ``sum_t (sum_k s_tko^2) x_ti^2``: no column is made.
     """
     found = []
-    for use, x in zip(linear.uses, linear.inputs):
-        if use.tap != linear.last_tap or not use.features_last or use.leaf in plan.reasons:
+    for pairs in _by_leaf(linear).values():
+        use, x = pairs[0]
+        if len(pairs) > 1 or use.tap != linear.last_tap or not use.features_last or use.leaf in plan.reasons:
             continue
         if not root.separates_positions and linear.outputs.ndim > 2:
             continue

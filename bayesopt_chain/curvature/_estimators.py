@@ -22,8 +22,10 @@ from torch import Tensor
 
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
+from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import (
     Forward,
+    Plan,
     RootOf,
     batch_size,
     make_plan,
@@ -271,13 +273,20 @@ def _estimator(
     targets: TargetsOf,
 ) -> Estimate:
     _require_structure(structure)
-    labels_of = picked(targets, pair_targets)
+    checks, labels_of = Checks(), picked(targets, pair_targets)
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
         labels = labels_of(batch)
+        return checks.run(
+            params,
+            batch,
+            lambda: make_plan(forward, params, batch),
+            lambda plan, check: summed(params, batch, labels, plan, check),
+        )
+
+    def summed(params: Tree, batch: Any, labels: Any, plan: Plan, check: Check) -> Precision:
         total = structure_sum(structure, params, options)
-        plan = make_plan(forward, params, batch)
         for chunk in pull_back(
             forward,
             params,
@@ -291,6 +300,7 @@ def _estimator(
             total.accepts,
             sums_last_layer=total.sums_last_layer,
             few_data=total.few_data,
+            check=check,
         ):
             total.add(chunk)
             del chunk  # before the next one is made

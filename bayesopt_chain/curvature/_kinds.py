@@ -3,6 +3,7 @@
 With the output gradients g (one for each of K factors and b data) and what the layer saw, x, a datum's gradient is
 
     Matrix      dW = sum_t g_t x_t^T            x [b, T, I],  g [K, b, T, O]    linear layers, convolutions
+    Grouped     dW_j = sum_t g_tj x_tj^T        x [b, T, G, I],  g [K, b, T, G, O]    convolutions in G groups
     Embedding   dW_v = sum_{t: x_t = v} g_t     x [b, T],     g [K, b, T, D]
     Vector      dw = g                          g [K, b, n]                     biases, norms, anything else
 
@@ -11,7 +12,9 @@ With the output gradients g (one for each of K factors and b data) and what the 
 and every kind gives its rows (the gradients themselves), its squares (their sum of squares over K and b, the
 diagonal) and its Kronecker factors. Sums take the ``total`` so far, None before the first, and add to it in place.
 Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no gradient is ever formed. Kronecker factors
-of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them.
+of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them. A weight that is used
+several times in one way has the positions of all its uses; the groups of a convolution are positions too, at each of which the
+other groups' outputs (of a transposed one: inputs) have no part.
 """
 
 from __future__ import annotations
@@ -77,10 +80,70 @@ class Matrix(NamedTuple):
         """Return (left, right) from the two factors, or bases."""
         return (of_input, of_output) if self.transposed else (of_output, of_input)
 
-    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x and g in the eigenbases of the Kronecker factors."""
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
+        """Return x and g in the eigenbases of the Kronecker factors, and the kind that they have there."""
         of_input, of_output = self.order(left, right)
-        return x @ of_input, g @ of_output
+        return self, x @ of_input, g @ of_output
+
+
+class Grouped(NamedTuple):
+    """A weight in groups, each of which multiplies its own part of the input.
+
+    The leaf seen as a matrix ``[d0, d1]`` has the groups one below the other, d0 = G m: ``[G O, I]``, or ``[G I, O]`` where
+    ``transposed``. The factor of d0 has a block a group; the factor of d1 is that of all groups' inputs (outputs) together.
+    """
+
+    transposed: bool
+    shape: tuple[int, int]
+    groups: int
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        rows = torch.einsum("btgi,kbtgo->kbgio" if self.transposed else "btgi,kbtgo->kbgoi", x, g)
+        return rows.reshape(*rows.shape[:2], *self.shape)
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        summed = x.new_zeros(self.groups, self.shape[0] // self.groups, self.shape[1])
+        block = max(1, BLOCK_ENTRIES // summed.numel())
+        inputs = x.transpose(1, 2)
+        for start in range(0, x.shape[0], block):
+            some = slice(start, start + block)
+            for one in g[:, some].transpose(2, 3):
+                pair = (inputs[some].mT, one) if self.transposed else (one.mT, inputs[some])
+                summed = summed + (pair[0] @ pair[1]).square_().sum(0)
+        return _plus(total, summed.reshape(self.shape))
+
+    def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
+        raise NotImplementedError("a convolution is never the last layer")
+
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        x = x if sharing == "expand" else x.mean(1, keepdim=True)
+        x = x * (x.shape[1] * self.groups) ** -0.5
+        return self._blocks(x, total) if self.transposed else plus_gram(total, x.flatten(0, 2))
+
+    def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+        g = (g if sharing == "expand" else g.sum(2, keepdim=True)).flatten(0, 1)
+        return plus_gram(total, g.flatten(0, 2)) if self.transposed else self._blocks(g, total)
+
+    def _blocks(self, some: Tensor, total: Tensor | None) -> Tensor:
+        """Add one Gram matrix a group, ``[d0, d0]``, of ``[n, T, G, m]``."""
+        each = some.flatten(0, 1).transpose(0, 1)
+        return _plus(total, torch.block_diag(*(each.mT @ each)))
+
+    def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
+        return _covariance(self.rows(x, g), variance)
+
+    def factors(self) -> list[tuple[int, int]]:
+        return [(n, n) for n in self.shape]
+
+    def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+        return (of_input, of_output) if self.transposed else (of_output, of_input)
+
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
+        """Return x and g of one matrix: in the basis of d0 a group's part reaches all of it."""
+        split = left.reshape(self.groups, -1, left.shape[1])  # a group's rows of the basis
+        of_input, of_output = (split, right) if self.transposed else (right, split)
+        x, g = (x[..., None, :] @ of_input)[..., 0, :], (g[..., None, :] @ of_output)[..., 0, :]
+        return Matrix(self.transposed, self.shape), x.flatten(1, 2), g.flatten(2, 3)
 
 
 class Embedding(NamedTuple):
@@ -123,8 +186,8 @@ class Embedding(NamedTuple):
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_input, of_output
 
-    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return x, g @ right
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
+        return self, x, g @ right
 
 
 class Vector(NamedTuple):
@@ -157,11 +220,23 @@ class Vector(NamedTuple):
     def order(self, of_input: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
         return of_output, of_input
 
-    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return x, g @ left
+    def rotated(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> tuple[Kind, Tensor, Tensor]:
+        return self, x, g @ left
 
 
-Kind = Matrix | Embedding | Vector
+Kind = Matrix | Grouped | Embedding | Vector
+
+
+def joined_inputs(kind: Kind, xs: list[Tensor]) -> Tensor:
+    """Return what all uses of a parameter saw as what one saw: their positions one after the other."""
+    return xs[0] if len(xs) == 1 or isinstance(kind, Vector) else torch.cat(xs, 1)
+
+
+def joined_outputs(kind: Kind, gs: list[Tensor]) -> Tensor:
+    """Return the output gradients of all uses of a parameter as those of one."""
+    if len(gs) == 1:
+        return gs[0]
+    return torch.stack(gs).sum(0) if isinstance(kind, Vector) else torch.cat(gs, 2)
 
 
 def _covariance(rows: Tensor, variance: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Plan
-from bayesopt_chain.curvature._kinds import Kind, mirrored, plus_gram
+from bayesopt_chain.curvature._chunks import FEW_DATA, UNUSED, Chunk, Plan
+from bayesopt_chain.curvature._kinds import Kind, Vector, mirrored, plus_gram
 from bayesopt_chain.curvature._memory import require_dense_fits, require_factor_fits
 from bayesopt_chain.precision import (
     Block,
@@ -169,7 +169,9 @@ class LowRankSum(Structure):
 
 
 class TappedSum(Structure):
-    """What the structures have in common that are made of layer inputs and output gradients: every leaf has a tap."""
+    """What the structures have in common that are made of layer inputs and output gradients: every leaf has a tap, or is a
+    vector, whose one factor is made of whatever its gradients are.
+    """
 
     few_data = 128  # its work is matrix products of whole chunks, which small ones starve
 
@@ -180,10 +182,11 @@ class TappedSum(Structure):
         return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
 
     def accepts(self, plan: Plan) -> None:
-        if plan.generic:
-            which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in plan.generic)
+        without = [leaf for leaf in plan.generic if self.leaves[leaf].ndim > 1 or plan.reasons[leaf] == UNUSED]
+        if without:
+            which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in without)
             raise ValueError(
-                f"a Kronecker precision cannot describe {len(plan.generic)} of {len(plan.names)} parameters ({which}): "
+                f"a Kronecker precision cannot describe {len(without)} of {len(plan.names)} parameters ({which}): "
                 "leave them out with curvature.subset, or use structure='diagonal', 'block' or 'low_rank'"
             )
 
@@ -200,10 +203,11 @@ class KroneckerSum(TappedSum):
 
     def accepts(self, plan: Plan) -> None:
         super().accepts(plan)
-        for use in plan.uses:
-            leaf = self.leaves[use.leaf]
-            for rows, columns in use.kind.factors():
-                require_factor_fits(plan.names[use.leaf], rows, columns, wide(leaf.dtype), leaf.device)
+        kinds: dict[int, Kind] = {leaf: Vector((self.leaves[leaf].numel(), 1)) for leaf in plan.generic}
+        for index, kind in ({use.leaf: use.kind for use in plan.uses} | kinds).items():
+            leaf = self.leaves[index]
+            for rows, columns in kind.factors():
+                require_factor_fits(plan.names[index], rows, columns, wide(leaf.dtype), leaf.device)
 
     def add(self, chunk: Chunk) -> None:
         for leaf, kind, x, g in chunk.gradients:
@@ -237,8 +241,8 @@ class EigenbasisSum(TappedSum):
 
     def add(self, chunk: Chunk) -> None:
         for leaf, kind, x, g in chunk.gradients:
-            rotated = kind.rotated(x(), g(), *self.pairs[leaf])
-            self.sums[leaf] = kind.squares(*rotated, self.sums.get(leaf))
+            kind, of_input, of_output = kind.rotated(x(), g(), *self.pairs[leaf])
+            self.sums[leaf] = kind.squares(of_input, of_output, self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Eigenbasis:
         return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)

@@ -4,8 +4,8 @@ gradients.
 A tap adds a zero e to a layer's output, ``y = layer(x) + e``; the derivative with respect to e is the gradient g of the
 output, and (x, g) give the parameter's gradient for every datum (see ``_kinds.py``). The parameters are recognised by
 identity in the arguments of torch functions, whether ``forward`` calls a module through ``torch.func.functional_call``
-or multiplies matrices by hand. A parameter used in another way, or twice, is left to the caller with the reason in
-``untapped``.
+or multiplies matrices by hand. A parameter that several layers use in one way has several uses. One used in another way, or in
+two (as the embedding and the head of a language model), is left to the caller with the reason in ``untapped``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain.curvature._autodiff import call
-from bayesopt_chain.curvature._kinds import Embedding, Kind, Matrix, Vector
+from bayesopt_chain.curvature._checks import Program, constants
+from bayesopt_chain.curvature._kinds import Embedding, Grouped, Kind, Matrix, Vector
 
 
 class Canonical(NamedTuple):
     """Brings what a layer saw and its output gradients into the form of a kind, for b data: ``x(x, b)`` and
-    ``g(x, g, b)``.
+    ``g(x, g, b)``, which makes ``unfolds`` numbers more of each gradient than there were.
     """
 
     x: Callable[[Tensor, int], Tensor]
     g: Callable[[Tensor, Tensor, int], Tensor]
+    unfolds: int = 0
 
 
 class Use(NamedTuple):
@@ -62,7 +64,8 @@ class Taps(TorchFunctionMode):
     """Record how a forward pass on ``data`` data uses the ``leaves``; ``zeros[i]`` is added to the i-th tapped output.
 
     After the pass: ``uses`` and, one for each of them, ``inputs``; ``outputs``, each tap's output for the last datum;
-    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap.
+    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap;
+    ``program``, the functions that were called and their arguments but for the tensors.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -74,11 +77,13 @@ class Taps(TorchFunctionMode):
         self.outputs: list[Tensor] = []
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.untapped: dict[int, str] = {}
+        self.program: Program = []
         self._alive: list[Tensor] = []
         self._results: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        self.program.append((func, constants(args), constants(kwargs)))
         if func is F.batch_norm and _bound(F.batch_norm, args, kwargs)["training"]:
             raise ValueError(
                 "batch norm in train mode makes every output depend on the whole batch: call model.eval() before "
@@ -119,8 +124,10 @@ class Taps(TorchFunctionMode):
             if id(parameter) not in self.known:
                 continue
             leaf = self.known[id(parameter)][0]
-            if any(use.leaf == leaf for use in self.uses):
-                self.untapped[leaf] = "its weights are tied: it is used more than once"
+            other = next((use.kind for use in self.uses if use.leaf == leaf), kind)
+            if (type(other), other) != (type(kind), kind):
+                self.untapped[leaf] = "its weights are tied: it is used in two ways, whose sum is no Kronecker product"
+                continue
             x = y.new_zeros(b) if x is None else x.detach()
             self.uses.append(Use(leaf, index, kind, canonical, features_last))
             self.inputs.append(x.expand(b, *x.shape[1:]) if once_for_all and x.shape[0] == 1 else x)
@@ -222,20 +229,143 @@ def _convolution(
     bias_use = _shift_use(bias, (y.shape[1],) + (1,) * spatial)
     if not taps.knows(weight):
         return taps.tap(y, bias_use)
-    if groups != 1:
-        taps.refuse(weight, "it is the weight of a grouped convolution")
-        return taps.tap(y, bias_use)
     kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
     pads = _pads(padding, kernel, dilation)
 
-    inputs = math.prod(weight.shape[1:])
-    canonical = Canonical(
-        lambda x, b: _columns(x, kernel, stride, pads, dilation).reshape(b, -1, inputs),
+    shape = (weight.shape[0], math.prod(weight.shape[1:]))
+    canonical = _split(
+        groups,
+        lambda x, b: _columns(x, kernel, stride, pads, dilation).reshape(b, -1, groups * shape[1]),
         lambda x, g, b: g.flatten(3).mT.reshape(g.shape[0], b, -1, g.shape[2]),
     )
+    return taps.tap(y, Candidate(weight, input, _matrix(False, shape, groups), canonical), bias_use)
 
-    kind = Matrix(False, (weight.shape[0], inputs))
-    return taps.tap(y, Candidate(weight, input, kind, canonical), bias_use)
+
+def _matrix(transposed: bool, shape: tuple[int, int], groups: int) -> Kind:
+    return Matrix(transposed, shape) if groups == 1 else Grouped(transposed, shape, groups)
+
+
+def _split(
+    groups: int,
+    x_of: Callable[[Tensor, int], Tensor],
+    g_of: Callable[[Tensor, Tensor, int], Tensor],
+    unfolds: int = 0,
+) -> Canonical:
+    """Split the channels of (x, g) among groups, where there are any."""
+    if groups == 1:
+        return Canonical(x_of, g_of, unfolds)
+    return Canonical(
+        lambda x, b: x_of(x, b).unflatten(-1, (groups, -1)),
+        lambda x, g, b: g_of(x, g, b).unflatten(-1, (groups, -1)),
+        unfolds,
+    )
+
+
+def _transposed_convolution(
+    taps: Taps,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """``y = fold(W^T x)``: at every position of the input a linear layer, whose outputs are added up where they overlap."""
+    y = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    spatial = weight.ndim - 2
+    if taps.knows(input) or y.ndim != weight.ndim:
+        return NotImplemented
+    bias_use = _shift_use(bias, (y.shape[1],) + (1,) * spatial)
+    if not taps.knows(weight):
+        return taps.tap(y, bias_use)
+    kernel, stride, dilation = weight.shape[2:], _each(stride, spatial), _each(dilation, spatial)
+    pads = [(p, p - q) for p, q in zip(_each(padding, spatial), _each(output_padding, spatial))]
+
+    shape = (weight.shape[0], math.prod(weight.shape[1:]))
+
+    def of_output(x: Tensor, g: Tensor, b: int) -> Tensor:
+        columns = _columns(g.flatten(0, 1), kernel, stride, pads, dilation)
+        return columns.reshape(g.shape[0], b, -1, groups * shape[1])
+
+    canonical = _split(groups, lambda x, b: x.flatten(2).mT.reshape(b, -1, shape[0]), of_output, math.prod(kernel))
+    return taps.tap(y, Candidate(weight, input, _matrix(True, shape, groups), canonical), bias_use)
+
+
+def _attention(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Multi-head attention out of linear layers; torch's own function gives the outputs with which these are compared."""
+    given = _bound(F.multi_head_attention_forward, args, kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    unknown = ("bias_k", "bias_v", "static_k", "static_v")
+    if (
+        any(map(taps.knows, (query, key, value)))
+        or query.ndim != 3
+        or any(given[name] is not None for name in unknown)
+        or given["add_zero_attn"]
+        or (given["training"] and given["dropout_p"] > 0)
+    ):
+        return NotImplemented
+    result = _attend(taps, given, _projected(taps, given))
+    return call(func, args, kwargs) if taps.zeros is None else result
+
+
+def _projected(taps: Taps, given: dict[str, Any]) -> list[Tensor]:
+    """Queries, keys and values, ``[B, T, E]``."""
+    inputs = [given[name].transpose(0, 1) for name in ("query", "key", "value")]
+    width, bias = given["query"].shape[-1], given["in_proj_bias"]
+    if given["query"] is given["key"] is given["value"] and not given["use_separate_proj_weight"]:
+        return list(_linear(taps, F.linear, inputs[0], given["in_proj_weight"], bias).chunk(3, -1))
+    if given["use_separate_proj_weight"]:
+        weights = [(given[f"{name}_proj_weight"], 0, width) for name in "qkv"]
+    else:
+        weights = [(given["in_proj_weight"], i * width, width) for i in range(3)]
+    return [_linear_rows(taps, x, *some, bias, i * width) for i, (x, some) in enumerate(zip(inputs, weights))]
+
+
+def _linear_rows(
+    taps: Taps, x: Tensor, weight: Tensor, start: int, rows: int, bias: Tensor | None, bias_start: int
+) -> Tensor:
+    """A linear layer of some rows of a weight and some entries of a bias: the others' outputs have no gradient."""
+    some = None if bias is None else bias[bias_start : bias_start + rows]
+    y = F.linear(x, weight[start : start + rows], some)
+    weight_use = _matrix_use(taps, x, weight, transposed=False)
+    bias_use = _shift_use(bias, (rows,))
+    if weight_use is not None:
+        weight_use = _padded(weight_use, start, weight.shape[0] - start - rows)
+    if bias is not None and bias_use is not None:
+        bias_use = _padded(bias_use, bias_start, bias.shape[0] - bias_start - rows)
+    return taps.tap(y, weight_use, bias_use)
+
+
+def _padded(use: Candidate, before: int, after: int) -> Candidate:
+    x_of, g_of, _ = use.canonical
+    canonical = Canonical(x_of, lambda x, g, b: F.pad(g_of(x, g, b), (before, after)), 2)
+    return use._replace(canonical=canonical, features_last=False)
+
+
+def _attend(taps: Taps, given: dict[str, Any], projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    heads = given["num_heads"]
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = given[name]
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, -math.inf)
+        if name == "key_padding_mask":
+            mask = mask[:, None, None, :]
+        elif mask.ndim == 3:
+            mask = mask.unflatten(0, (-1, heads))
+        scores = scores + mask
+    weights = scores.softmax(-1)
+    mixed = (weights @ v).transpose(1, 2).flatten(2)
+    outputs = _linear(taps, F.linear, mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
+    if not given["need_weights"]:
+        return outputs, None
+    return outputs, weights.mean(1) if given["average_attn_weights"] else weights
 
 
 def _each(value: Any, spatial: int) -> tuple[int, ...]:
@@ -398,7 +528,9 @@ _LAYERS: dict[Any, Any] = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.prelu: _prelu,
+    F.multi_head_attention_forward: _attention,
     **{function: _convolution for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{f: _transposed_convolution for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     **{function: _add for function in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)},
     **{function: _mul for function in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
 }

@@ -1,5 +1,15 @@
-"""One call from a trained model to its posterior and predictions."""
+"""One call from a trained model to its posterior and predictions; features kept; training by the evidence."""
 
+from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.laplace import FittedLaplace, Prediction, fit_laplace
+from bayesopt_chain.fitting.training import EvidenceTraining, train_by_evidence
 
-__all__ = ["FittedLaplace", "Prediction", "fit_laplace"]
+__all__ = [
+    "CachedFeatures",
+    "EvidenceTraining",
+    "FittedLaplace",
+    "Prediction",
+    "cache_features",
+    "fit_laplace",
+    "train_by_evidence",
+]

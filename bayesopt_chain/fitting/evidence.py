@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.posterior.tuning import tune_by_evidence
-from bayesopt_chain.precision import Block, Dense, Diagonal, Kronecker, Precision, Root
+from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, Precision, Root
 from bayesopt_chain.trees import Tree, common_dtype, flatten, gram, project, size
 
 LOWEST, HIGHEST = 1e-10, 1e10  # of hyperparameters: an evidence may rise towards 0 or infinity without end
@@ -89,10 +89,14 @@ def _(precision: Diagonal) -> list[Spectrum]:
 
 
 @spectra.register
-def _(precision: Kronecker) -> list[Spectrum]:
-    basis = precision.eigenbasis()
+def _(precision: Kronecker) -> list[Spectrum] | None:
+    return spectra(precision.eigenbasis())
+
+
+@spectra.register
+def _(precision: Eigenbasis) -> list[Spectrum]:
     out = []
-    for i, (u, v, values) in enumerate(zip(*(optree.tree_leaves(tree) for tree in basis[:3]))):
+    for i, (u, v, values) in enumerate(zip(*(optree.tree_leaves(tree) for tree in precision[:3]))):
 
         def coordinates(leaves: list[Tensor], u: Tensor = u, v: Tensor = v) -> Tensor:
             matrix = leaves[0].to(u.dtype).reshape(u.shape[0], v.shape[0])
@@ -142,7 +146,7 @@ def tune_prior_and_noise(
     """Maximise the evidence over the prior precision (one a leaf, where the structure can) and the Gaussian noise.
 
     Args:
-        precision: the data part: the sum of the increments, undecomposed.
+        precision: the data part: the sum of the increments, without a prior.
         params: where the curvature was taken.
         log_likelihood: summed and normalised, there, 0-d.
         residual: of a Gaussian likelihood, whose scale is then tuned too; ``None`` keeps it at 1.
@@ -170,7 +174,7 @@ def tune_prior_and_noise(
     }
     if residual is not None:
         variance = (residual.squares / residual.entries).to(torch.float64)
-        first["scale"] = 1 / variance.clamp_min(torch.finfo(torch.float32).eps)
+        first["scale"] = 1 / variance.clamp(torch.finfo(torch.float32).eps, 0.1 * HIGHEST)
     best = tune_by_evidence(evidence, first)
     leaves, structure = optree.tree_flatten(params)
     by_leaf = {i: best["prior"][n].to(leaves[i].dtype) for n, group in enumerate(groups) for i in group.leaves}

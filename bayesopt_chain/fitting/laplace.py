@@ -22,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.fitting.batches import peeked
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
-from bayesopt_chain.fitting.model import Model, Pass, both, make_model, peeked
+from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, held_out_nll, method_for, predicted
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
+from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.trees import Tree
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
@@ -66,7 +68,8 @@ class FittedLaplace:
         """Predictions for new inputs.
 
         Args:
-            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs.
+            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs; or
+                :func:`bayesopt_chain.fitting.cache_features` of one.
             method: "probit" (classes and yes-or-no; the default there) and "bridge" (classes) turn the linearised outputs into
                 probabilities without sampling; "linearized_mc" averages over draws of the outputs, "mc" over draws of the
                 parameters; "linearized" gives the outputs themselves (the default for other likelihoods).
@@ -81,6 +84,7 @@ class FittedLaplace:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
                 works); a sample count below 1.
         """
+        self.model.require_seen(data)
         likelihood = self.model.likelihood
         how = method_for(method, likelihood.name)
         parts = [
@@ -93,6 +97,7 @@ class FittedLaplace:
                 how,
                 samples,
                 generator,
+                self.model.checks,
             )
             for batch in batches_of(data)
         ]
@@ -103,33 +108,63 @@ class FittedLaplace:
             return torch.cat(tensors)
         return Prediction(*(torch.cat(xs) for xs in zip(*parts)))
 
+    def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
+        """The log evidence under another prior and noise, for a search or a prior of your own.
+
+        Args:
+            prior_precision: a positive number, a 0-d tensor or a tree of them like the kept parameters.
+            likelihood_scale: Gaussian noise of ``variance / likelihood_scale``. Default 1, which other likelihoods have.
+
+        Returns:
+            0-d, in nats, differentiable in both.
+
+        Raises:
+            ValueError: a prior or a scale that is not positive; a scale of a likelihood that is not Gaussian.
+        """
+        is_one = isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1
+        if self.model.likelihood.name != "gaussian" and not is_one:
+            raise ValueError(
+                f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
+            )
+        scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
+        return posterior_and_evidence(self.model, self.seen, prior_precision, scale)[1]
+
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 
         Args:
-            loader: the new data.
+            loader: the new data, or :func:`bayesopt_chain.fitting.cache_features` of them.
             progress: show a progress bar (needs tqdm).
 
         Returns:
             A new fit; this one stays as it is.
         """
-        seen = both(self.seen, self.model.run_over(loader, progress))
-        return at(self.model, seen, self.prior_precision, self.likelihood_scale)
+        self.model.require_seen(loader)
+        batches = peeked(loader)
+        new = self.model.run_over(batches.from_first(batches.first), progress, batches.total)
+        return at(self.model, both(self.seen, new), self.prior_precision, self.likelihood_scale)
 
 
 def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedLaplace:
     """The posterior of a pass over the data under a prior and a noise."""
+    posterior, evidence = posterior_and_evidence(model, seen, prior_precision, scale)
+    return FittedLaplace(posterior, prior_precision, scale, evidence.detach(), model, seen)
+
+
+def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
+    """The same without the pieces, differentiable in the prior and the noise."""
     posterior = laplace().posterior(
-        LaplaceState(seen.precision), model.params, prior_precision=prior_precision, likelihood_scale=scale
+        LaplaceState(seen.decomposed), model.params, prior_precision=prior_precision, likelihood_scale=scale
     )
+    if isinstance(seen.precision, Kronecker):
+        posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
     joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
     if model.likelihood.name == "gaussian":
         joint = joint + 0.5 * (seen.squares * (1 - scale) + seen.entries * scale.log())
     if model.is_linear_gaussian:
         posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
         joint = joint + gain
-    evidence = posterior.log_evidence(joint).detach()
-    return FittedLaplace(posterior, prior_precision, scale, evidence, model, seen)
+    return posterior, posterior.log_evidence(joint)
 
 
 def solved(posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
@@ -170,7 +205,8 @@ def fit_laplace(
     Args:
         module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
-        loader: an iterable of batches ``(inputs, targets)``, read once.
+        loader: an iterable of batches ``(inputs, targets)``, read once; or, where several fits look at one last layer,
+            :func:`bayesopt_chain.fitting.cache_features` of it.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
         subset: which parameters are uncertain: "last_layer" (default; a module's last layer with parameters to run), "all", or
@@ -185,7 +221,7 @@ def fit_laplace(
             layers 2.0e-3 to 2.4e-3 and "diagonal" 3. Take the variance from one of the first two and keep it with False.
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
-        validation: an iterable of batches, for ``tune="validation"``, read once for every candidate.
+        validation: an iterable of batches, for ``tune="validation"``, read once.
         progress: show a progress bar (needs tqdm).
         **options: of the estimator :func:`bayesopt_chain.curvature.ggn`, such as ``rank``.
 
@@ -215,10 +251,11 @@ def fit_laplace(
         isinstance(prior_precision, (int, float)) and math.isfinite(prior_precision) and prior_precision > 0
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
-    loader, first = peeked(loader)
-    model = make_model(module_or_forward, params, likelihood, first, subset, structure, options)
+    batches = peeked(loader)
+    how = How(likelihood, subset, structure, options)
+    model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: the parameters")
-    seen = model.run_over(loader, progress)
+    seen = model.run_over(batches.from_first(first), progress, batches.total)
     one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
     if tune is None:
         return at(model, seen, prior_precision, one)
@@ -226,24 +263,24 @@ def fit_laplace(
         return _validated(model, seen, one, validation)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
     residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" and tune_noise else None
-    gradient = seen.gradient if model.is_linear_gaussian else None
     best = tune_prior_and_noise(
-        seen.precision,
+        seen.decomposed,
         model.params,
         seen.log_likelihood,
         residual=residual,
-        gradient=gradient,
+        gradient=seen.gradient,
         start=float(prior_precision),
     )
     return at(model, seen, best.prior_precision, best.likelihood_scale)
 
 
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
-    held_out = list(validation)
+    model.require_seen(validation)
+    held_out = [(model.seen_by_head(batch), batch[1]) for batch in validation]
 
     def loss(prior: float) -> float:
         fitted = at(model, seen, prior, scale)
-        parts = [held_out_nll(fitted.predict([batch]), batch[1], model.likelihood) for batch in held_out]
+        parts = [held_out_nll(fitted.predict([batch]), targets, model.likelihood) for batch, targets in held_out]
         return float(torch.stack(parts).sum())
 
     best, _ = tune_by_validation(loss, CANDIDATES)

@@ -6,7 +6,7 @@ them, so that neither curvature nor predictions have to go through the body more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,13 +16,23 @@ from torch.nn.functional import linear
 
 from bayesopt_chain.modules.functional import Forward
 
+Body = Mapping[str, tuple[Tensor, int]]
+
+
+class HeadBatch(NamedTuple):
+    """A batch as a linear last layer sees it: features ``[B, *, D]``, detached, and targets."""
+
+    features: Tensor
+    targets: Any
+
 
 class LastLayer(NamedTuple):
-    """The parameters of the last layer, by name; whether it is linear and its output the model's."""
+    """The parameters of the last layer, by name; whether it is linear and its output the model's; what it saw of the batch."""
 
     names: tuple[str, ...]
     module: nn.Module
     is_head: bool
+    inputs: tuple[Any, ...]
 
 
 def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) -> LastLayer:
@@ -31,14 +41,15 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     Raises:
         ValueError: no layer with parameters of its own ran.
     """
+    first_names = {id(parameter): name for name, parameter in forward.module.named_parameters()}
     owners = {
-        name: [f"{name}.{own}" if name else own for own, _ in layer.named_parameters(recurse=False)]
+        name: [first_names[id(own)] for _, own in layer.named_parameters(recurse=False)]
         for name, layer in forward.module.named_modules()
     }
-    calls: list[tuple[str, Any]] = []
+    calls: list[tuple[str, tuple[Any, ...], Any]] = []
 
     def remember(name: str) -> Callable:
-        return lambda layer, inputs, output: calls.append((name, output))
+        return lambda layer, inputs, output: calls.append((name, inputs, output))
 
     handles = [
         layer.register_forward_hook(remember(name))
@@ -56,24 +67,33 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
             "fit_laplace: no layer of the module with trained parameters of its own ran, so that there is no last layer: pass "
             f"subset= the names to keep, of {sorted(params)[:8]}, or subset='all'"
         )
-    name, last = calls[-1]
+    name, inputs, last = calls[-1]
     layer = forward.module.get_submodule(name)
     names = tuple(own for own in owners[name] if own in params)
-    once = sum(called == name for called, _ in calls) == 1
-    return LastLayer(
-        names, layer, once and type(layer) is nn.Linear and last is output and len(names) == len(owners[name])
-    )
+    once = sum(not set(owners[called]).isdisjoint(names) for called, *_ in calls) == 1
+    whole = len(names) == len(owners[name]) and len(inputs) == 1
+    return LastLayer(names, layer, once and whole and type(layer) is nn.Linear and last is output, inputs)
+
+
+def body_of(module: nn.Module, params: Mapping[str, Tensor] | None, names: Iterable[str]) -> Body:
+    """All tensors that the features depend on, which are all but the last layer's, each with its version."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers()), **(params or {})}
+    last = set(names)
+    return {name: (tensor, tensor._version) for name, tensor in own.items() if name not in last}
 
 
 @dataclass(frozen=True)
 class Features:
-    """``features(batch)``: what the last layer sees of a batch, detached."""
+    """``features(batch)``: what the last layer sees of a batch; a :class:`HeadBatch` is handed through."""
 
     forward: Forward
     params: Mapping[str, Tensor]
     layer: nn.Module
+    body: Body
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any) -> HeadBatch:
+        if isinstance(batch, HeadBatch):
+            return batch
         seen: list[Tensor] = []
         handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].detach()))
         try:
@@ -81,7 +101,7 @@ class Features:
                 self.forward(self.params, batch)
         finally:
             handle.remove()
-        return seen[-1]
+        return HeadBatch(seen[-1], batch[1])
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,10 @@ class Head:
 
     weight: str
     bias: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
         return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -11,19 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import ggn, subset
-from bayesopt_chain.fitting.last_layer import Features, find_last_layer, head
+from bayesopt_chain.curvature._checks import Checks
+from bayesopt_chain.fitting.batches import require_eval, with_progress
+from bayesopt_chain.fitting.cache import CachedFeatures
+from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules.functional import make_functional
-from bayesopt_chain.precision import Precision
+from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.precision import Kronecker, Precision
 from bayesopt_chain.trees import Tree
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True)
+class Pass:
     """What one pass over the data says at the parameters.
 
-    ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood; ``log_likelihood``: summed,
-    0-d; ``squares``: twice its excess over a perfect fit, 0-d (for Gaussian noise the whitened residual sum of squares);
-    ``entries``: of all targets' outputs.
+    ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood, where the model is linear
+    with Gaussian noise, else None; ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for
+    Gaussian noise the whitened residual sum of squares); ``entries``: of all targets' outputs.
     """
 
     precision: Any
@@ -31,6 +36,11 @@ class Pass(NamedTuple):
     log_likelihood: Tensor
     squares: Tensor
     entries: int
+
+    @cached_property
+    def decomposed(self) -> Any:
+        """The precision, Kronecker factors in their eigenbasis: decomposed once for every prior and noise."""
+        return self.precision.eigenbasis() if isinstance(self.precision, Kronecker) else self.precision
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Model:
     structure: str
     options: dict[str, Any]
     features_of: Features | None = None
+    checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
 
     @property
     def is_linear_gaussian(self) -> bool:
@@ -50,17 +61,25 @@ class Model:
 
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
-        if self.features_of is None:
-            return batch
-        return self.features_of(batch), batch[1]
+        if self.features_of is not None:
+            return self.features_of(batch)
+        if isinstance(batch, HeadBatch):
+            raise ValueError(
+                "cached features are those of a linear last layer, which this fit does not have: pass the inputs"
+            )
+        return batch
 
-    def run_over(self, loader: Iterable, progress: bool) -> Pass:
+    def require_seen(self, data: Any) -> None:
+        """Raise for cached features of another body."""
+        if isinstance(data, CachedFeatures) and self.features_of is not None:
+            data.require_body(self.features_of.body)
+
+    def run_over(self, batches: Iterable, progress: bool = False, total_batches: int | None = None) -> Pass:
         """One pass over the data."""
         estimate = ggn(self.forward, self.likelihood, self.structure, **self.options)
         total: Pass | None = None
-        for batch in with_progress(loader, progress):
-            batch = self.seen_by_head(batch)
-            one = self._looked_at(batch, estimate)
+        for batch in with_progress(batches, progress, total_batches):
+            one = self._looked_at(self.seen_by_head(batch), estimate)
             total = one if total is None else both(total, one)
         if total is None:
             raise ValueError("fit_laplace: the loader has no batches")
@@ -68,17 +87,20 @@ class Model:
 
     def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
         leaves, structure = optree.tree_flatten(self.params)
-        with torch.enable_grad():
-            chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        chosen, gradient = [leaf.detach() for leaf in leaves], None
+        with torch.set_grad_enabled(self.is_linear_gaussian):
+            if self.is_linear_gaussian:
+                chosen = [leaf.requires_grad_() for leaf in chosen]
             outputs = self.forward(optree.tree_unflatten(structure, chosen), batch)
             loss = self.likelihood.nll(outputs, batch[1]).sum()
-            slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
+            if self.is_linear_gaussian:
+                slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
+                gradient = optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
         outputs, loss = outputs.detach(), loss.detach().to(torch.float64)
         squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), 0
         if self.likelihood.name == "gaussian":
             squares = 2 * (loss - self.likelihood.nll(outputs, outputs).sum().to(torch.float64))
             entries = outputs.numel()
-        gradient = optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
         return Pass(estimate(self.params, batch), gradient, -loss, squares, entries)
 
 
@@ -86,84 +108,71 @@ def both(a: Pass, b: Pass) -> Pass:
     """Two passes over different data as one."""
     return Pass(
         a.precision.add(b.precision),
-        optree.tree_map(torch.add, a.gradient, b.gradient),
+        None if a.gradient is None else optree.tree_map(torch.add, a.gradient, b.gradient),
         a.log_likelihood + b.log_likelihood,
         a.squares + b.squares,
         a.entries + b.entries,
     )
 
 
-def make_model(
-    source: Any, params: Tree | None, likelihood: Likelihood, batch: Any, keep: Any, structure: str, options: dict
-) -> Model:
-    """The model of the kept parameters of a module or a forward function; ``batch`` shows which layer is the last."""
+class How(NamedTuple):
+    """What a fit was told: the likelihood, the parameters to keep, the structure and its options."""
+
+    likelihood: Likelihood
+    keep: Any
+    structure: str
+    options: dict[str, Any]
+
+    @property
+    def keeps_last_layer(self) -> bool:
+        return isinstance(self.keep, str) and self.keep == "last_layer"
+
+
+def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+    """The model of the kept parameters of a module or a forward function, and the first batch as it sees it.
+
+    ``data`` is the loader, ``first`` its first batch, which shows which layer is the last.
+    """
     if isinstance(source, nn.Module):
-        return _of_module(source, params, likelihood, batch, keep, structure, options)
+        return _of_module(source, params, data, first, how)
     if not callable(source):
         raise TypeError(f"fit_laplace: {type(source).__name__} is neither an nn.Module nor a function")
     if params is None:
         raise ValueError("fit_laplace: a forward function needs params=, the trained parameters")
-    if isinstance(keep, str) and keep == "last_layer":
+    if how.keeps_last_layer:
         raise ValueError(
             "fit_laplace: of a forward function the last layer is not known: pass subset= its parameters' names, or 'all'"
         )
-    return _of_function(cast(Any, source), params, likelihood, keep, structure, options)
+    return _of_function(cast(Any, source), params, how), first
 
 
-def _of_module(
-    module: nn.Module, params: Any, likelihood: Likelihood, batch: Any, keep: Any, structure: str, options: dict
-) -> Model:
-    _require_eval(module)
+def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:
+    require_eval(module)
     forward, own, _ = make_functional(module)
-    params = own if params is None else params
-    if not (isinstance(keep, str) and keep == "last_layer"):
-        return _of_function(forward, params, likelihood, keep, structure, options)
-    last = find_last_layer(forward, params, batch)
-    if not last.is_head:
-        return _of_function(forward, params, likelihood, list(last.names), structure, options)
-    kept = {name: params[name] for name in last.names}
-    return Model(head(last.names), kept, likelihood, structure, options, Features(forward, params, last.module))
-
-
-def _of_function(
-    forward: Callable[[Tree, Any], Tensor],
-    params: Tree,
-    likelihood: Likelihood,
-    keep: Any,
-    structure: str,
-    options: dict,
-) -> Model:
-    if isinstance(keep, str) and keep == "all":
-        return Model(forward, params, likelihood, structure, options)
-    return Model(*subset(forward, params, keep), likelihood, structure, options)
-
-
-def peeked(loader: Iterable) -> tuple[Iterable, Any]:
-    """An iterable with the same batches, and the first of them."""
-    batches = list(loader) if not hasattr(loader, "__len__") else loader
-    first = next(iter(batches), None)
-    if first is None:
-        raise ValueError("fit_laplace: the loader has no batches")
-    if not (isinstance(first, (tuple, list)) and len(first) == 2):
-        raise ValueError(f"fit_laplace: batches must be (inputs, targets), got {type(first).__name__}")
-    return batches, first
-
-
-def with_progress(loader: Iterable, progress: bool) -> Iterable:
-    if not progress:
-        return loader
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("fit_laplace: progress=True needs tqdm: pip install tqdm, or leave it out") from None
-    return tqdm(loader, unit="batch")
-
-
-def _require_eval(module: nn.Module) -> None:
-    changed = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    for name, layer in module.named_modules():
-        if isinstance(layer, changed) and layer.training:
+    chosen = own if params is None else params
+    if isinstance(data, CachedFeatures):
+        if not how.keeps_last_layer:
             raise ValueError(
-                f"fit_laplace: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "
-                "others or on chance: call module.eval() first"
+                "fit_laplace: cached features go with subset='last_layer': for other parameters pass the loader"
             )
+        data.require_body(body_of(module, params, data.last.names))
+        return _of_head(forward, chosen, data.last, data.body, how), first
+    if not how.keeps_last_layer:
+        return _of_function(forward, chosen, how), first
+    last = find_last_layer(forward, chosen, first)
+    if last.is_head:
+        body = body_of(module, params, last.names)
+        return _of_head(forward, chosen, last, body, how), HeadBatch(last.inputs[0].detach(), first[1])
+    return _of_function(forward, chosen, how._replace(keep=list(last.names))), first
+
+
+def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
+    kept = {name: params[name] for name in last.names}
+    features = Features(forward, params, last.module, body)
+    return Model(head(last.names), kept, how.likelihood, how.structure, how.options, features)
+
+
+def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How) -> Model:
+    if isinstance(how.keep, str) and how.keep == "all":
+        return Model(forward, params, how.likelihood, how.structure, how.options)
+    return Model(*subset(forward, params, how.keep), how.likelihood, how.structure, how.options)

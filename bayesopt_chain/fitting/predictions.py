@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import predict
+from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.predict._linearized import linearized_by
 
 Method = Literal["probit", "bridge", "linearized", "linearized_mc", "mc"]
 METHODS: dict[str, tuple[str, ...]] = {  # the likelihoods that each has a meaning for
@@ -74,12 +76,13 @@ def predicted(
     method: str,
     samples: int,
     generator: torch.Generator | None,
+    checks: Checks,
 ) -> Tensor | Prediction:
     """One batch's predictions."""
     if method == "mc":
         outputs = predict.monte_carlo(forward, posterior, batch, samples=samples, generator=generator)
         return INVERSE_LINKS[likelihood.name](outputs).mean(0)
-    mean, covariance = predict.linearized(forward, posterior, batch)
+    mean, covariance = linearized_by(checks, forward, posterior, batch)
     if method == "probit" and likelihood.name == "bernoulli":
         variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
         return predict.probit_bernoulli(mean, variance)

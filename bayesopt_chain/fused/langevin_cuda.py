@@ -17,15 +17,27 @@ blocks, four words of each, and writes four runs of 64 neighbours for every 64 b
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from bayesopt_chain.random.philox_cuda import RUN, _first, four_normals
+from bayesopt_chain.random._triton import Value, constexpr, jit, tl
+from bayesopt_chain.random.philox_cuda import RUN, first_element, four_normals
 
 
-@triton.jit
-def _move(theta, g, s, xi, at, live, lr, weight_decay, keep, momentum, level, carried):
+@jit
+def _move(
+    theta: Value,
+    g: Value,
+    s: Value,
+    xi: Value,
+    at: Value,
+    live: Value,
+    lr: Value,
+    weight_decay: Value,
+    keep: Value,
+    momentum: Value,
+    level: Value,
+    carried: Value,
+) -> None:
     position = tl.load(theta + at, mask=live, other=0.0)
     noise = level * xi
     v = keep * tl.load(s + at, mask=live, other=0.0) + tl.load(g + at, mask=live, other=0.0)
@@ -34,27 +46,27 @@ def _move(theta, g, s, xi, at, live, lr, weight_decay, keep, momentum, level, ca
     tl.store(s + at, momentum * v + carried * noise, mask=live)
 
 
-@triton.jit(do_not_specialize=["draw"])
+@jit(do_not_specialize=["draw"])
 def _kernel(
-    theta,
-    g,
-    s,
-    key,
-    count,
-    size,
-    draw,
-    lr,
-    weight_decay,
-    keep,
-    momentum,
-    level,
-    carried,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    theta: Value,
+    g: Value,
+    s: Value,
+    key: Value,
+    count: Value,
+    size: Value,
+    draw: Value,
+    lr: Value,
+    weight_decay: Value,
+    keep: Value,
+    momentum: Value,
+    level: Value,
+    carried: Value,
+    BLOCKS: constexpr,
+    RUN: constexpr,
+) -> None:
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     z0, z1, z2, z3 = four_normals(block, draw, key, count)
-    at = _first(block, size, RUN)
+    at = first_element(block, size, RUN)
     _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, carried)
     _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, carried)
     _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, carried)
@@ -95,7 +107,7 @@ def langevin_step_(
     n = theta.numel()
     needed = n if n <= RUN else RUN * -(-n // (4 * RUN))
     if n:
-        _kernel[(triton.cdiv(needed, blocks),)](
+        _kernel[(-(-needed // blocks),)](
             theta,
             g,
             s,
@@ -109,6 +121,6 @@ def langevin_step_(
             momentum,
             level,
             carried,
-            BLOCKS=blocks,  # pyright: ignore[reportArgumentType]
-            RUN=RUN,  # pyright: ignore[reportArgumentType]
+            BLOCKS=blocks,
+            RUN=RUN,
         )

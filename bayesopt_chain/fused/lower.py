@@ -1,6 +1,11 @@
 """Runs of links lowered to one sweep. A lowered run is itself a link over the same entries of the state.
 
-v <- mu v + g;  u <- f v        momentum and a constant learning rate, block after block while both are in cache
+v <- mu v + g;  u <- f v                        momentum and a constant learning rate
+v <- mu v + g + e;  u <- f v;  v <- v + b e     the same with matched noise, which is drawn, scaled and added in the run
+u <- f (g + e + m);  m <- e                     a constant learning rate and the noise of SGD, which remembers its draw
+
+Matched noise is lowered where it is one site of constant coefficients that enters a run and is coloured by nothing. A run
+gives the bits of its links one by one, pure and in place, with the kernel of :mod:`bayesopt_chain.fused.sweep_cpu` or without.
 """
 
 from __future__ import annotations
@@ -12,13 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.link import At, Link
+from bayesopt_chain import checks
+from bayesopt_chain.core.filters import Filtered
+from bayesopt_chain.core.injection import LangevinNoiseState
+from bayesopt_chain.core.link import At, Link, NoiseLink
+from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
-from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.tracing import is_plain, is_transformed
 
 BLOCK = 2**20  # elements; two float32 blocks fit a third-level cache, and smaller ones cost calls
+_KINDS = (Tensor, torch.nn.Parameter)
 _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 
@@ -31,14 +43,53 @@ class MomentumThenScale(Link):
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
-        mu, factor = self.momentum.momentum, self.scale.sign * self.scale.step_size  # pyright: ignore[reportOperatorIssue]
+        mu, factor = self.momentum.momentum, _factor(self.scale)
+        if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
+            sizes = tuple(map(Tensor.numel, g))
+            if all(map(_alike, g, first.trace)) and _are_plain(g, first.trace, sizes, g[0].dtype):
+                u, v = _results(op, g, first.trace)
+                kernel(g[0].dtype, sizes, *map(pointers, (g, first.trace, u, v)), factor, mu)
+                return u, (first._replace(trace=tuple(v)), states[1])
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
-                _sweep(t, x, mu, factor)  # pyright: ignore[reportArgumentType]
+                _in_blocks(t, x, mu, factor)
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
+
+
+def _factor(scale: Scale) -> float:
+    return scale.sign * scale.step_size  # pyright: ignore[reportOperatorIssue, reportReturnType]
+
+
+def _alike(x: Tensor, t: Tensor) -> bool:
+    return x.shape == t.shape
+
+
+def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype | None) -> bool:
+    """Whether a kernel may run over the memory of these tensors, where nothing is traced: on a CPU, dense, of one dtype, of
+    these sizes, and not differentiated."""
+    return dtype in _ONE and all(
+        [
+            type(x) in _KINDS
+            and x.dtype is dtype
+            and x.is_cpu
+            and x.numel() == n
+            and x.is_contiguous()
+            and not x.requires_grad
+            for xs in (g, kept)
+            for x, n in zip(xs, sizes)
+        ]
+    )
+
+
+def _results(op: Op, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
+    """Where a kernel writes."""
+    if op.inplace:
+        torch.autograd.graph.increment_version([*g, *kept])
+        return g, kept
+    return [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
 
 
 def _is_plain(t: Tensor, x: Tensor) -> bool:
@@ -47,7 +98,7 @@ def _is_plain(t: Tensor, x: Tensor) -> bool:
     return same and not (t.requires_grad or x.requires_grad)
 
 
-def _sweep(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
+def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
     """``t <- mu t + x; x <- factor t``: the bits of ``mul_``, ``add_``, ``mul``.
 
     ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself.
@@ -61,13 +112,141 @@ def _sweep(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
         torch.mul(part, factor, out=into)
 
 
+@dataclass(frozen=True)
+class Noisy(Link):
+    """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
+
+    noise: NoiseLink
+    momentum: Momentum | None
+    scale: Scale
+    site: Site
+    sizes: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    numbers: tuple[int, ...]
+    dtype: torch.dtype | None  # of all leaves, if it is one
+    whole = True
+
+    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
+        kept = noise.memory if self.momentum is None else states[0].trace
+        move = self._at_once if self._is_plain(g, kept, noise) else self._by_links
+        u, kept = move(g, kept, noise, op)
+        (count,) = op.count([noise.count])
+        if self.momentum is None:
+            return u, (noise._replace(count=count, memory=kept), states[1])
+        return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))
+
+    @property
+    def _level(self) -> float:
+        return self.site.constants[0]  # pyright: ignore[reportOptionalSubscript]
+
+    def _is_plain(self, g: Sequence[Any], kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
+        if self.noise.noise != "gaussian" or any([x is None for x in g]) or not is_plain(noise.key, noise.count, g[0]):
+            return False
+        return noise.key.is_cpu and _are_plain(g, kept, self.sizes, self.dtype)
+
+    def _at_once(
+        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+    ) -> tuple[Leaves, tuple[Tensor, ...]]:
+        """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
+        level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
+        scale = 1.0 if mu is None else level  # scaled while it is drawn
+        dtype, kernel = g[0].dtype, sweep_kernel()
+        parts = keyed_stream.drawn(noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale)
+        if kernel is None:
+            flat = torch.cat([e.clone() for _, e in parts])
+            flat = flat.mul_(level) if mu is None else flat
+            return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
+        u, t = _results(op, g, kept)
+        for part, e in parts:
+            e = e.mul_(level) if mu is None else e
+            places = [pointers(xs, part) for xs in (g, kept, u, t)]
+            kernel(dtype, part.sizes, *places, _factor(self.scale), mu, e, self.site.carried)
+        return u, tuple(t)
+
+    def _by_links(
+        self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Whatever the tensors are; a leaf without a gradient keeps its state, and the others' draws stay what they are."""
+        live = [k for k, x in enumerate(g) if x is not None]
+        here: Leaves = [x for x in g if x is not None]
+        checks.own_key(noise.key, here)
+        level = self._level
+        scale = level if self.momentum is not None else 1.0
+        xi = keyed_stream.normals(
+            noise.key, noise.count, noise.memory, [1] * len(g), self.noise.noise, self.noise.stream, scale, self.numbers
+        )
+        e = [xi[k][0] if self.momentum is not None else xi[k][0] * level for k in live]
+        u, t = self._moved(here, [kept[k] for k in live], e, op)
+        moved, after = list(g), list(kept)
+        for k, x, y in zip(live, u, t):
+            moved[k], after[k] = x, y
+        return moved, tuple(after)
+
+    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: Op) -> tuple[Leaves, tuple[Tensor, ...]]:
+        """The run, one operation after the other."""
+        f = _factor(self.scale)
+        if self.momentum is None:
+            y = [x + m[0] for x, m in zip(e, kept)]
+            after = op.put(kept, [x.unsqueeze(0) for x in e])
+            return op.mul(op.add(g, y), f), tuple(after)
+        g = op.add(g, e)
+        v = op.average(kept, self.momentum.momentum, g)
+        u = op.mul(op.put(g, v), f)
+        if self.site.carried:
+            v = op.add(v, [x * self.site.carried for x in e])
+        return u, tuple(v)
+
+
 def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], Link]]:
     """By its first link, every run that can be swept at once; ``plan.order`` has the links without those of noise."""
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
         m, s = links[i], links[k]
-        if type(m) is not Momentum or m.nesterov or m.dampening or m.moment_requires_grad:
-            continue
-        if type(s) is Scale and isinstance(s.step_size, (int, float)):
-            runs[i] = ((i, k), MomentumThenScale(m, s))
+        if _is_heavy_ball(m) and _is_constant(s):
+            runs[i] = ((i, k), MomentumThenScale(m, s))  # pyright: ignore[reportArgumentType]
+    for n, injection in plan.noise.items():
+        if len(injection.sites) == 1 and (run := _noisy(links, plan, n, injection.sites[0])) is not None:
+            runs[run[0][0]] = run
     return runs
+
+
+def _is_heavy_ball(link: Link) -> bool:
+    return type(link) is Momentum and not (link.nesterov or link.dampening or link.moment_requires_grad)
+
+
+def _is_constant(link: Link) -> bool:
+    return type(link) is Scale and isinstance(link.step_size, (int, float))
+
+
+def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
+    """The run that the noise of link ``n`` enters, if it is one of these."""
+    noise, process, i = links[n], site.process, site.enters
+    simple = isinstance(noise, NoiseLink) and not site.colours and site.rates == ((), ()) and site.constants
+    if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
+        return None
+    leaves = set(site.leaves)
+    following = [k for k in plan.order if k >= i and not leaves.isdisjoint(plan.where[k])]
+    if i == n and process.memory == 1 and len(set(site.constants or ())) == 1:
+        momentum, run = None, (n, *following[:1])
+    elif i != n and _is_heavy_ball(links[i]) and site.whole.owner == i and not process.memory:
+        momentum, run = links[i], (*following[:2], n)
+    else:
+        return None
+    if len(run) < 2 + (momentum is not None) or not _is_constant(scale := links[run[1]]):
+        return None
+    if any(plan.where[k] != site.leaves for k in run) or any(plan.layout.shapes[j] is None for j in site.leaves):
+        return None
+    shapes = tuple(plan.layout.shapes[j] for j in site.leaves)
+    dtypes = {plan.layout.dtypes[j] for j in site.leaves}
+    link = Noisy(
+        noise,  # pyright: ignore[reportArgumentType]
+        momentum,  # pyright: ignore[reportArgumentType]
+        scale,  # pyright: ignore[reportArgumentType]
+        site,
+        tuple(shape.numel() for shape in shapes),
+        shapes,
+        tuple(plan.numbers[j] for j in site.leaves),
+        dtypes.pop() if len(dtypes) == 1 else None,
+    )
+    return run, link

@@ -16,9 +16,11 @@ momentum, the remembered draw (:mod:`bayesopt_chain.core.matching`):
     v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
 ``(keep, momentum, carried) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``carried = 0``.
-Three ways to run it, all the same stream:
+Four ways to run it, all the same stream:
 
-* on a CPU a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
+* on a CPU, for SGD and heavy ball where every leaf has a gradient, chunk by chunk a draw and one pass of
+  :mod:`bayesopt_chain.fused.sweep_cpu` while all of it is in cache; gradients stay as they are;
+* on a CPU otherwise a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
 * on a CUDA device :mod:`bayesopt_chain.fused.langevin_cuda`, which draws in the kernel: 20 bytes a float32 parameter;
 * any other noise drawn by its link, then torch's fused kernel.
 """
@@ -40,6 +42,7 @@ from bayesopt_chain.core.filters import Filtered
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import IN_PLACE
 from bayesopt_chain.core.state import State
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
@@ -96,7 +99,9 @@ class FusedSGD:
             if site.carried:
                 IN_PLACE.add(buffers.velocity, x.noise, site.carried)
             return state.replace(self.noise, after)
-        if buffers.by_kernel:
+        if buffers.places is not None:
+            self._sweep_at_once(buffers, live, noise)
+        elif buffers.by_kernel:
             self._kernels(buffers, live, noise)
         else:
             fill, carried = buffers.filler(noise), buffers.own.carried
@@ -110,6 +115,20 @@ class FusedSGD:
                 self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, carried)
         noise.count.add_(1)
         return state
+
+    def leaves_gradients(self, params: list, g: list, state: State) -> bool:
+        """Whether :meth:`advance` only reads the gradients, given what :meth:`fits`."""
+        return self._buffers(params, g, state).places is not None
+
+    def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
+        """The draw, and one pass for the rest."""
+        kernel, own, dtype = sweep_kernel(), buffers.own, g[0].dtype
+        assert kernel is not None and own is not None and buffers.places is not None
+        parts = keyed_stream.drawn(noise.key, noise.count, *buffers.drawn, dtype, buffers.stream, own.level)
+        for (part, e), (theta, kept) in zip(parts, buffers.places):
+            x = pointers(g, part)
+            kernel(dtype, part.sizes, x, kept, theta, kept, -self.lr, self.momentum or None, e, own.carried, True)
+        torch.autograd.graph.increment_version([*buffers.theta, *buffers.carried])
 
     def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
         """The tensors as the kernels take them: those of the last call where they are the same objects."""
@@ -201,7 +220,7 @@ class _Buffers:
             and (form.velocity is None or [t.shape for t in trace] == [params[j].shape for j in here])
             and (form.noise is None or [t.shape[1:] for t in memory] == [params[j].shape for j in here])
         )
-        self.own = None
+        self.own = self.places = None
         if not self.usable:
             return
         self.theta = [params[j].detach() for j in self.live]
@@ -225,6 +244,14 @@ class _Buffers:
         if self.by_kernel:
             return
         sizes = [params[j].numel() for j in here]
+        plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
+        if plain and sweep_kernel() is not None:
+            self._view(self.velocity)
+            self.stream = link.stream  # pyright: ignore[reportAttributeAccessIssue]
+            self.drawn = tuple(sizes), tuple(self.draws)
+            parts = keyed_stream.chunks(self.drawn[0], self.stream == "philox")
+            self.places = [(pointers(self.theta, part), pointers(self.carried, part)) for part in parts]
+            return
         self.philox = link.stream == "philox"  # pyright: ignore[reportAttributeAccessIssue]
         if self.philox:  # each leaf has its own draw
             self.splits = max(sizes) >= BLOCK

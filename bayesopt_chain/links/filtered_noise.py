@@ -21,6 +21,7 @@ from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, root
 from bayesopt_chain.core.state import zeros
+from bayesopt_chain.random.stream import draw_numbers
 
 
 class FilteredNoiseState(NamedTuple):
@@ -46,6 +47,7 @@ class FilteredNoise(Keyed):
         return OwnNoise(*self.beside)
 
     def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
+        draw_numbers(tuple([at.plan.numbers[j] for j in at.index]), (len(self.current),) * len(at.index))  # or refuses
         return FilteredNoiseState(*self.start(leaves, at), zeros(leaves) if self.later else ())
 
     def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:

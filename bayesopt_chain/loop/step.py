@@ -107,8 +107,8 @@ class Step:
             tx: another transformation than the step's own.
             generator: source of the module's key (default: torch's global generator).
         """
-        options = {} if like is None else {"like": like.inner if isinstance(like, ModuleState) else like}
-        inner = (self.tx if tx is None else tx).init(params, **options)
+        given = {} if like is None else {"like": like.inner if isinstance(like, ModuleState) else like}
+        inner = (self.tx if tx is None else tx).init(params, **given)
         if self.buffers is None:
             return inner
         return started(inner, self.buffers, optree.tree_leaves(params), like, generator)
@@ -142,12 +142,13 @@ class Step:
             return params, state.advanced(inner, buffers, skipped, self.inplace), info
 
     def _moved(self, params: Any, state: Any, grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        if self.inplace:
-            grads = writable(grads)
         if self.fused is not None:
             p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
             if self.fused.fits(p, g, state):
+                g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
                 return params, self.fused.advance(p, g, state)
+        if self.inplace:
+            grads = writable(grads)
         updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
         return apply(params, updates, self.inplace), state
 

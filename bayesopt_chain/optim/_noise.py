@@ -42,7 +42,6 @@ class Normals:
 
     def __init__(self) -> None:
         self._generator = torch.Generator()
-        self._own: dict[tuple[int, int], int] = {}  # splitmix64(key + leaf)
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device) -> Callable:
@@ -55,20 +54,21 @@ class Normals:
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
 
-    def fill(self, draws: list[Tensor], key: int, leaves: list[int], count: int, stream: Stream | None) -> None:
-        """Fill the draws of several leaves of one device and dtype."""
-        if splits(stream, draws[0].device):
-            for draw, leaf in zip(draws, leaves):
-                self._seed(key, leaf, count)
-                draw.normal_(generator=self._generator)
-        else:
-            self._philox(draws, key, leaves, count)
+    def filler(self, draws: list[Tensor], key: int, leaves: list[int], stream: Stream | None) -> Callable[[int], None]:
+        """``fill(count)``: the draws of several leaves of one device and dtype, filled for that count."""
+        if not splits(stream, draws[0].device):
+            return lambda count: self._philox(draws, key, leaves, count)
+        generator, own = self._generator, [splitmix64(key + leaf) for leaf in leaves]
+
+        def fill(count: int) -> None:
+            for draw, seed in zip(draws, own):
+                generator.manual_seed(splitmix64(seed + count))
+                draw.normal_(generator=generator)
+
+        return fill
 
     def _seed(self, key: int, leaf: int, count: int) -> None:
-        own = self._own.get((key, leaf))
-        if own is None:
-            own = self._own[key, leaf] = splitmix64(key + leaf)
-        self._generator.manual_seed(splitmix64(own + count))
+        self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
 
     def _philox(self, draws: list[Tensor], key: int, leaves: list[int], count: int) -> None:
         device = draws[0].device

@@ -25,8 +25,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,27 +33,13 @@ from torch import Tensor
 from bayesopt_chain._torch import foreach_add_
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim._plan import Batch, Plan, Work, blocks_of
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
-BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
-
-
-class Work(NamedTuple):
-    """One leaf of one step: what torch does to it, and the noise that follows (``None`` at temperature 0)."""
-
-    group: dict[str, Any]
-    param: Tensor
-    state: dict[str, Any]
-    number: int
-    linear: Linear
-    noise: Noise | None
-    updates: int  # this one included
-    frozen: bool
-    early: bool  # whether the noise goes through the velocity, in front of torch's step
 
 
 class Sampling(torch.optim.Optimizer):
@@ -63,6 +48,7 @@ class Sampling(torch.optim.Optimizer):
     refusal: ClassVar[str | None] = None  # why there is no noise for this class, where there is none
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False  # whether the velocity averages g / D rather than g
+    timeless: ClassVar[bool] = False  # whether the numbers of a step are those of its group, whatever its count
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -118,7 +104,7 @@ class Sampling(torch.optim.Optimizer):
         group = self.param_groups[-1]
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
         group.setdefault("noise_count", 0)
-        self.__dict__.pop("_numbers", None)
+        self._forget()
         if temperature > 0.0:
             self._draw_key()
             if len(set(group["params"])) < len(group["params"]):
@@ -152,13 +138,18 @@ class Sampling(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.pop("_numbers", None)
+        self._forget()
         for group in self.param_groups:
             for name in ("temperature", "noise_stream", "freeze_after"):
                 if name in self.defaults:
                     group.setdefault(name, self.defaults[name])
             group.setdefault("noise_key", None)
             group.setdefault("noise_count", 0)
+
+    def _forget(self) -> None:
+        """Nothing that was worked out for the parameters holds any more."""
+        for name in ("_numbers", "_kept"):
+            self.__dict__.pop(name, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class, noise included, or take over one of torch's own class.
@@ -216,19 +207,22 @@ class Sampling(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def _noisy_step(self) -> None:
-        work = [item for i in range(len(self.param_groups)) for item in self._plan(i)]
-        noisy = [w for w in work if w.noise is not None]
-        frozen = [w for w in work if w.frozen]
-        self._prepare_velocities(noisy)
-        if frozen:
-            with _without_gradients([w.param for w in frozen]):
+        plan: Plan | None = self.__dict__.get("_kept")
+        if plan is None or not plan.holds(self):
+            plan = Plan([item for i in range(len(self.param_groups)) for item in self._plan(i)])
+        self.__dict__["_kept"] = None  # until the step is done
+        self._prepare_velocities(plan)
+        if plan.frozen:
+            with _without_gradients([w.param for w in plan.frozen]):
                 self._torch_step(None)
-            self._move_frozen(frozen)
+            self._move_frozen(plan.frozen)
         else:
-            self._torch_step(None)
-        self._add_noise(noisy)
-        for group in {id(w.group): w.group for w in noisy}.values():
+            self._move(plan)
+        self._add_noise(plan)
+        for group in plan.groups:
             group["noise_count"] += 1
+        if plan.kept or (self.timeless and plan.keep(self)):
+            self.__dict__["_kept"] = plan
 
     def _is_ours(self, group: dict[str, Any]) -> bool:
         """Whether a group asks for more than torch's step: noise, a frozen preconditioner, or noise to be forgotten."""
@@ -245,6 +239,10 @@ class Sampling(torch.optim.Optimizer):
         while getattr(step, "hooked", False):
             step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         return step(self, closure)  # pyright: ignore[reportArgumentType]
+
+    def _move(self, plan: Plan) -> None:
+        """torch's step for every parameter."""
+        self._torch_step(None)
 
     def _plan(self, index: int) -> list[Work]:
         """What this step does to each leaf of the group that has a gradient. Raises before anything moved."""
@@ -307,49 +305,55 @@ class Sampling(torch.optim.Optimizer):
 
     # noise
 
-    def _prepare_velocities(self, work: list[Work]) -> None:
+    def _prepare_velocities(self, plan: Plan) -> None:
         """In front of torch's step: velocities rescaled at a rise of lr, and noise that momentum brings in, ``e / mu``."""
-        for w in work:
-            assert w.noise is not None
-            if w.noise.velocity_scale != 1.0 and (velocity := w.state.get(w.linear.velocity or "")) is not None:
-                velocity.mul_(w.noise.velocity_scale)
-        early = [w for w in work if w.early]
-        for w in [w for w in early if w.param.numel() > BLOCK]:
+        for w in plan.rescaled:
+            if (velocity := w.state.get(w.linear.velocity or "")) is not None:
+                velocity.mul_(w.noise.velocity_scale)  # pyright: ignore[reportOptionalMemberAccess]
+        for w in plan.early_large:
             self._sweep(w, 1.0 / w.linear.momentum)
-        for leaves in _alike([w for w in early if w.param.numel() <= BLOCK]):
-            linear = leaves[0].linear
-            self._add_small(leaves, [(_named(leaves, linear.velocity), 1.0 / linear.momentum)])
+        if plan.early is None:
+            plan.early = [self._batch(leaves) for leaves in _alike(plan.early_small)]
+        for batch in plan.early:
+            self._add_small(batch)
 
-    def _add_noise(self, work: list[Work]) -> None:
+    def _add_noise(self, plan: Plan) -> None:
         """Behind torch's step."""
-        late: list[Work] = []
-        for w in work:
-            assert w.noise is not None
-            if w.linear.step_size > 0.0 and not w.early:
-                if self.adaptive or w.param.numel() > BLOCK:
-                    self._sweep(w)
-                else:
-                    late.append(w)
-            if w.linear.direct > 0.0:
-                self._sweep_direct(w)
-            if w.noise.before is not None:
-                w.state["noise_before"] = w.noise.before
-        for leaves in _alike(late):
-            linear = leaves[0].linear
-            targets = [([w.param for w in leaves], -linear.step_size)]
-            if linear.velocity is not None:
-                targets.append((_named(leaves, linear.velocity), 1.0))
-            self._add_small(leaves, targets)
+        for w in plan.late_large if not self.adaptive else [*plan.late_large, *plan.late_small]:
+            self._sweep(w)
+        for w in plan.direct:
+            self._sweep_direct(w)
+        if not self.adaptive:
+            if plan.late is None:
+                plan.late = [self._batch(leaves) for leaves in _alike(plan.late_small)]
+            for batch in plan.late:
+                self._add_small(batch)
+        if not plan.kept:
+            for w in plan.noisy:
+                if w.noise.before is not None:  # pyright: ignore[reportOptionalMemberAccess]
+                    w.state["noise_before"] = w.noise.before  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _add_small(self, leaves: list[Work], targets: list[tuple[list[Tensor], float]]) -> None:
-        """``e`` of many small leaves at once, times a factor for each list of tensors it goes to."""
-        noise, draws = leaves[0].noise, [self._draw_of(w, "noise") for w in leaves]
+    def _batch(self, leaves: list[Work]) -> Batch:
+        """Small leaves whose noise has the same numbers, and the tensors it goes to."""
+        first = leaves[0]
+        linear, noise, group = first.linear, first.noise, first.group
         assert noise is not None
+        velocities = [w.state[linear.velocity] for w in leaves] if linear.velocity is not None else []
+        if first.early:
+            targets = [(velocities, 1.0 / linear.momentum)]
+        else:
+            targets = [([w.param for w in leaves], -linear.step_size), *([(velocities, 1.0)] if velocities else [])]
+        draws = [self._draw_of(w, "noise") for w in leaves]
+        fill = self._normals().filler(draws, group["noise_key"], [w.number for w in leaves], group["noise_stream"])
+        return Batch(group, noise, targets, draws, fill)
+
+    def _add_small(self, batch: Batch) -> None:
+        """``e`` of many small leaves at once, times a factor for each list of tensors it goes to."""
+        group, noise, targets, draws, fill = batch
         if noise.previous:
             for tensors, factor in targets:
                 foreach_add_(tensors, draws, alpha=factor * noise.previous)
-        g = leaves[0].group
-        self._normals().fill(draws, g["noise_key"], [w.number for w in leaves], g["noise_count"], g["noise_stream"])
+        fill(group["noise_count"])
         for tensors, factor in targets:
             foreach_add_(tensors, draws, alpha=factor * noise.current)
 
@@ -358,7 +362,7 @@ class Sampling(torch.optim.Optimizer):
         draw, fill = self._draw_of(w, "noise"), self._filler(w, 0)
         state, linear, noise = w.state, w.linear, w.noise
         assert noise is not None
-        blocks = _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device))
+        blocks = blocks_of(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device))
         for block in blocks:
             theta, xi = block(w.param), block(draw)
             velocity = block(state[linear.velocity]) if linear.velocity is not None else None
@@ -386,7 +390,7 @@ class Sampling(torch.optim.Optimizer):
         assert w.noise is not None
         draw, fill = self._draw_of(w, "noise_direct"), self._filler(w, 1)
         state, size = w.state, -w.linear.direct * w.noise.direct
-        for block in _blocks(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device)):
+        for block in blocks_of(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device)):
             theta, xi = block(w.param), block(draw)
             root = None
             if self.adaptive:
@@ -537,10 +541,6 @@ class Sampling(torch.optim.Optimizer):
             )
 
 
-def _named(work: list[Work], name: str | None) -> list[Tensor]:
-    return [w.state[name or ""] for w in work]
-
-
 def _alike(work: list[Work]) -> Iterable[list[Work]]:
     """Leaves whose noise has the same numbers, of one dtype and device."""
     out: dict[tuple, list[Work]] = {}
@@ -560,14 +560,3 @@ def _without_gradients(params: list[Tensor]):
     finally:
         for p, grad in zip(params, grads):
             p.grad = grad
-
-
-def _blocks(param: Tensor, state: dict[str, Any], splits: bool) -> Iterable[Callable[[Tensor], Tensor]]:
-    """Views that take a leaf to pieces; one, the identity, where it is small or not contiguous."""
-    tensors = [param, *(x for x in state.values() if torch.is_tensor(x) and x.shape == param.shape)]
-    n = param.numel()
-    if not splits or n <= BLOCK or torch.is_grad_enabled() or not all(x.is_contiguous() for x in tensors):
-        return [lambda x: x]
-    starts = range(0, n - n % BLOCK if n % BLOCK >= 16 else n - BLOCK - n % BLOCK + 1, BLOCK)
-    edges = [*starts, *([n - n % BLOCK] if n % BLOCK >= 16 else []), n]
-    return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges)]

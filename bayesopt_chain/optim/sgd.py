@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import fused_sgd_
 from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim._plan import FusedMove, Plan
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
@@ -25,7 +27,8 @@ class SGD(Sampling, torch.optim.SGD):
 
     Nesterov is ``theta <- theta - lr g - lr mu V``: two branches with a noise each, the second of step size ``lr mu``.
     Weight decay is in the gradient: an exact Gaussian prior of precision ``weight_decay / T``. ``maximize`` samples
-    ``exp(+loss / T)``.
+    ``exp(+loss / T)``. Where neither ``foreach`` nor ``fused`` is given, torch's step is its fused kernel at ``T > 0`` (on a
+    CPU, in float32 and float64, without dampening, from the second step on), one unit in the last place away.
 
     Everything in a parameter group is read at every step, ``temperature`` included. Under an lr, momentum or
     temperature that moves the noise follows the rule of :mod:`bayesopt_chain.optim._rule`: on quadratic losses under
@@ -63,8 +66,37 @@ class SGD(Sampling, torch.optim.SGD):
         ['momentum_buffer', 'noise', 'noise_before']
     """
 
+    timeless = True
+
     def _clock(self, state: dict[str, Any]) -> tuple:
-        return (1,)  # no number of its step depends on the count
+        return (1,)
+
+    def _move(self, plan: Plan) -> None:
+        if plan.moves is None:
+            plan.moves = self._fused_moves(plan)
+        grads = [[p.grad for p in move.params] for move in plan.moves]
+        if not plan.moves or not all(map(FusedMove.takes, plan.moves, grads)):
+            return self._torch_step(None)
+        for move, g in zip(plan.moves, grads):
+            fused_sgd_(move.params, g, move.velocities, **move.numbers)  # pyright: ignore[reportArgumentType]
+
+    def _fused_moves(self, plan: Plan) -> list[FusedMove]:
+        """What torch's fused kernel is to do, or nothing where a group asks for an implementation, has no noise or no
+        velocity yet."""
+        moves: list[FusedMove] = []
+        for group in self.param_groups:
+            work = [w for w in plan.noisy if w.group is group]
+            asked = group.get("foreach") is not None or group.get("fused") is not None or group.get("differentiable")
+            if asked or group["dampening"] or len(work) != sum([p.grad is not None for p in group["params"]]):
+                return []
+            velocities = [w.state.get("momentum_buffer") for w in work] if group["momentum"] else []
+            if any([v is None for v in velocities]):
+                return []
+            if work:
+                numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
+                numbers.update({name: group[name] for name in ("nesterov", "maximize")})
+                moves.append(FusedMove([w.param for w in work], velocities, numbers))  # pyright: ignore[reportArgumentType]
+        return moves
 
     def _linear(self, group: dict[str, Any], updates: int) -> Linear:
         lr, momentum = float(group["lr"]), float(group["momentum"])

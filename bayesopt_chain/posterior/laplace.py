@@ -135,8 +135,9 @@ class Laplace(PosteriorTransformation):
                 "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
                 "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
             )
-        require_finite(data.diag(), "laplace: the accumulated curvature")
-        require_like(params, data.diag(), "params")
+        diagonal = data.diag()
+        require_finite(diagonal, "laplace: the accumulated curvature")
+        require_like(params, diagonal, "params")
         _require_positive("likelihood_scale", likelihood_scale)
         count = data.count
         if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):

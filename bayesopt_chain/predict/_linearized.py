@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import Chunk, make_plan, pull_back
+from bayesopt_chain.curvature._checks import Check, Checks
+from bayesopt_chain.curvature._chunks import Chunk, Plan, make_plan, pull_back
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
@@ -54,19 +55,44 @@ def linearized(
         >>> mean.item(), covariance.item()
         (2.0, 0.5)
     """
+    return linearized_by(Checks(), forward, posterior, batch, chunk_bytes)
+
+
+@torch.no_grad()
+def linearized_by(
+    checks: Checks,
+    forward: Callable[[Tree, Any], Tensor],
+    posterior: Gaussian,
+    batch: Any,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, with the checks that earlier batches of this forward function have passed."""
     params, precision = posterior.mean, posterior.precision.factorised()
-    plan = make_plan(forward, params, batch)
     bases = precision.layer_bases()
     sizes = [leaf.numel() for leaf in optree.tree_leaves(params)]
     formed = max(sizes) if bases else 3 * sum(sizes)
-    means, covariances = [], []
-    for chunk in pull_back(
-        forward, params, batch, None, _every_output, plan, chunk_bytes, formed, sum(sizes), columns_together=True
-    ):
-        means.append(chunk.outputs)
-        covariances.append(_in_bases(chunk, bases) if bases else _by_rows(chunk, params, precision))
-        del chunk  # before the next one is made
-    return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
+
+    def run(plan: Plan, check: Check) -> tuple[Tensor, Tensor]:
+        means, covariances = [], []
+        for chunk in pull_back(
+            forward,
+            params,
+            batch,
+            None,
+            _every_output,
+            plan,
+            chunk_bytes,
+            formed,
+            sum(sizes),
+            columns_together=True,
+            check=check,
+        ):
+            means.append(chunk.outputs)
+            covariances.append(_in_bases(chunk, bases) if bases else _by_rows(chunk, params, precision))
+            del chunk  # before the next one is made
+        return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
+
+    return checks.run(params, batch, lambda: make_plan(forward, params, batch), run)
 
 
 def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
@@ -80,7 +106,7 @@ def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
     for leaf, kind, of_input, of_output in chunk.gradients:
         x, g, (left, right, values) = of_input(), of_output(), bases[leaf]
         if left is not None and right is not None:
-            x, g = kind.rotated(x, g, left, right)
+            kind, x, g = kind.rotated(x, g, left, right)
         total = total + kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
     return total
 

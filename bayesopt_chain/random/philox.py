@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ RUN = 64  # neighbouring elements that come from neighbouring blocks
 
 _MASK = 0xFFFFFFFF
 _SQRT3 = 3.0**0.5
+_functions: Any = torch  # ``broadcast_shapes`` carries no types
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
@@ -68,7 +70,7 @@ def philox_normals(
     if not _has_kernel(key, real) or (key.device.type == "cpu" and is_traced() and sum(sizes) <= RUN):
         return [in_tensors(key, step, n, draw, real).to(dtype) for n, draw in zip(sizes, draws)]
     flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, real).to(dtype)
-    pieces = flat.split(list(sizes)) if len(sizes) > 1 else (flat,)
+    pieces = torch.split(flat, list(sizes)) if len(sizes) > 1 else (flat,)
     return [x.clone() for x in pieces] if is_traced() else pieces  # in a graph a write to one would rewrite them all
 
 
@@ -126,14 +128,15 @@ def three_point(faces: Tensor) -> Tensor:
     return _SQRT3 * ((faces == 1).to(torch.float64) - (faces == 0).to(torch.float64))
 
 
-_OPS = torch.library.Library("bayesopt_chain", "FRAGMENT")
+_library: Any = torch.library  # its functions carry no types
+_OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")
 _OPS.define("philox_normals(Tensor key, Tensor step, int[] sizes, int[] draws, ScalarType dtype) -> Tensor")
 _OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] sizes, int[] draws) -> ()")
 
 
 def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The draws one behind the other; keys or steps with further axes, one for each chain, give the result these axes."""
-    chains = torch.broadcast_shapes(key.shape, step.shape)
+    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape)
     return torch.empty(*chains, sum(sizes), dtype=dtype, device=key.device)
 
 
@@ -146,6 +149,7 @@ def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Seque
 def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
+    fill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], None] | None
     if out.is_cuda:
         from bayesopt_chain.random.philox_cuda import fill
     else:
@@ -160,15 +164,29 @@ def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[i
 for _device in ("CPU", "CUDA"):
     _OPS.impl("philox_normals", _drawn_normals, _device)
     _OPS.impl("philox_normals_", _fill_with_normals, _device)
-torch.library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, lib=_OPS)
-torch.library.register_fake("bayesopt_chain::philox_normals_", lambda *args: None, lib=_OPS)
 
 
-def _stacked_normals(info, in_dims, key, step, sizes, draws, dtype):
+def _nothing(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
+    """What filling does to a tensor without numbers."""
+
+
+_library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, lib=_OPS)
+_library.register_fake("bayesopt_chain::philox_normals_", _nothing, lib=_OPS)
+
+
+def _stacked_normals(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    key: Tensor,
+    step: Tensor,
+    sizes: Sequence[int],
+    draws: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[Tensor, int]:
     """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
     key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
     out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, dtype)
     return out, out.ndim - 2
 
 
-torch.library.register_vmap("bayesopt_chain::philox_normals", _stacked_normals, lib=_OPS)
+_library.register_vmap("bayesopt_chain::philox_normals", _stacked_normals, lib=_OPS)

@@ -145,7 +145,7 @@ _PARALLEL = 2**15  # normals below which threads cost more than they save
 
 
 @cache
-def normals_kernel() -> Callable | None:
+def normals_kernel() -> Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], None] | None:
     """``fill(out, keys, steps, sizes, draws)``, or ``None``, with one warning that says why, where nothing compiles.
 
     ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each

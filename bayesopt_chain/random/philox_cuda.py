@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from bayesopt_chain.random._triton import Value, constexpr, jit, tl
 
 RUN = 64  # neighbouring elements that come from neighbouring blocks, as in bayesopt_chain.random.philox
 
 
-@triton.jit
-def _box_muller(first, second):
+@jit
+def _box_muller(first: Value, second: Value) -> Value:
     u = ((first >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     angle = (((second & 0x3FFFFFFF) >> 7).to(tl.float32) - 4194303.5) * 1.8725351414619534e-07
     radius = tl.sqrt(-2.0 * tl.log(u))
@@ -33,8 +33,8 @@ def _box_muller(first, second):
     return tl.where(half, -x, x), tl.where(half, -y, y)
 
 
-@triton.jit
-def four_normals(block, draw, key, count):
+@jit
+def four_normals(block: Value, draw: Value, key: Value, count: Value) -> Value:
     """Four normals of every block, given the addresses of key and step number."""
     seed = tl.load(key).to(tl.uint64)
     step = tl.load(count).to(tl.uint64)
@@ -47,40 +47,40 @@ def four_normals(block, draw, key, count):
         zero + (step >> 32).to(tl.uint32),
         (seed & 0xFFFFFFFF).to(tl.uint32) + zero,
         (seed >> 32).to(tl.uint32) + zero,
-        10,  # pyright: ignore[reportArgumentType]
+        10,
     )
     z0, z1 = _box_muller(a, b)
     z2, z3 = _box_muller(c, d)
     return z0, z1, z2, z3
 
 
-@triton.jit
-def _first(block, size, RUN: tl.constexpr):
+@jit
+def first_element(block: Value, size: Value, RUN: constexpr) -> Value:
     """Where the first normal of every block goes."""
     small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
     block = block.to(tl.int64)  # elements are four times as many as blocks
     return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
 
 
-@triton.jit(do_not_specialize=["draw", "offset", "programs"])
+@jit(do_not_specialize=["draw", "offset", "programs"])
 def _normals(
-    out,
-    keys,
-    counts,
-    key_stride,
-    count_stride,
-    total,
-    offset,
-    size,
-    draw,
-    programs,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    out: Value,
+    keys: Value,
+    counts: Value,
+    key_stride: Value,
+    count_stride: Value,
+    total: Value,
+    offset: Value,
+    size: Value,
+    draw: Value,
+    programs: Value,
+    BLOCKS: constexpr,
+    RUN: constexpr,
+) -> None:
     chain = (tl.program_id(0) // programs).to(tl.int64)
     block = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
     z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
-    at = _first(block, size, RUN)
+    at = first_element(block, size, RUN)
     row = out + chain * total + offset
     tl.store(row + at, z0, mask=at < size)
     tl.store(row + at + RUN, z1, mask=at + RUN < size)
@@ -99,7 +99,7 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], draws: 
         for size, draw in zip(sizes, draws, strict=True):
             blocks = RUN if size <= 4 * RUN else 512
             needed = size if size <= RUN else RUN * -(-size // (4 * RUN))
-            programs = triton.cdiv(needed, blocks)
+            programs = -(-needed // blocks)
             if chains * programs:
                 _normals[(chains * programs,)](
                     out,
@@ -114,6 +114,6 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], draws: 
                     programs,
                     BLOCKS=blocks,
                     RUN=RUN,
-                    num_warps=2 if blocks == RUN else 4,  # pyright: ignore[reportCallIssue]
+                    num_warps=2 if blocks == RUN else 4,
                 )
             offset += size

@@ -20,9 +20,10 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from bayesopt_chain.tracing import is_plain
 
 Stream = Literal["generator", "philox"]
 STREAMS = ("generator", "philox")
+CHUNK = 2**18  # elements drawn at a time where the draw is used at once: in cache, and few enough calls
+_VECTOR = 16  # a CPU generator's normals come in groups of 16
 KINDS = ("gaussian", "rademacher", "three_point", "uniform")
 
 
@@ -64,7 +67,8 @@ def normals(
         sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
         if stream == "philox" or device.type != "cpu":
             on, at = key.to(device), step.to(device)
-            names = [draw_number(i if numbers is None else numbers[i], k) for i in members for k in range(draws[i])]
+            leaves = tuple(members) if numbers is None else tuple([numbers[i] for i in members])
+            names = draw_numbers(leaves, tuple([draws[i] for i in members]))
             if kind == "gaussian":
                 pieces = iter(philox_normals(on, at, sizes, names, dtype))
             else:
@@ -73,11 +77,73 @@ def normals(
                 pieces = (x * scale for x in pieces)
         else:
             flat = _from_generator(key, step, salt, sum(sizes), dtype, kind, scale)
-            pieces = iter(flat.split(sizes) if len(sizes) > 1 else (flat,))
+            pieces = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
         for i, shape in zip(members, shapes):
             mine = [next(pieces) for _ in range(draws[i])]
             out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
     return out
+
+
+class Chunk(NamedTuple):
+    """Neighbouring pieces of leaves whose normals are drawn together: leaf, first element and size of each, and their sum."""
+
+    leaves: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    total: int
+
+
+@cache
+def chunks(sizes: tuple[int, ...], whole: bool) -> list[Chunk]:
+    """Leaves of these sizes, in chunks of about ``CHUNK`` elements, which stay in cache; leaves are kept ``whole`` or are not.
+
+    A CPU generator's normals come in groups of 16, so that pieces of such sizes draw what one piece would, if the last is no
+    shorter than 16.
+    """
+    total = sum(sizes)
+    if whole:
+        ends = [0]
+        for end in accumulate(sizes):
+            if end - ends[-1] >= CHUNK:
+                ends.append(end)
+        edges = [*ends, *([total] if ends[-1] < total or not total else [])]
+    else:
+        edges = [*range(0, max(total - _VECTOR, 0) + 1, CHUNK), total]
+    out, first = list[Chunk](), list(accumulate(sizes, initial=0))
+    for low, high in pairwise(edges):
+        pieces = [(i, max(low - a, 0), min(high, b) - max(low, a)) for i, (a, b) in enumerate(pairwise(first))]
+        leaves, starts, counts = zip(*[piece for piece in pieces if piece[2] > 0] or [(0, 0, 0)])
+        out.append(Chunk(leaves, starts, counts, high - low))
+    return out
+
+
+def drawn(
+    key: Tensor,
+    step: Tensor,
+    sizes: tuple[int, ...],
+    numbers: tuple[int, ...],
+    dtype: torch.dtype,
+    stream: Stream | None = None,
+    scale: float = 1.0,
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, chunk by chunk, flat.
+
+    ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements. A chunk's tensor may be overwritten,
+    and is by the next.
+    """
+    parts = chunks(sizes, stream == "philox")
+    if stream == "philox":
+        names = draw_numbers(numbers, (1,) * len(numbers))
+        for part in parts:
+            mine = [names[i] for i in part.leaves]
+            e: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, part.sizes, mine, dtype)
+            yield part, (e.mul_(scale) if scale != 1.0 else e)
+        return
+    generator = seeded_generator(int(key), int(step))
+    scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
+    for part in parts:
+        e = scratch if part.total == len(scratch) else scratch[: part.total]
+        yield part, e.normal_(0.0, scale, generator=generator)
 
 
 def _hash(path: str) -> int:
@@ -88,8 +154,10 @@ def _hash(path: str) -> int:
 def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
     """For each leaf 32 bits of a hash of its path, which name it to the counter-based stream.
 
+    Few leaves draw more than twice in a step; those that do are looked at when they draw (:func:`draw_numbers`).
+
     Raises:
-        ValueError: two paths whose draws would be the same.
+        ValueError: two paths whose first two draws would be the same.
     """
     numbers = tuple([hashed(path) for path in paths])
     seen: dict[int, str] = {}
@@ -106,6 +174,26 @@ def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -
 def draw_number(leaf: int, k: int) -> int:
     """The number of the ``k``-th draw of a leaf."""
     return (leaf + 0x9E3779B9 * k) & 0xFFFFFFFF
+
+
+@cache
+def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of all draws of one step: ``draws[i]`` of the leaf that is numbered ``leaves[i]``, one leaf after the other.
+
+    Raises:
+        ValueError: two of them are the same.
+    """
+    numbers = tuple([draw_number(leaf, k) for leaf, n in zip(leaves, draws) for k in range(n)])
+    if len(set(numbers)) < len(numbers):
+        seen: dict[int, int] = {}
+        for i, k in [(i, k) for i, n in enumerate(draws) for k in range(n)]:
+            other = seen.setdefault(draw_number(leaves[i], k), i)
+            if other != i:
+                raise ValueError(
+                    f"params: a draw of leaf {i} would be one of leaf {other}, since the hashes of their paths lie a few draws "
+                    'apart; rename one of them, or take stream="generator"'
+                )
+    return numbers
 
 
 def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -148,7 +236,10 @@ def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: 
     return (words.view(torch.int8)[:size] & 2).to(dtype).sub_(1.0)
 
 
-@torch.library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
+_library: Any = torch.library  # its functions carry no types
+
+
+@_library.custom_op("bayesopt_chain::seeded_draw", mutates_args=())
 def _stacked_draw(
     key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
 ) -> Tensor:
@@ -156,12 +247,24 @@ def _stacked_draw(
 
 
 @_stacked_draw.register_fake
-def _(key, step, salt, size, dtype, kind, scale):
+def _without_numbers(
+    key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
+) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
 @_stacked_draw.register_vmap
-def _(info, in_dims, key, step, salt, size, dtype, kind, scale):
+def _for_each_lane(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    key: Tensor,
+    step: Tensor,
+    salt: int,
+    size: int,
+    dtype: torch.dtype,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, int]:
     keys = key.movedim(in_dims[0], 0) if in_dims[0] is not None else key.expand(info.batch_size, *key.shape)
     steps = step.movedim(in_dims[1], 0) if in_dims[1] is not None else step.expand(info.batch_size, *step.shape)
     return torch.stack([_stacked_draw(k, s, salt, size, dtype, kind, scale) for k, s in zip(keys, steps)]), 0

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesopt_chain import curvature, likelihoods
+from bayesopt_chain.curvature._chunks import make_plan
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten
 from tests.curvature.conftest import block_diagonal, convolutional, naive, naive_rows, of_module
 
@@ -70,11 +71,17 @@ def tied():
     return forward, {"w": torch.randn(3, 3), "b": torch.randn(3)}, torch.randn(B, 3)
 
 
+def autoencoder():
+    return lambda p, batch: torch.tanh(batch[0] @ p["w"]) @ p["w"].T, {"w": torch.randn(3, 2)}, torch.randn(B, 3)
+
+
 def unused():
     return lambda p, batch: batch[0] @ p["w"], {"w": torch.randn(3, 2), "idle": torch.randn(2)}, torch.randn(B, 3)
 
 
-MODELS = {f.__name__: f for f in (by_hand, conv, transposed, bare, sequence, lookups_by_nothing, tied, unused)}
+MODELS = {
+    f.__name__: f for f in (by_hand, conv, transposed, bare, sequence, lookups_by_nothing, tied, autoencoder, unused)
+}
 models = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
@@ -339,14 +346,14 @@ def test_conv1d_conv3d_padding_same_and_no_bias_are_tapped_exactly():
     curvature.ggn(forward, likelihood, "kronecker")(params, batch)  # every parameter is tapped
 
 
-def test_a_grouped_convolution_is_left_to_the_general_way_and_refused_by_kronecker():
+def test_a_grouped_convolution_is_tapped_exactly():
     net = nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Flatten())
     forward, params = of_module(net)
     batch, likelihood = (torch.randn(3, 4, 3, 3), torch.randn(3, 16)), likelihoods.gaussian()
     diagonal = curvature.ggn(forward, likelihood, "diagonal")(params, batch)
     assert_close(flatten(diagonal.diag(), params), naive(forward, params, batch, likelihood.factors).diagonal())
-    with pytest.raises(ValueError, match=r"1 of 2 parameters \(0\.weight: .*grouped convolution"):
-        curvature.ggn(forward, likelihood, "kronecker")(params, batch)
+    plan = make_plan(forward, params, batch)
+    assert not plan.generic
 
 
 def test_layers_with_the_data_on_another_axis_are_not_tapped():
@@ -426,8 +433,8 @@ def test_a_dense_structure_that_cannot_fit_is_refused_before_it_is_allocated():
 
 
 def test_kronecker_names_what_it_cannot_describe():
-    forward, params, inputs = tied()
-    with pytest.raises(ValueError, match=r"w: its weights are tied"):
+    forward, params, inputs = autoencoder()
+    with pytest.raises(ValueError, match=r"w: its weights are tied: it is used in two ways"):
         curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 3)))
     forward, params, inputs = lookups_by_nothing()
     with pytest.raises(ValueError, match=r"a: it is used by einsum"):
@@ -494,9 +501,13 @@ def test_bad_arguments_say_what_to_pass():
 
 
 def test_all_parameters_that_kronecker_cannot_describe_are_named_at_once():
+    """All but the vector, whose block is one factor."""
     forward, params, inputs = lookups_by_nothing()
+    params["d"] = torch.randn(2, 2)
+    plain = forward
+    forward = lambda p, batch: plain(p, batch) @ p["d"].exp()  # noqa: E731
     with pytest.raises(
-        ValueError, match=r"2 of 2 parameters \(a: it is used by einsum.*; c: it is used by exp.*'diagonal'"
+        ValueError, match=r"2 of 3 parameters \(a: it is used by einsum.*; d: it is used by exp.*'diagonal'"
     ):
         curvature.ggn(forward, likelihoods.gaussian(), "kronecker")(params, (inputs, torch.randn(B, 2)))
 

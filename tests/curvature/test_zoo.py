@@ -180,6 +180,66 @@ WAYS = {
     "PReLU of channels": lambda: on(nn.PReLU(2), 2, 3),
     "grouped Conv2d": lambda: on(nn.Conv2d(2, 2, 2, groups=2, padding="same", padding_mode="circular"), 2, 2, 2),
     "Linear over positions": lambda: on(nn.Linear(2, 3), 3, 2),
+    "grouped Conv1d of several channels": lambda: on(nn.Conv1d(4, 6, 2, groups=2, stride=2), 4, 5),
+    "depthwise Conv2d": lambda: on(nn.Conv2d(3, 6, 2, groups=3, bias=False), 3, 3, 2),
+    "grouped ConvTranspose1d": lambda: on(nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2, padding=1), 4, 3),
+    "ConvTranspose1d with output padding": lambda: on(nn.ConvTranspose1d(2, 2, 2, 3, 1, 2, dilation=2), 2, 3),
+    "ConvTranspose2d of unequal axes": lambda: on(
+        nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2), padding=(1, 0), output_padding=(0, 1), dilation=(2, 1)), 2, 2, 2
+    ),
+    "Linear used twice": lambda: on(nn.Linear(3, 3), 3, call=lambda layer, x: layer(torch.tanh(layer(x)))),
+    "Conv1d used on two lengths": lambda: on(
+        nn.Conv1d(2, 2, 2), 2, 4, call=lambda layer, x: torch.cat([layer(x), layer(x[..., 1:])], -1)
+    ),
+    "cross attention": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True), 3, 4, call=lambda layer, x: layer(x[:, :2], x, x.flip(1))[0]
+    ),
+    "cross attention of other widths": lambda: on(
+        nn.MultiheadAttention(4, 2, kdim=3, vdim=2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(x[:, :2], x[..., :3], x[..., 1:3])[0],
+    ),
+    "attention without biases, time first": lambda: on(
+        nn.MultiheadAttention(4, 2, bias=False),
+        3,
+        4,
+        call=lambda layer, x: layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1),
+    ),
+    "causal attention": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x, x, x, attn_mask=torch.ones(3, 3).triu(1).bool(), is_causal=True, need_weights=False
+        )[0],
+    ),
+    "attention with masks": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x,
+            x,
+            x,
+            key_padding_mask=x[..., 0] > x[..., 0].amin(1, True),
+            attn_mask=torch.randn(3, 3).to(x).mul(0) - 0.5,
+        )[0],
+    ),
+    "attention with a mask a head": lambda: on(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(
+            x, x, x, attn_mask=x[:, :, :1].repeat_interleave(2, 0).expand(-1, -1, 3), average_attn_weights=False
+        )[1].flatten(1),
+    ),
+    "attention with learned keys": lambda: on(
+        nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True),
+        3,
+        4,
+        call=lambda layer, x: layer(x, x, x)[0],
+    ),
     "MultiheadAttention with weights": lambda: on(
         nn.MultiheadAttention(4, 2, batch_first=True), 2, 4, call=lambda layer, x: layer(x, x, x)[0]
     ),

@@ -185,9 +185,9 @@ def test_the_body_runs_once_for_each_batch_of_a_linear_last_layer():
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     fitted = bc.fit_laplace(model, bc.likelihoods.categorical(), loader(x, y, 20))
-    assert len(calls) == 3 + 1  # the batches, and the one that shows which layer is the last
+    assert len(calls) == 3
     fitted.predict(x, method="mc", samples=50)
-    assert len(calls) == 5
+    assert len(calls) == 4
     assert not model[2]._forward_hooks
 
 
@@ -260,6 +260,8 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(ValueError, match="is NaN"):
         bc.fit_laplace(model, likelihood, loader(x / 0 * 0, y))
     fitted = bc.fit_laplace(model, likelihood, data)
+    with pytest.raises(ValueError, match="a categorical likelihood has no noise to scale"):
+        fitted.log_evidence_at(1.0, 2.0)
     with pytest.raises(ValueError, match="method='magic'"):
         fitted.predict(x, method="magic")
     with pytest.raises(ValueError, match="no meaning for a gaussian likelihood"):
@@ -268,6 +270,30 @@ def test_bad_arguments_are_refused_by_name():
         fitted.predict(x, method="linearized_mc", samples=0)
     with pytest.raises(ValueError, match="data has no batches"):
         fitted.predict([])
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_the_evidence_elsewhere_is_that_of_a_fit_there_and_has_its_slopes(subset):
+    """Against fits at other hyperparameters, and against central differences; stationary at the tuned ones."""
+    model, x = module(1), torch.randn(N, 2)
+    data = [(x, torch.sin(x[:, :1]) + 0.3 * torch.randn(N, 1))]
+    options = {"structure": "dense", "subset": subset}
+    fitted = bc.fit_laplace(model, bc.likelihoods.gaussian(), data, **options)
+    tuned = next(iter(fitted.prior_precision.values()))
+    torch.testing.assert_close(fitted.log_evidence_at(tuned, fitted.likelihood_scale), fitted.log_evidence)
+    for prior, variance in ((0.3, 0.5), (7.0, 2.0)):
+        there = bc.fit_laplace(
+            model, bc.likelihoods.gaussian(variance), data, tune=None, prior_precision=prior, **options
+        )
+        torch.testing.assert_close(fitted.log_evidence_at(prior, 1 / variance), there.log_evidence)
+    h = torch.tensor([0.3, 2.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(fitted.log_evidence_at(*h), h)
+    steps = 1e-5 * torch.eye(2)
+    finite = [fitted.log_evidence_at(*(h + e)) - fitted.log_evidence_at(*(h - e)) for e in steps.detach()]
+    torch.testing.assert_close(slope, torch.stack(finite).detach() / 2e-5, rtol=1e-6, atol=1e-6)
+    best = torch.stack([tuned, fitted.likelihood_scale]).requires_grad_()
+    (slope,) = torch.autograd.grad(fitted.log_evidence_at(*best), best)
+    assert (slope * best).abs().max() < 1e-4
 
 
 def test_a_prior_without_a_best_value_stays_finite():

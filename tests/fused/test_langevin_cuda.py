@@ -65,12 +65,12 @@ def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_pat
     program = tmp_path / "places.py"
     program.write_text("""
 import torch, triton, triton.language as tl
-from bayesopt_chain.fused.langevin_cuda import _first
+from bayesopt_chain.fused.langevin_cuda import first_element
 
 @triton.jit
 def places(out, first):
     at = tl.arange(0, 64)
-    tl.store(out + at, _first(first + at, 1 << 40, 64))
+    tl.store(out + at, first_element(first + at, 1 << 40, 64))
 
 out = torch.zeros(64, dtype=torch.int64)
 places[(1,)](out, 2**29 + 64)

@@ -8,7 +8,7 @@ import bayesopt_chain as bc
 from bayesopt_chain.random import philox as philox_module
 from bayesopt_chain.random.philox import box_muller, philox, philox_normal
 from bayesopt_chain.random.philox_cpu import normals_kernel
-from bayesopt_chain.random.stream import leaf_numbers, new_key, normals, splitmix64
+from bayesopt_chain.random.stream import draw_number, draw_numbers, leaf_numbers, new_key, normals, splitmix64
 
 
 def words(values):
@@ -206,3 +206,18 @@ def test_leaves_are_numbered_by_their_paths_and_collisions_are_refused(monkeypat
     assert leaf_numbers(("['b']",)) == (b,) != (a,)
     with pytest.raises(ValueError, match=r"have one hash"):
         leaf_numbers(("same", "other", "same ", "other "), hashed=lambda path: len(path.strip()))
+
+
+@pytest.mark.parametrize("apart", [1, 5, -5])
+def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apart):
+    """Leaf 2's number is leaf 0's draw ``apart``, so that they meet as soon as the earlier one draws that often."""
+    leaves = (7, 12345, draw_number(7, apart))
+    short, long = (abs(apart),) * 3, (abs(apart) + 1,) * 3
+    assert len(set(draw_numbers(leaves, short))) == 3 * abs(apart)
+    with pytest.raises(ValueError, match=r"leaf 2 would be one of leaf 0|leaf 0 would be one of leaf 2"):
+        draw_numbers(leaves, long)
+    templates = [torch.empty(1, 4)] * 3
+    with pytest.raises(ValueError, match="would be one of leaf"):
+        normals(torch.tensor(1), torch.tensor(0), templates, long, stream="philox", numbers=leaves)
+    drawn = normals(torch.tensor(1), torch.tensor(0), templates, short, stream="philox", numbers=leaves)
+    assert len(set(map(tuple, torch.stack([x for xs in drawn for x in xs]).tolist()))) == 3 * abs(apart)

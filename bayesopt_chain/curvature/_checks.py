@@ -1,0 +1,98 @@
+"""Remembers what has been checked, so that an estimator pays for it once and not at every batch.
+
+A check holds for another batch if trees, shapes and dtypes are those of the batch that was checked, and the forward pass calls
+the same torch functions in the same order with the same numbers beside the tensors: it is the same program then. A check that
+could not have failed, because a gradient was zero or not finite, is not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import optree
+from torch import Tensor
+
+from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.trees import Tree
+
+REMEMBERED = 8  # shapes of batches
+LARGEST = 2**18  # outputs of a datum: those of more are checked anew, since a plan holds them
+
+Program = list[Any]
+Result = TypeVar("Result")
+
+
+class ProgramChangedError(Exception):
+    """The forward pass is another one than that which was checked."""
+
+
+class Check:
+    """What a run over a batch has shown: whether its comparisons could have failed, and the program for each number of data."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.could_fail = True
+        self.plan: Any = None  # as the run left it
+        self.programs: dict[int, Program] = {}
+
+    def see(self, data: int, program: Program) -> None:
+        """Record a program, or compare it with the one that was checked.
+
+        Raises:
+            ProgramChangedError: it is another one.
+        """
+        if self.programs.setdefault(data, program) != program:
+            if self.is_done:
+                raise ProgramChangedError
+            self.could_fail = False  # two chunks of one length that are computed in two ways
+
+
+class Checks:
+    """The plans of batches that have been checked, by their shapes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, Check]] = {}
+
+    def run(
+        self, params: Tree, batch: Any, make_plan: Callable[[], Any], work: Callable[[Any, Check], Result]
+    ) -> Result:
+        """Work by a plan and a check: those of an earlier batch like this one, or new ones, which are then kept."""
+        key = shapes_of(params, batch)
+        if key in self._known and not is_transformed():
+            try:
+                return work(*self._known[key])
+            except ProgramChangedError:
+                del self._known[key]
+        check = Check()
+        result = work(make_plan(), check)
+        plan = check.plan
+        if plan.direct is not None and check.could_fail and plan.probe.numel() <= LARGEST:
+            check.is_done = True
+            if len(self._known) == REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = plan._replace(direct=None, probe_outputs=[]), check
+        return result
+
+
+def shapes_of(params: Tree, batch: Any) -> Hashable:
+    """What a check depends on beside the program."""
+    parts = [optree.tree_flatten(tree) for tree in (params, batch)]
+    return tuple((structure, tuple(map(_shape, leaves))) for leaves, structure in parts)
+
+
+def _shape(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def constants(value: Any) -> Any:
+    """An argument of a torch function without its tensors."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(constants, value))
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, dict):
+        return tuple((name, constants(entry)) for name, entry in value.items())
+    return repr(value)

@@ -1,0 +1,235 @@
+"""Fit, tune and predict with a Laplace posterior: time and peak memory beside laplace-torch, curvlinops and asdfghjkl.
+
+    python -m benchmarks.curvature_fit            # a few minutes on one core
+    python -m benchmarks.curvature_fit --rounds 1 --only MLP
+
+Three classifiers (an MLP, a ResNet-8 whose norms are frozen, a small transformer), each with the last layer in Kronecker
+structure and all weights in diagonal and in Kronecker structure. Fit is one pass over 512 data, tune the prior by the evidence
+(laplace-torch: its default, 100 steps of Adam), predict the probabilities of 16 new inputs. laplace-torch runs with each of
+its back ends; curvlinops' own K-FAC and asdfghjkl's own Fisher take part in the fit. They take turns; times are medians over
+rounds, ratios medians of the rounds' ratios; memory is as in `benchmarks/curvature.py`. Writes
+`benchmarks/results/curvature_fit.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesopt_chain as bc
+from bayesopt_chain.fitting.evidence import tune_prior_and_noise
+from bayesopt_chain.fitting.laplace import FittedLaplace, at
+from benchmarks.curvature import ResNet, at_most, machine, mlp, peak_bytes, versions
+
+RESULTS = Path(__file__).parent / "results"
+PATIENCE = 10  # seconds: what takes longer is given up
+PHASES = ("fit", "tune", "predict")
+CONFIGURATIONS = (("last_layer", "kronecker"), ("all", "diagonal"), ("all", "kronecker"))
+Phases = dict[str, Callable[[], Any]]
+
+
+class Transformer(nn.Module):
+    """Two layers of attention over 16 tokens, mean and head."""
+
+    def __init__(self, width: int = 32, words: int = 100, classes: int = 10):
+        super().__init__()
+        self.table, self.position = nn.Embedding(words, width), nn.Embedding(16, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 64, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.table(x) + self.position(torch.arange(x.shape[1])[None])).mean(1))
+
+
+def cases() -> dict[str, tuple[nn.Module, DataLoader, Tensor]]:
+    torch.manual_seed(0)
+    resnet = ResNet(8).eval()
+    for module in resnet.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    made = {
+        "MLP 784-256-10": (mlp(784, 256, 10), lambda n: torch.randn(n, 784)),
+        "ResNet-8, width 8, norms frozen": (resnet, lambda n: torch.randn(n, 3, 16, 16)),
+        "transformer, width 32": (Transformer().eval(), lambda n: torch.randint(0, 100, (n, 16))),
+    }
+    out = {}
+    for name, (net, inputs) in made.items():
+        data = TensorDataset(inputs(512), torch.randint(0, 10, (512,)))
+        out[name] = (net.eval(), DataLoader(data, 128), inputs(16))
+    return out
+
+
+def ours(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
+    kept: list[FittedLaplace] = []
+
+    def fit() -> None:
+        likelihood = bc.likelihoods.categorical()
+        kept[:] = [bc.fit_laplace(net, likelihood, loader, subset=subset, structure=structure, tune=None)]
+
+    def tune() -> None:
+        fitted = kept[0]
+        best = tune_prior_and_noise(fitted.seen.decomposed, fitted.model.params, fitted.seen.log_likelihood)
+        kept[:] = [at(fitted.model, fitted.seen, best.prior_precision, best.likelihood_scale)]
+
+    return {"fit": fit, "tune": tune, "predict": lambda: kept[0].predict(new)}
+
+
+def laplace_torch(backend: str) -> Callable[..., Phases]:
+    def make(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
+        import laplace
+        import laplace.curvature as backends
+
+        net, kept = copy.deepcopy(net), []
+        form = {"diagonal": "diag", "kronecker": "kron"}[structure]
+
+        def fit() -> None:
+            la = laplace.Laplace(net, "classification", subset, form, backend=getattr(backends, backend))
+            la.fit(loader)
+            kept[:] = [la]
+
+        return {
+            "fit": fit,
+            "tune": lambda: kept[0].optimize_prior_precision(method="marglik"),
+            "predict": lambda: kept[0](new, link_approx="probit"),
+        }
+
+    return make
+
+
+def curvlinops(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
+    import curvlinops
+
+    if (subset, structure) != ("all", "kronecker"):
+        raise NotImplementedError("K-FAC of all layers alone")
+    net, loss = copy.deepcopy(net), nn.CrossEntropyLoss(reduction="sum")
+    params = [p for p in net.parameters() if p.requires_grad]
+
+    def fit() -> None:
+        options = {"fisher_type": curvlinops.FisherType.TYPE2, "check_deterministic": False}
+        curvlinops.KFACLinearOperator(net, loss, params, list(loader), **options).compute_kronecker_factors()
+
+    return {"fit": fit}
+
+
+def asdfghjkl(net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str) -> Phases:
+    import asdl
+
+    if subset != "all":
+        raise NotImplementedError("all layers alone")
+    shape = {"diagonal": asdl.SHAPE_DIAG, "kronecker": asdl.SHAPE_KRON}[structure]
+    config = asdl.FisherConfig(
+        fisher_type=asdl.FISHER_EXACT, loss_type=asdl.LOSS_CROSS_ENTROPY, fisher_shapes=[shape], data_size=512
+    )
+    maker = asdl.get_fisher_maker(copy.deepcopy(net), config)
+
+    def fit() -> None:
+        for x, y in loader:
+            dummy = maker.setup_model_call(maker.model, x)
+            maker.setup_loss_call(nn.functional.cross_entropy, dummy, y)
+            maker.forward_and_backward()
+
+    return {"fit": fit}
+
+
+CONTENDERS: dict[str, Callable[..., Phases]] = {
+    "bayesopt_chain": ours,
+    "laplace-torch BackPackGGN": laplace_torch("BackPackGGN"),
+    "laplace-torch CurvlinopsGGN": laplace_torch("CurvlinopsGGN"),
+    "laplace-torch AsdlGGN": laplace_torch("AsdlGGN"),
+    "curvlinops": curvlinops,
+    "asdfghjkl": asdfghjkl,
+}
+
+
+def compare(
+    net: nn.Module, loader: DataLoader, new: Tensor, subset: str, structure: str, rounds: int
+) -> dict[str, Any]:
+    """Every phase of every contender, in turn; what fails or takes too long says so."""
+    rows: dict[str, Any] = {}
+    ready: dict[str, Phases] = {}
+    for name, make in CONTENDERS.items():
+        rows[name] = {}
+        try:
+            phases = make(net, loader, new, subset, structure)
+        except Exception as error:
+            rows[name]["not possible"] = _reason(error)
+            continue
+        ready[name] = {}
+        for phase, run in phases.items():
+            try:
+                with at_most(PATIENCE):
+                    run()
+                ready[name][phase] = run
+            except Exception as error:
+                rows[name][phase] = {"not possible": _reason(error)}
+                break
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for phase in PHASES:
+            for name, phases in ready.items():
+                if phase in phases:
+                    start = time.perf_counter()
+                    phases[phase]()
+                    times.setdefault((name, phase), []).append(time.perf_counter() - start)
+    for (name, phase), seconds in times.items():
+        mine = times[("bayesopt_chain", phase)]
+        rows[name][phase] = {
+            "ms": 1e3 * statistics.median(seconds),
+            "times_ours": statistics.median(other / own for other, own in zip(seconds, mine)),
+            "MiB": peak_bytes(ready[name][phase]) / 2**20,
+        }
+    return rows
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "curvature_fit.json"
+    report: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": args.rounds, "cases": {}}
+    if args.only and path.exists():
+        report["cases"] = json.loads(path.read_text())["cases"]
+    for name, (net, loader, new) in cases().items():
+        if not name.startswith(args.only):
+            continue
+        for subset, structure in CONFIGURATIONS:
+            rows = compare(net, loader, new, subset, structure, args.rounds)
+            report["cases"][f"{name}, {subset}, {structure}"] = rows
+            print(f"\n{name}, {subset}, {structure}")
+            for who, phases in rows.items():
+                for phase, row in phases.items():
+                    if isinstance(row, str) or "ms" not in row:
+                        print(f"  {who:28s} {phase:8s} {row if isinstance(row, str) else row['not possible']}")
+                    else:
+                        print(
+                            f"  {who:28s} {phase:8s} {row['ms']:9.1f} ms  {row['times_ours']:6.2f} x  {row['MiB']:8.1f} MiB"
+                        )
+            print(end="", flush=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Kronecker factors of layers beyond the plain ones: exact where K-FAC is exact, else against independent formulas.
+
+A single datum that uses a weight at one position has the exact block ``x x^T (x) sum_k g_k g_k^T``; a linear network's shared
+weights are exact under "expand" where every position has outputs of its own, under "reduce" where they are summed
+(Eschenhagen et al., 2023).
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesopt_chain import curvature, likelihoods, predict
+from bayesopt_chain.posterior.gaussian import Gaussian
+from tests.curvature.conftest import of_module
+
+GAUSSIAN = likelihoods.gaussian(0.5)
+
+
+def per_datum(kfac, name):
+    """The block of one parameter."""
+    left, right = kfac.left[name], kfac.right[name]
+    return torch.kron(left, right) / kfac.count
+
+
+def factors(module, x, sharing="expand", **params):
+    """The factors of each parameter, for flattened outputs and Gaussian noise."""
+    forward, own = of_module(module)
+    batch = (x, torch.zeros(len(x), 1))
+    flat = lambda p, b: forward(p, b).flatten(1)  # noqa: E731
+    return curvature.ggn(flat, GAUSSIAN, "kronecker", sharing=sharing)({**own, **params}, batch)
+
+
+def block(module, x, name):
+    """The exact block of one parameter."""
+    forward, own = of_module(module)
+    flat = lambda p, b: forward({**own, **p}, b).flatten(1)  # noqa: E731
+    return curvature.ggn(flat, GAUSSIAN, "dense")({name: own[name]}, (x, torch.zeros(len(x), 1))).to_dense()
+
+
+CONVOLUTIONS = {
+    "transposed": lambda: nn.ConvTranspose2d(3, 2, (2, 3), stride=2, dilation=2, bias=False),
+    "transposed, padded": lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1, bias=False),
+}
+
+
+@pytest.mark.parametrize("layer", CONVOLUTIONS)
+def test_a_transposed_convolution_of_one_position_is_exact(layer):
+    """To 1e-12: one datum, one pixel of input."""
+    module, x = CONVOLUTIONS[layer](), torch.randn(1, 3, 1, 1)
+    torch.testing.assert_close(per_datum(factors(module, x), "weight"), block(module, x, "weight"))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("layer", CONVOLUTIONS)
+def test_the_factors_of_a_transposed_convolution_are_those_of_a_linear_layer_before_a_fold(layer, sharing):
+    """With the gradients of torch's own unfold, which stands in for the transpose of the fold."""
+    module, x = CONVOLUTIONS[layer](), torch.randn(4, 3, 2, 3)
+    kfac, y = factors(module, x, sharing), module(x)
+    g = torch.eye(y[0].numel()).reshape(-1, *y.shape[1:]) / 0.5**0.5
+    columns = F.unfold(g, module.kernel_size, module.dilation, module.padding, module.stride).mT
+    inputs = x.flatten(2).mT
+    if sharing == "reduce":
+        columns, inputs = columns.sum(1, keepdim=True), inputs.mean(1, keepdim=True)
+    torch.testing.assert_close(kfac.left["weight"], torch.einsum("bti,btj->ij", inputs, inputs) / inputs.shape[1])
+    torch.testing.assert_close(kfac.right["weight"], 4 * torch.einsum("kto,ktp->op", columns, columns))
+
+
+GROUPED = {
+    "convolution": lambda: nn.Conv1d(4, 6, 2, groups=2, bias=False),
+    "depthwise": lambda: nn.Conv1d(4, 4, 2, groups=4, bias=False),
+    "transposed": lambda: nn.ConvTranspose1d(4, 6, 2, stride=2, groups=2, bias=False),
+}
+
+
+def of_a_group(module, j):
+    """One group's own convolution, and its channels of the input."""
+    one = type(module)(
+        module.in_channels // module.groups,
+        module.out_channels // module.groups,
+        module.kernel_size,
+        module.stride,
+        bias=False,
+    )
+    one.weight.data = module.weight.data.chunk(module.groups)[j]
+    return one
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("layer", GROUPED)
+def test_grouped_convolutions_have_a_block_a_group_on_one_side_and_the_groups_together_on_the_other(layer, sharing):
+    module, x = GROUPED[layer](), torch.randn(3, 4, 5)
+    kfac, groups = factors(module, x, sharing), module.groups
+    each = [factors(of_a_group(module, j), part, sharing) for j, part in enumerate(x.chunk(groups, 1))]
+    left, right = ([getattr(k, side)["weight"] for k in each] for side in ("left", "right"))
+    split, together = torch.block_diag(*left), torch.stack(right).sum(0)
+    if layer == "transposed":
+        split = split / groups
+    else:
+        together = together / groups
+    torch.testing.assert_close(kfac.left["weight"], split)
+    torch.testing.assert_close(kfac.right["weight"], together)
+
+
+@pytest.mark.parametrize("layer", ["convolution", "depthwise"])
+def test_a_grouped_convolution_whose_groups_see_the_same_is_exact_within_groups(layer):
+    """One datum, one position, equal inputs: the blocks of the groups, to rounding."""
+    module = GROUPED[layer]()
+    width = module.in_channels // module.groups
+    x = torch.randn(1, width, 2).repeat(1, module.groups, 1)
+    entries = module.weight.numel() // module.groups
+    within = torch.block_diag(*[torch.ones(entries, entries)] * module.groups)
+    torch.testing.assert_close(per_datum(factors(module, x), "weight"), block(module, x, "weight") * within)
+
+
+class Projections(nn.Module):
+    """Attention of one head out of three linear layers."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for part, weight, bias in zip(self.parts, attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)):
+            part.weight.data, part.bias.data = weight.data, bias.data
+        self.out = nn.Linear(4, 4)
+        self.out.weight.data, self.out.bias.data = attention.out_proj.weight.data, attention.out_proj.bias.data
+
+    def forward(self, x):
+        q, k, v = (part(some) for part, some in zip(self.parts, (x[:, :2], x, x.flip(1))))
+        return self.out((q @ k.mT / 2).softmax(-1) @ v)
+
+
+class Cross(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x[:, :2], x, x.flip(1))[0]
+
+
+def test_attention_has_the_factors_of_its_linear_layers():
+    """Three projections in one weight: a block each on the output side, on the input side all the 2, 3 and 3 tokens."""
+    fused, x = Cross(), torch.randn(5, 3, 4)
+    plain = Projections(fused.attention)
+    got, want = factors(fused, x), factors(plain, x)
+    blocks = [want.left[f"parts.{i}.weight"] for i in range(3)]
+    seen = [want.right[f"parts.{i}.weight"] for i in range(3)]
+    torch.testing.assert_close(got.left["attention.in_proj_weight"], torch.block_diag(*blocks))
+    mixed = (2 * seen[0] + 3 * seen[1] + 3 * seen[2]) / 8
+    torch.testing.assert_close(got.right["attention.in_proj_weight"], mixed)
+    for side in ("left", "right"):
+        mine, theirs = getattr(got, side), getattr(want, side)
+        torch.testing.assert_close(mine["attention.out_proj.weight"], theirs["out.weight"])
+    exact = block(fused, x, "attention.in_proj_bias")
+    torch.testing.assert_close(per_datum(got, "attention.in_proj_bias"), exact)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Stacked(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.qkv.weight.data, self.qkv.bias.data = attention.in_proj_weight.data, attention.in_proj_bias.data
+        self.out.weight.data, self.out.bias.data = attention.out_proj.weight.data, attention.out_proj.bias.data
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_self_attention_is_one_linear_layer_of_queries_keys_and_values(sharing):
+    fused, x = SelfAttention(), torch.randn(5, 3, 4)
+    got, want = factors(fused, x, sharing), factors(Stacked(fused.attention), x, sharing)
+    names = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias"}
+    names |= {"out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}
+    for mine, theirs in names.items():
+        for side in ("left", "right"):
+            torch.testing.assert_close(getattr(got, side)[f"attention.{mine}"], getattr(want, side)[theirs])
+
+
+class Twice(nn.Module):
+    """One linear layer on two halves of the input, its outputs summed or side by side."""
+
+    def __init__(self, summed):
+        super().__init__()
+        self.layer, self.summed = nn.Linear(3, 2), summed
+
+    def forward(self, x):
+        outputs = self.layer(x[:, 0]), self.layer(x[:, 1])
+        return outputs[0] + outputs[1] if self.summed else torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("summed, sharing", [(False, "expand"), (True, "reduce")])
+def test_a_linear_layer_used_twice_is_exact_where_shared_weights_are(summed, sharing):
+    module, x = Twice(summed), torch.randn(1, 2, 3)
+    kfac = factors(module, x, sharing)
+    for name in ("layer.weight", "layer.bias"):
+        torch.testing.assert_close(per_datum(kfac, name), block(module, x, name))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_two_uses_are_two_positions_of_one(sharing):
+    module, x = Twice(False), torch.randn(6, 2, 3)
+    got, want = factors(module, x, sharing), factors(module.layer, x, sharing)
+    for side in ("left", "right"):
+        torch.testing.assert_close(getattr(got, side)["layer.weight"], getattr(want, side)["weight"])
+
+
+class Odd(nn.Module):
+    """Vectors and a number in places where no layer has them, and a recurrent layer's biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.power = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x * self.scale.exp()).abs() ** self.power.sigmoid())
+
+
+def test_vectors_and_numbers_have_their_exact_blocks_however_they_are_used():
+    module, x = Odd(), torch.randn(6, 3)
+    kfac = factors(module, x)
+    for name in ("scale", "power", "head.bias"):
+        torch.testing.assert_close(per_datum(kfac, name), block(module, x, name))
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.rnn = nn.Embedding(5, 3), nn.LayerNorm(3), nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, tokens):
+        return F.linear(self.norm(self.rnn(self.table(tokens))[0]), self.table.weight)
+
+
+def test_what_has_no_kronecker_factors_is_named_all_at_once_with_what_to_do():
+    """An embedding that is the head as well: its two uses have their factors the other way round."""
+    with pytest.raises(ValueError) as refusal:
+        factors(Language(), torch.randint(0, 5, (4, 3)))
+    message = str(refusal.value)
+    assert "cannot describe 3 of 7 parameters" in message and "structure='diagonal'" in message
+    assert "table.weight: its weights are tied: it is used in two ways" in message
+    assert "rnn.weight_ih_l0: it is used by gru" in message and "rnn.weight_hh_l0" in message
+
+
+LAYERS = {
+    **{f"grouped {name}": make for name, make in GROUPED.items()},
+    "transposed": lambda: nn.ConvTranspose1d(4, 2, 2, bias=False),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ekfac_and_predictions_of_these_layers_are_those_of_the_dense_block(layer):
+    """The values of EKFAC are the diagonal of the exact block in the factors' basis; predictions are J Lambda^-1 J^T."""
+    module, x = LAYERS[layer](), torch.randn(6, 4, 5)
+    forward, params = of_module(module)
+    flat = lambda p, b: forward(p, b).flatten(1)[:, :4]  # noqa: E731
+    batch = (x, torch.zeros(6, 4))
+    kfac = curvature.ggn(flat, GAUSSIAN, "kronecker")(params, batch)
+    ekfac = curvature.ggn(flat, GAUSSIAN, "kronecker", basis=kfac)(params, batch)
+    exact = curvature.ggn(flat, GAUSSIAN, "dense")(params, batch).to_dense()
+    basis = torch.kron(ekfac.left["weight"].contiguous(), ekfac.right["weight"].contiguous())
+    torch.testing.assert_close(ekfac.values["weight"].reshape(-1), (basis.T @ exact @ basis).diagonal())
+    posterior = Gaussian(params, ekfac.add_diagonal(0.5))
+    _, covariance = predict.linearized(flat, posterior, batch)
+    weight = params["weight"].clone().requires_grad_()
+    outputs = flat({"weight": weight}, batch)
+    rows = torch.stack([torch.autograd.grad(f, weight, retain_graph=True)[0].flatten() for f in outputs.flatten()])
+    dense = rows @ torch.linalg.solve(posterior.precision.to_dense(), rows.T)
+    for n in range(6):
+        torch.testing.assert_close(covariance[n], dense[4 * n : 4 * n + 4, 4 * n : 4 * n + 4])

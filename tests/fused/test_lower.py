@@ -1,0 +1,188 @@
+"""A lowered run gives the bits of its links one by one: pure and in place, with its kernel and without."""
+
+import copy
+
+import optree
+import pytest
+import torch
+import torchopt
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bayesopt_chain as bc
+from bayesopt_chain.fused import lower
+from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
+from bayesopt_chain.random import stream as stream_module
+
+SHAPES = [(), (0,), (3,), (2, 3), (16,), (4, 8), (33,), (5, 64)]
+CHAINS = {
+    "sgd": lambda t: bc.sgd(0.1, 0.9),
+    "sghmc": lambda t: bc.sghmc(0.1, 0.9, temperature=t),
+    "little momentum": lambda t: bc.sghmc(0.1, 0.03, temperature=t),
+    "white noise": lambda t: bc.chain(
+        bc.add_momentum(0.8), bc.inject_langevin_noise(t, order=1), bc.scale_by_neg_lr(0.1)
+    ),
+    "sgld": lambda t: bc.sgld(0.1, temperature=t),
+    "signs": lambda t: bc.chain(
+        bc.add_momentum(0.8), bc.inject_langevin_noise(t, noise="rademacher"), bc.scale_by_neg_lr(0.1)
+    ),
+    "clipped, with decay": lambda t: bc.chain(
+        bc.add_decayed_weights(0.01),
+        torchopt.clip.clip_grad_norm(0.7),
+        bc.inject_langevin_noise(t),
+        bc.add_momentum(0.5),
+        bc.scale_by_neg_lr(0.1),
+    ),
+}
+
+
+def runs_of(tx, state):
+    return [stage.run for stage in tx.plan(state).stages if len(stage.run) > 1]
+
+
+def walk(tx, params, gradients, inplace):
+    """Updates and states of a few steps."""
+    params, gradients = copy.deepcopy((params, gradients))
+    state = tx.init(params)
+    out = []
+    for g in gradients:
+        u, state = tx.update(g, state, params=params, inplace=inplace)
+        out.append(copy.deepcopy((u, state)))
+    return out
+
+
+@given(
+    name=st.sampled_from(sorted(CHAINS)),
+    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
+    dtypes=st.sampled_from([(torch.float32,), (torch.float64,), (torch.float32, torch.float64), (torch.bfloat16,)]),
+    stream=st.sampled_from(["generator", "philox"]),
+    missing=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=3),
+    inplace=st.booleans(),
+    compiler=st.booleans(),
+    chunk=st.sampled_from([16, 48, 2**18]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, missing, inplace, compiler, chunk, seed):
+    torch.manual_seed(seed)
+    tx = CHAINS[name](0.3)
+    if name != "sgd":
+        tx = bc.with_stream(tx, stream)
+    plain = type(tx)(tx.links)
+    params = [torch.randn(shape).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+    gradients = [[torch.randn(p.shape).to(p.dtype) for p in params] for _ in range(4)]
+    if name != "clipped, with decay":
+        for step, leaf in missing:
+            if leaf < len(params):
+                gradients[step][leaf] = None
+    assert runs_of(tx, tx.init(params)) and not runs_of(plain, plain.init(params))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "CHUNK", chunk)
+        stream_module.chunks.cache_clear()
+        if not compiler:
+            patch.setattr(lower, "sweep_kernel", lambda: None)
+        torch.manual_seed(seed)
+        mine = walk(tx, params, gradients, inplace)
+    stream_module.chunks.cache_clear()
+    torch.manual_seed(seed)
+    want = walk(plain, params, gradients, False)
+    assert optree.tree_structure(mine) == optree.tree_structure(want)
+    for x, y in zip(optree.tree_leaves(mine), optree.tree_leaves(want), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+
+
+def test_every_group_of_a_partition_is_lowered_by_itself():
+    torch.manual_seed(0)
+    params, gradients = [torch.randn(5), torch.randn(2, 3)], [[torch.randn(5), torch.randn(2, 3)] for _ in range(3)]
+    tx = bc.partition({"a": bc.sghmc(0.1, temperature=0.3), "b": bc.sgld(0.2, temperature=0.3)}, ["a", "b"])
+    plain = type(tx)(tx.links)
+    assert len(runs_of(tx, tx.init(params))) == 2
+    walks = []
+    for each, inplace in ((tx, True), (tx, False), (plain, False)):
+        torch.manual_seed(1)
+        walks.append(optree.tree_leaves(walk(each, params, gradients, inplace)))
+    for xs in zip(*walks, strict=True):
+        assert torch.equal(xs[0], xs[2]) and torch.equal(xs[1], xs[2])
+
+
+@pytest.mark.parametrize(
+    "name, tx",
+    {
+        "a schedule of lr": bc.sghmc(bc.schedules.cosine(0.1, 100), temperature=0.3),
+        "a temperature that may change": bc.sghmc(0.1, temperature=torch.tensor(0.3)),
+        "nesterov": bc.sgd(0.1, 0.9, nesterov=True, temperature=0.3),
+        "a preconditioner behind the momentum": bc.chain(
+            bc.add_momentum(0.9),
+            bc.inject_langevin_noise(0.3),
+            bc.scale_by_preconditioner([torch.full((3,), 2.0)]),
+            bc.scale_by_neg_lr(0.1),
+        ),
+        "lr in front of the momentum": bc.chain(
+            bc.inject_langevin_noise(0.3), bc.scale_by_neg_lr(0.1), bc.add_momentum(0.9)
+        ),
+    }.items(),
+)
+def test_noise_that_is_none_of_the_runs_is_left_to_the_chain(name, tx):
+    state = tx.init([torch.zeros(3)])
+    plan = tx.plan(state)
+    assert plan.drawn == plan.noise.keys() != set()
+
+
+@pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
+def test_the_kernel_leaves_tensors_that_it_cannot_take_to_tensor_operations(monkeypatch):
+    """Gradients of other strides, a subclass of Tensor, and what is differentiated."""
+    calls = []
+    kernel = sweep_kernel()
+    monkeypatch.setattr(lower, "sweep_kernel", lambda: lambda *args: (calls.append(1), kernel(*args)))
+    tx = bc.sghmc(0.1, temperature=0.3)
+    params = [torch.zeros(4, 3), torch.zeros(2)]
+
+    def update(g):
+        torch.manual_seed(0)
+        return tx.update([g, torch.ones(2)], tx.init(params), inplace=False)[0][0]
+
+    want = update(torch.arange(12.0).view(3, 4).T.contiguous())
+    assert len(calls) == 1
+    other = update(torch.arange(12.0).view(3, 4).T)
+    traced = update(torch.arange(12.0).view(3, 4).T.contiguous().requires_grad_())
+    wrapped = update(torch.arange(12.0).view(3, 4).T.contiguous().as_subclass(type("Mine", (torch.Tensor,), {})))
+    assert len(calls) == 1 and traced.requires_grad
+    assert torch.equal(other, want) and torch.equal(traced, want) and torch.equal(wrapped, want)
+
+
+@pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
+def test_autograd_is_told_of_what_the_kernel_writes():
+    """A gradient that a graph has saved, overwritten in place, is an error in backward and not a wrong derivative."""
+    g = [torch.ones(3), torch.ones(2)]
+    w = torch.ones(3, requires_grad=True)
+    saved = (w * g[0]).sum()
+    tx = bc.sghmc(0.1, temperature=0.3)
+    tx.update(g, tx.init(g), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_kernel_has_the_bits_of_tensor_operations_at_every_length(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.manual_seed(0)
+            sizes = (0, 1, 7, 15, 16, 17, 63, 1000, 16385, 200_000)
+            g, s = ([torch.randn(n, dtype=dtype) for n in sizes] for _ in range(2))
+            e = torch.randn(sum(sizes), dtype=dtype)
+            for mu, noise in ((0.9, e), (0.9, None), (None, e)):
+                u, t, theta = ([torch.ones_like(x) for x in xs] for xs in (g, s, g))
+                for out, moves in ((u, False), (theta, True)):
+                    places = map(pointers, (g, s, out, t))
+                    sweep_kernel()(dtype, sizes, *places, -0.3, mu, noise, 1.1, moves)
+                for x, v, y, got, moved, kept in zip(g, s, e.split(sizes), u, theta, t):
+                    if mu is None:
+                        want, keeps = (x + (y + v)) * -0.3, y
+                    else:
+                        new = v * mu + (x if noise is None else x + y)
+                        want, keeps = new * -0.3, new if noise is None else new + y * 1.1
+                    assert torch.equal(got, want) and torch.equal(kept, keeps) and torch.equal(moved, 1.0 + want)
+    finally:
+        torch.set_num_threads(before)
