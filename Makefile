@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick docs lint types processors clean
+.PHONY: demo example test quick docs lint types processors clean
 
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -16,6 +16,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m bayesopt_chain.demo
+
+# The table of docs/howto/digits.md.
+example: $(VENV)/.installed
+	$(BIN)/python examples/digits.py > docs/howto/digits_table.md
 
 test: $(VENV)/.installed lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

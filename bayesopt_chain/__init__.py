@@ -26,6 +26,7 @@ from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
+from bayesopt_chain.links.gaussian_prior import add_gaussian_prior
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.localization import add_localization
@@ -35,10 +36,11 @@ from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_r
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
+from bayesopt_chain.loop.batch_norm import refresh_batch_norm
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.checkpoint import load, save
 from bayesopt_chain.loop.draws import Draws
-from bayesopt_chain.loop.parallel import fork, parallel, stack
+from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
@@ -74,6 +76,7 @@ __all__ = [
     "adamax",
     "adamw",
     "add_decayed_weights",
+    "add_gaussian_prior",
     "add_localization",
     "add_momentum",
     "capture",
@@ -81,7 +84,6 @@ __all__ = [
     "curvature",
     "delay",
     "diagnostics",
-    "distributed",
     "ekf",
     "epochs",
     "fit_laplace",
@@ -104,6 +106,7 @@ __all__ = [
     "precision",
     "predict",
     "radam",
+    "refresh_batch_norm",
     "response",
     "rmsprop",
     "running_rms",
@@ -133,6 +136,7 @@ __all__ = [
     "testing",
     "tune_by_evidence",
     "tune_by_validation",
+    "unstack",
     "vi",
     "with_response",
     "with_stream",

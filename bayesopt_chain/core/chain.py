@@ -109,13 +109,14 @@ class Chain(GradientTransformation):
             return self.last[1]
         if not isinstance(state, State):
             raise ValueError(
-                f"state: must be what init of this chain returned, got {type(state).__name__}; call init first"
+                f"state: must be what init of this chain returned, got {type(state).__name__}; call init(params) "
+                "first, init(params, like=state) to start from an optimizer's"
             )
         layout = state.layout
         if layout.kinds != self.kinds:
             raise ValueError(
                 f"state: it is of the links ({', '.join(layout.kinds)}), this chain has ({', '.join(self.kinds)}); "
-                "call init of this chain, or give it the state of the same links"
+                "to go on from it, as from an optimizer's, call init(params, like=state) of this chain"
             )
         if layout not in self.plans:
             self.plans[layout] = Plan(self.links, layout, self.lower)
@@ -130,9 +131,9 @@ class Chain(GradientTransformation):
         return At(update, i, where), [leaves[j] for j in where]
 
     def _start(self, params: Any, *, like: Any = None) -> State:
-        """State for ``params``; ``like`` is the state of an optimizer to take over what both remember.
+        """State for ``params``; ``like``: of an optimizer, or another temperature, to take over what both remember.
 
-        The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts.
+        The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts. Keys are new.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)
         for x in self.links if samples else ():

@@ -85,6 +85,10 @@ class Injection:
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
+        if not state.conditions and any(site.constants is None for site in self.sites):
+            raise ValueError(
+                "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
+            )
         temperature = value_at(self.link.temperature, state.count)
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)

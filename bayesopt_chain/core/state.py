@@ -137,22 +137,29 @@ def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
 
 
+NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew
+
+
 def warm_start(fresh: State, like: Any) -> State:
-    """``fresh`` with every entry that an optimizer's state has too taken over from there."""
+    """``fresh`` with every entry that the state of an optimizer, or of another temperature, has too taken over from there.
+
+    Random keys are new, and noise, which is matched to its own chain, begins anew.
+    """
     several = issubclass(type(like), (tuple, list)) and not hasattr(like, "_fields")
     donors: Sequence[Any] = like if several else [like]
     out = list(fresh)
     for donor in donors:
         tensors, _ = flattened(donor)
-        if not tensors:
+        if not tensors or type(donor).__name__ in NOISE:
             continue
         fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _alike(mine, donor)]
         if fits:
-            out[fits[0]] = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
-        elif getattr(donor, "_fields", ())[:1] != ("key",):  # another sampler's noise: this one starts its own
+            taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+            out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
+        else:
             raise ValueError(
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
-                "build the chain from the same links as the optimizer"
+                "build the chain from the same links as the optimizer, or leave that entry out: like=[the others]"
             )
     return State(out, fresh.layout)
 
@@ -160,7 +167,7 @@ def warm_start(fresh: State, like: Any) -> State:
 def _alike(mine: Any, donor: Any) -> bool:
     """Whether two states are of one kind, by name and fields; fields without tensors do not count."""
     names, others = ([f for f in getattr(s, "_fields", ()) if flattened(getattr(s, f))[0]] for s in (mine, donor))
-    if type(mine).__name__ != type(donor).__name__ or names != others or "key" in names:
+    if type(mine).__name__ != type(donor).__name__ or names != others:
         return False
     a, b = flattened(mine)[0], flattened(donor)[0]
     same = [isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b)]

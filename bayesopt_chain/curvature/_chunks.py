@@ -25,6 +25,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
     vjp,
@@ -104,7 +105,7 @@ class Linear(NamedTuple):
 
 def batch_size(batch: Any) -> int:
     """Return the common length of the first axes of a batch's tensors."""
-    lengths = {leaf.shape[0] for leaf in _tensors(batch) if leaf.ndim}
+    lengths = {leaf.shape[0] for leaf in batches.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(
             f"the batch's tensors have first axes of lengths {sorted(lengths)}: every tensor of a batch, a tree such "
@@ -117,15 +118,15 @@ def pair_targets(batch: Any) -> Any:
     """Return the targets of ``(inputs, targets)``."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
-            f"the batch is a {type(batch).__name__}, not a pair: pass (inputs, targets), or targets=, a function from "
-            "your batch to its targets"
+            f"the batch is a {type(batch).__name__}, not a pair: pass (inputs, targets), or targets=, the key of the "
+            "targets in your batch or a function from it to them"
         )
     return batch[1]
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
     """Cut the data from ``start`` up to ``stop`` out of a batch."""
-    return optree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
+    return batches.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
 
 
 def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
@@ -250,10 +251,6 @@ def _fresh(params: Tree) -> tuple[list[Tensor], Any, list[str]]:
     """Return leaves that are objects of their own, so that identity tells them apart."""
     leaves, structure = optree.tree_flatten(params)
     return [leaf.detach() for leaf in leaves], structure, paths(params)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _sizes(

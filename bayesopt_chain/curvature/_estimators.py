@@ -20,6 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import (
@@ -43,7 +44,7 @@ from bayesopt_chain.precision._algebra import as_count
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size, wide, widened
 
 Estimate = Callable[[Tree, Any], Precision]
-TargetsOf = Callable[[Any], Any]
+TargetsOf = str | Callable[[Any], Any]
 
 PRODUCT_BYTES = 2**25  # the default bound on what Hessian products and probes hold at once
 
@@ -83,8 +84,8 @@ def ggn(
         chunk_bytes: bound on the activations, output gradients and rows held at once, besides the result (and one
             convolution's per-datum weight gradients, 2 MB). One datum and one column are the least possible. Default:
             as much as the result, at least 4 MiB, and up to 256 MiB what 32 pairs of a datum and an output need.
-        targets: from a batch to its targets. Default: the second entry of ``batch = (inputs, targets)``. A batch is
-            any tree of tensors with one entry a datum on the first axis.
+        targets: from a batch to its targets, or their key in it. Default: the second entry of ``batch = (inputs,
+            targets)``. A batch is any tree of tensors with one entry a datum on the first axis.
 
     Returns:
         ``estimate(params, batch)``, a precision summed over the batch, with ``count`` = B, held in float32 at least.
@@ -238,9 +239,11 @@ def hessian(
     if probes is not None:
         _require_probed_diagonal(structure, probes)
 
+    labels_of = picked(targets, pair_targets)
+
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
-        labels = targets(batch)
+        labels = labels_of(batch)
         like, n = shape_only(params), batch_size(batch)
         plan = make_plan(forward, params, batch)
         require_separate(forward, params, batch, plan)
@@ -273,11 +276,11 @@ def _estimator(
     targets: TargetsOf,
 ) -> Estimate:
     _require_structure(structure)
-    checks = Checks()
+    checks, labels_of = Checks(), picked(targets, pair_targets)
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Precision:
-        labels = targets(batch)
+        labels = labels_of(batch)
         return checks.run(
             params,
             batch,
@@ -318,10 +321,11 @@ def _probed(
     targets: TargetsOf,
 ) -> Estimate:
     forward = without_fused_recurrence(forward)
+    labels_of = picked(targets, pair_targets)
 
     @torch.no_grad()
     def estimate(params: Tree, batch: Any) -> Diagonal:
-        labels = targets(batch)
+        labels = labels_of(batch)
         n = batch_size(batch)
         plan = make_plan(forward, params, batch)
         require_separate(forward, params, batch, plan)

@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._chunks import batch_size, part
 from bayesopt_chain.trees import Tree, flatten, shape_only, size, unflatten
@@ -170,14 +171,14 @@ def per_sample(f: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any], Any]:
     f = without_fused_recurrence(f)
 
     def each(params: Tree, batch: Any) -> Any:
-        leaves, structure = optree.tree_flatten(batch)
+        leaves, structure = batches.flatten(batch)
         batched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
 
         def one(tensors: list[Tensor]) -> Any:
             datum = list(leaves)
             for i, tensor in zip(batched, tensors):
                 datum[i] = tensor[None]
-            return f(params, optree.tree_unflatten(structure, datum))
+            return f(params, structure.unflatten(datum))
 
         try:
             return torch.vmap(one)([leaves[i] for i in batched])

@@ -28,6 +28,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import batches
 from bayesopt_chain.random.philox import philox
 
 Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
@@ -76,7 +77,7 @@ class Epochs:
                 "DataLoader(dataset, batch_sampler=epochs.indices)"
             )
         rows = self.rows(epoch, offset)
-        return optree.tree_unflatten(self.spec, [leaf[rows.to(leaf.device)] for leaf in self.leaves])
+        return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
 
     def rows(self, epoch: int, offset: int) -> Tensor:
         """The data of that batch by number, int64 ``[b]`` or ``[chains, b]``; a pure function of (seed, epoch,
@@ -232,7 +233,7 @@ def epochs(
 
 def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:
     """The tensors of a tree of data, its structure, and the number of data."""
-    leaves, spec = optree.tree_flatten(data)
+    leaves, spec = batches.flatten(data)
     if leaves and all(torch.is_tensor(leaf) for leaf in leaves):
         lengths = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
         if len(lengths) > 1 or None in lengths:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain import tracing
+from bayesopt_chain import batches, tracing
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.random.stream import splitmix64
 
@@ -319,7 +319,7 @@ def data_of(batch: Any) -> int:
     Raises:
         ValueError: tensors of several lengths.
     """
-    sizes = sorted({len(x) for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim})
+    sizes = sorted({len(x) for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim})
     if len(sizes) > 1:
         raise ValueError(
             f"make_step(mesh=): the batch's tensors have {' and '.join(map(str, sizes[:4]))} entries on axis 0, and a "

@@ -55,7 +55,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     Written before momentum this is a Gaussian prior of precision ``weight_decay`` in the units of the loss (the mean
     over data: a prior precision ``lambda`` on ``N`` data is ``weight_decay = lambda / N``). Written behind momentum, as in
     AdamW, the prior that is sampled is ``(1 - momentum) * weight_decay``, divided by the preconditioner where one stands
-    before it.
+    before it. :func:`add_gaussian_prior` takes priors of any mean and precision, such as the posterior of the last task.
 
     Args:
         weight_decay: not negative; 0 is the identity.

@@ -8,10 +8,11 @@ is written last, so that a directory always holds whole draws.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from bayesopt_chain.loop import checkpoint
 
 INDEX = "index.json"
-STEP, LOSS, LEAF = "_step", "_loss", "params/"
+STEP, LOSS, LEAF, BUFFER = "_step", "_loss", "params/", "buffers/"
 Reduce = Literal["mean", "log_mean_exp", "stack"]
 
 
@@ -179,6 +180,11 @@ class Draws:
         return self._tree([self._column(LEAF + name) for name in self._names])
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers that belong to each draw, by name, stacked on axis 0 like the parameters; often none."""
+        return {name: self._column(BUFFER + name) for name in self._buffer_names}
+
+    @property
     def steps(self) -> Tensor:
         """The number of the step after which each draw was taken, int64 ``[S]``, counted from 1."""
         return self._column(STEP)
@@ -192,11 +198,12 @@ class Draws:
         """These draws followed by others of the same parameters.
 
         Raises:
-            ValueError: other leaves, or another number of chains.
+            ValueError: other leaves or buffers, or another number of chains.
         """
         shards, rows = list(self._shards), list(self._rows)
         for other in others:
-            if sorted(other._names) != sorted(self._names) or other.chains != self.chains:
+            mine, theirs = ((sorted(x._names), x._buffer_names, x.chains) for x in (self, other))
+            if mine != theirs:
                 raise ValueError(f"Draws.merge: {other!r} has other leaves or chains than {self!r}")
             rows += [(k + len(shards), i) for k, i in other._rows]
             shards += other._shards
@@ -247,7 +254,9 @@ class Draws:
         """Average what the model says over draws and chains.
 
         Args:
-            forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain.
+            forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain. Where
+                the draws hold buffers: that of :func:`bayesopt_chain.make_functional`, its module in ``eval`` mode, or
+                a function of ``(params, batch, buffers)``.
             batches: batches to go through once, such as a DataLoader; the results are concatenated along the data.
             transform: applied to the outputs of each draw, such as ``lambda x: x.softmax(-1)`` or, with
                 ``reduce="log_mean_exp"``, ``lambda x: x.log_softmax(-1)``.
@@ -257,6 +266,10 @@ class Draws:
 
         Returns:
             ``[N, *event]``, or ``[S * chains, N, *event]``.
+
+        Raises:
+            ValueError: no draws or no batches; a function that leaves out the draws' buffers, or a module in ``train``
+                mode that would.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -268,12 +281,12 @@ class Draws:
             raise ValueError(f"predict: reduce is 'mean', 'log_mean_exp' or 'stack', got {reduce!r}")
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
-        run = Forward(forward)
+        run = Forward(with_buffers(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
         out = []
         for batch in batches:
             average = Average(reduce)
-            for block in self._blocks(chunk):
-                y = run(block, batch)
+            for block, buffers in self._blocks(chunk):
+                y = run(block, batch, buffers)
                 average.add(y if transform is None else transform(y))
             out.append(average.value)
         if not out:
@@ -336,32 +349,75 @@ class Draws:
         whole = len(held) == 1 and self._rows == [(k, i) for k in held for i in range(len(held[k]))]
         return next(iter(held.values())) if whole else torch.stack([held[k][i] for k, i in self._rows])
 
-    def _blocks(self, chunk: int) -> Iterator[Any]:
-        """Trees with at most ``chunk`` draws (of single chains) on axis 0."""
+    @property
+    def _buffer_names(self) -> list[str]:
+        held = self._shards[0].load() if self._shards else {}
+        return sorted(name.removeprefix(BUFFER) for name in held if name.startswith(BUFFER))
+
+    def holding(self, buffers: Mapping[str, Tensor]) -> Draws:
+        """The same draws with these buffers, leaves ``[S, ...]`` or ``[S, chains, ...]``, in the place of their own."""
+        leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
+        leaves |= {BUFFER + name: x for name, x in buffers.items()}
+        leaves |= {name: self._column(name) for name in (STEP, LOSS) if all(name in s.load() for s in self._shards)}
+        shard = Shard(len(self), leaves, None)
+        return Draws(
+            [shard], self._spec, self._names, chains=self.chains, complete=self.complete, why=self.why, last=self.last
+        )
+
+    def _blocks(self, chunk: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """Trees with at most ``chunk`` draws (of single chains) on axis 0, and the buffers that belong to them."""
         if chunk < 1:
             raise ValueError(f"predict: chunk must be at least 1, got {chunk}")
         step = max(1, chunk // (self.chains or 1))
         for start in range(0, len(self), step):
-            tree = self[start : start + step].params
-            yield tree if self.chains is None else optree.tree_map(lambda x: x.flatten(0, 1), tree)
+            some = self[start : start + step]
+            block: Any = (some.params, some.buffers)
+            if self.chains is not None:
+                block = optree.tree_map(lambda x: x.flatten(0, 1), block)
+            yield block
+
+
+def with_buffers(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
+    """A function of params, batch and buffers from what a user passed.
+
+    Raises:
+        ValueError: it takes no buffers, or its module is in ``train`` mode.
+    """
+    if hasattr(forward, "with_buffers"):
+        if forward.module.training:
+            raise ValueError(
+                "predict: the module is in train mode, so that BatchNorm would take the statistics of the batch "
+                "instead of those the draws hold; call module.eval() first"
+            )
+        return lambda params, batch, buffers: forward.with_buffers(params, batch, buffers)[0]
+    try:
+        inspect.signature(forward).bind(None, None, None)
+    except TypeError:
+        raise ValueError(
+            "predict: these draws hold buffers of their own (BatchNorm's statistics), and this function takes none: pass the "
+            "forward of bc.make_functional(module), or a function of (params, batch, buffers)"
+        ) from None
+    return forward
 
 
 class Forward:
     """A model at many draws at once by ``vmap``; one by one from the first time that vmap refuses it."""
 
-    def __init__(self, forward: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, forward: Callable[[Any, Any, Any], Tensor]) -> None:
         self.forward = forward
         self.batched = True
 
-    def __call__(self, draws: Any, batch: Any) -> Tensor:
-        """Outputs ``[S, B, *event]`` for parameters ``[S, ...]``."""
+    def __call__(self, draws: Any, batch: Any, buffers: Any) -> Tensor:
+        """Outputs ``[S, B, *event]`` for parameters and buffers ``[S, ...]``."""
         size = optree.tree_leaves(draws)[0].shape[0]
         if self.batched and size > 1:
             try:
-                return torch.vmap(lambda p: self.forward(p, batch), randomness="error")(draws)
+                return torch.vmap(lambda p, b: self.forward(p, batch, b), randomness="error")(draws, buffers)
             except RuntimeError:
                 self.batched = False
-        return torch.stack([self.forward(optree.tree_map(lambda x, i=i: x[i], draws), batch) for i in range(size)])
+        both: Any = (draws, buffers)
+        singles = [optree.tree_map(lambda x, i=i: x[i], both) for i in range(size)]
+        return torch.stack([self.forward(p, batch, b) for p, b in singles])
 
 
 class Average:

@@ -3,16 +3,22 @@ r"""``parallel``: many chains at once, stacked on axis 0, each with its own nois
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import tracing
+from bayesopt_chain import batches, tracing
+from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.draws import Draws
+from bayesopt_chain.loop.module_state import is_keyed, keyed
+from bayesopt_chain.loop.options import joined, split
 from bayesopt_chain.loop.parts import chain_draws, gather
+from bayesopt_chain.loop.step import Step
+from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 
@@ -39,6 +45,7 @@ class Parallel:
         self.each = dict(each)
         self.chunk = chunk
         self.run = _loop if loop else _stacked
+        self.watched = not loop or n == 1  # whether the model is known to share no statistics
 
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """States of this rank's chains for parameters stacked on axis 0, each with a key of its own.
@@ -55,9 +62,12 @@ class Parallel:
         states = []
         drawing = chain_draws(self, seed)
         for i in range(self.n):
-            mine = tx(**{k: v[i] for k, v in self.each.items()}) if self.each else tx
+            hyper = {k: v[i] for k, v in self.each.items()}
+            mine = tx(**hyper) if hyper else tx
+            step = self.step(**hyper) if hyper else self.step
             with drawing(mine, self.numbers[i]):
-                states.append(mine.init(_take(params, i)))
+                start = _take(params, i)
+                states.append(step.init(start, tx=mine) if isinstance(step, Step) else mine.init(start))
         return stack(states)
 
     def mine(self, tree: Any) -> Any:
@@ -97,36 +107,60 @@ class Parallel:
 
 
 def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
-    leaves, spec = optree.tree_flatten(batch)
+    leaves, spec = batches.flatten(batch)
     block = [
         x if d is None or stop - start == chains.n else x.narrow(d, start, stop - start) for x, d in zip(leaves, dims)
     ]
     rows = slice(start, stop)
     hyper = {k: v[rows] for k, v in chains.each.items()}
+    rest: list[Any] = []  # what of the result is no tensor goes round vmap
 
     def one(hyper, params, state, *leaves):
-        return chains.one(hyper, params, state, optree.tree_unflatten(spec, leaves))
+        tensors, rest[:] = split(chains.one(hyper, params, state, spec.unflatten(leaves)))
+        return tensors
 
     if stop - start < chains.n:
         params, state = _take(params, rows), _take(state, rows)
     try:
-        return torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="different")(hyper, params, state, *block)
+        tensors = torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="error")(hyper, params, state, *block)
     except RuntimeError as err:
         if not tracing.is_plain(optree.tree_leaves(params)[0]):  # being captured: capture names the line
             raise
-        raise RuntimeError(
-            f"parallel: the step failed under vmap ({str(err).strip().splitlines()[0][:200]}). If vmap refuses your model, "
-            "bc.parallel(step, n, loop=True) runs its chains one after the other"
-        ) from err
+        raise RuntimeError(_refused(str(err))) from err
+    return joined(tensors, rest)
+
+
+def _refused(why: str) -> str:
+    """What to do about an error under vmap."""
+    why = why.strip().splitlines()[0][:400]
+    if "randomness error mode" in why:
+        return (
+            "parallel: the model draws random numbers that no chain's key governs, so that a chain's draws would depend on the "
+            "others. Of dropout layers, rand_like and randn_like each chain draws its own once its state has a key: "
+            "make_step(loss, tx, buffers=buffers) with the buffers of bc.make_functional, and chains.init(tx, params). "
+            "Anything else that draws (an LSTM's dropout) runs with bc.parallel(step, n, loop=True)"
+        )
+    if "running_mean" in why or "captured Tensor" in why:
+        return (
+            f"parallel: the model writes into a tensor of its own, one for all chains ({why}). For BatchNorm's statistics take "
+            "the buffers out with bc.make_functional and make the step with make_step(loss, tx, buffers=buffers); anything "
+            "else runs with bc.parallel(step, n, loop=True)"
+        )
+    return (
+        f"parallel: the step failed under vmap ({why}). If vmap refuses your model, "
+        "bc.parallel(step, n, loop=True) runs its chains one after the other"
+    )
 
 
 def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
-    leaves, spec = optree.tree_flatten(batch)
+    leaves, spec = batches.flatten(batch)
     results = []
     for i in range(start, stop):
-        mine = optree.tree_unflatten(spec, [x if d is None else x.select(d, i) for x, d in zip(leaves, dims)])
+        mine = spec.unflatten([x if d is None else x.select(d, i) for x, d in zip(leaves, dims)])
         hyper = {k: v[i] for k, v in chains.each.items()}
-        results.append(chains.one(hyper, _take(params, i), _take(state, i), mine))
+        with nullcontext() if chains.watched else unshared_statistics():
+            results.append(chains.one(hyper, _take(params, i), _take(state, i), mine))
+        chains.watched = True
     return optree.tree_map(lambda *rows: torch.stack(rows) if torch.is_tensor(rows[0]) else rows[0], *results)
 
 
@@ -137,9 +171,9 @@ def _take(tree: Any, i: int | slice) -> Any:
 def _broadcast(dims: Any, batch: Any) -> list[int | None]:
     """The chain axis of every leaf of the batch, from a prefix tree."""
     if dims is None or isinstance(dims, int):
-        return [dims] * len(optree.tree_leaves(batch))
-    full = optree.tree_broadcast_prefix(dims, batch, none_is_leaf=True)
-    return optree.tree_leaves(full, none_is_leaf=True)
+        leaves, _ = batches.flatten(batch)
+        return [dims if isinstance(x, Tensor) else None for x in leaves]
+    return batches.spread(dims, batch)
 
 
 def parallel(
@@ -163,19 +197,24 @@ def parallel(
         each: hyperparameters with one value for each chain, ``{"temperature": tensor of shape [n], ...}``. Learning rates
             and temperatures can differ; what a shape or a branch depends on cannot.
         chunk: at most so many chains at a time, where all of them exceed the memory.
-        loop: one chain after the other, for models that vmap refuses (BatchNorm in training mode, in-place operations,
-            branches on data). Same arguments, same results. Buffers that the model itself keeps are shared by its chains.
+        loop: one chain after the other, for models that vmap refuses (in-place operations, branches on data, the
+            dropout of fused attention or of an LSTM). Same arguments, same results.
         mesh: a DeviceMesh of one axis whose ranks share out the ``n`` chains; ``chains.numbers`` are this rank's, by their
             global numbers. Parameters, states, draws and the chain axis of a batch are of these; ``each`` is given for all
             ``n``. Chain ``i`` draws the same noise on any number of ranks.
+
+    BatchNorm's statistics belong to each chain where the step was made with ``buffers=``; without, a module in ``train`` mode
+    is refused. What the model draws follows each chain's key: a chain among many drops the units that it
+    would drop alone.
 
     Returns:
         A callable with the step's interface on parameters and states stacked on axis 0, with ``init(tx, params)``.
         Chains draw the noise that each would draw alone; from chains :func:`with_stream` ``"philox"`` they draw it all at once.
 
     Raises:
-        ValueError: an argument out of range; a mesh with more ranks than chains, or of several axes.
-        RuntimeError: at a call, a step that vmap refuses.
+        RuntimeError: at a call, a step that vmap refuses, or one that draws without a key.
+        ValueError: an argument out of range; a mesh with more ranks than chains, or of several axes; at a call, BatchNorm whose
+            statistics the chains would share.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -222,7 +261,7 @@ def stack(trees: Sequence[Any]) -> Any:
         torch.Size([2, 2])
     """
     trees = list(trees)
-    for place in zip(*(_keyed(tree) for tree in trees)):
+    for place in zip(*(keyed(tree) for tree in trees)):
         keys = [entry.key.item() for entry in place if is_readable(entry.key) and entry.key.ndim == 0]
         if len(set(keys)) < len(keys) and any(keys):  # 0: nothing is drawn
             raise ValueError(
@@ -230,6 +269,36 @@ def stack(trees: Sequence[Any]) -> Any:
                 "bc.stack(bc.fork(state, n))"
             )
     return optree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def unstack(tree: Any) -> list[Any]:
+    """Cut a tree along axis 0 of its leaves: what :func:`stack` puts together.
+
+    Args:
+        tree: parameters, states, buffers or draws, stacked on axis 0.
+
+    Returns:
+        A list with one tree for each entry of axis 0; the tensors are views.
+
+    Raises:
+        ValueError: a leaf without axis 0, or leaves of different lengths, naming two of them.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> bc.unstack({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})[1]
+        {'w': tensor([3., 4.])}
+    """
+    leaves, structure = optree.tree_flatten(tree)
+    lengths = [x.shape[0] if isinstance(x, Tensor) and x.ndim else None for x in leaves]
+    if not leaves or None in lengths or len(set(lengths)) > 1:
+        named = list(zip(paths_of(tree), lengths))
+        shown = "; ".join(f"{path or 'the tensor'} has {n or 'none'}" for path, n in named[:4])
+        raise ValueError(
+            f"unstack: every leaf needs an axis 0 of one length, but {shown or 'the tree is empty'}; pass what bc.stack or "
+            "bc.parallel made"
+        )
+    rows = zip(*[x.unbind() for x in leaves])
+    return [structure.unflatten(list(row)) for row in rows]
 
 
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
@@ -257,18 +326,9 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         raise ValueError(f"fork: n must be at least 1, got {n}")
 
     def renewed(entry: Any) -> Any:
-        if _is_keyed(entry):
+        if is_keyed(entry):
             inner: Any = optree.tree_map(torch.clone, entry._replace(key=()))
             return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))
         return entry.clone() if isinstance(entry, Tensor) else entry
 
-    return [optree.tree_map(renewed, state, is_leaf=_is_keyed) for _ in range(n)]
-
-
-def _is_keyed(entry: Any) -> bool:
-    """Whether it is a state with a random stream."""
-    return {"key", "count"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
-
-
-def _keyed(tree: Any) -> list[Any]:
-    return [entry for entry in optree.tree_leaves(tree, is_leaf=_is_keyed) if _is_keyed(entry)]
+    return [optree.tree_map(renewed, state, is_leaf=is_keyed) for _ in range(n)]

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop import checkpoint
-from bayesopt_chain.loop.draws import INDEX, LEAF, LOSS, STEP, Draws, Shard, read_index
+from bayesopt_chain.loop.draws import BUFFER, INDEX, LEAF, LOSS, STEP, Draws, Shard, read_index
+from bayesopt_chain.loop.module_state import buffers_of
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.loop.parts import Follower, Leader, copied, keys_of, place_of
 
@@ -133,7 +134,8 @@ def sample(
         step: ``step(params, state, batch) -> (params, state, Info)`` from ``make_step`` (pure or in place), ``parallel``,
             ``capture`` or ``bc.optim.as_step``.
         params: where to start. An in-place step overwrites them.
-        state: from ``tx.init(params)``.
+        state: from ``tx.init(params)``; of a step with ``buffers=``, from ``step.init(params)``, and the draws then hold the
+            buffers too.
         batches: one batch (a tensor, tuple, dictionary or ``None``), used in every step; or anything that can be gone
             through again and again: ``bc.epochs(...)``, a list of batches, a DataLoader.
         steps: number of all steps, burn-in included.
@@ -374,6 +376,7 @@ class Memory:
     def add(self, it: Iteration) -> None:
         """Copy a draw."""
         row = {LEAF + name: x.clone() for name, x in checkpoint.flat(it.params)[0].items()}
+        row |= {BUFFER + name: x.detach().clone() for name, x in buffers_of(it.state).items()}
         row[STEP] = torch.tensor(it.step)
         if torch.is_tensor(getattr(it.info, "loss", None)):
             row[LOSS] = it.info.loss.detach().clone()

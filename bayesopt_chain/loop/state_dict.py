@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import optree
 import torch
@@ -33,39 +34,73 @@ def state_dict(state: State) -> dict[str, Tensor]:
     return _named_tensors(state)
 
 
-def load_state_dict(state: State, tensors: Mapping[str, Tensor]) -> None:
+class Difference(NamedTuple):
+    """What :func:`load_state_dict` did not write: names that only the state has, and names that only the dictionary has."""
+
+    missing: list[str]
+    unknown: list[str]
+
+
+def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
     """Write the tensors of a flat dictionary into a state's own, in place.
 
     Args:
-        state: of a chain of the same links over the same leaves, as ``init`` returns it.
+        state: of a chain over the same leaves, as ``init`` returns it.
         tensors: by name, as :func:`state_dict` gives them.
+        strict: the state must be of the same links. ``False`` writes what both have: a name counts without its link's number
+            where that is unique, so that a sampler takes the velocities of the optimizer it came from. Keys are not taken over
+            from another chain then.
+
+    Returns:
+        The names that were left out, ``(missing, unknown)``; both empty if ``strict``.
 
     Raises:
-        ValueError: a name that is missing or unknown, or a tensor of another shape or dtype; nothing is written then.
+        ValueError: if ``strict``, a name that is missing or unknown; a tensor of another shape or dtype; nothing is
+            written then.
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, params = bc.sgd(0.1, 0.9), torch.zeros(1)
-        >>> saved = {name: torch.ones(1) for name in bc.state_dict(tx.init(params))}
-        >>> state = tx.init(params)
-        >>> bc.load_state_dict(state, saved)
+        >>> optimizer, params = bc.sgd(0.1, 0.9), torch.zeros(1)
+        >>> saved = {name: torch.ones(1) for name in bc.state_dict(optimizer.init(params))}
+        >>> state = bc.sghmc(0.1, 0.9, temperature=0.01).init(params)
+        >>> bc.load_state_dict(state, saved, strict=False).missing
+        ['1.LangevinNoise.count', '1.LangevinNoise.key', '1.LangevinNoise.memory']
         >>> state[0].trace
         (tensor([1.]),)
     """
     mine = state_dict(state)
-    wrong = [f"{name} is missing" for name in mine.keys() - tensors.keys()]
-    wrong += [f"{name} is unknown" for name in tensors.keys() - mine.keys()]
-    for name in mine.keys() & tensors.keys():
-        x, t = mine[name], tensors[name]
+    source = {name: name for name in mine.keys() & tensors.keys()}
+    if not strict and mine.keys() != tensors.keys():
+        source = _paired(mine, tensors)
+    missing, unknown = sorted(mine.keys() - source.keys()), sorted(tensors.keys() - set(source.values()))
+    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown] if strict else []
+    for name, other in source.items():
+        x, t = mine[name], tensors[other]
         if x.shape != t.shape or x.dtype != t.dtype:
             wrong.append(f"{name} is {tuple(t.shape)}, {t.dtype}, the state has {tuple(x.shape)}, {x.dtype}")
     if wrong:
         raise ValueError(
             f"load_state_dict: {'; '.join(sorted(wrong)[:8])}: load into the state of the same chain over the same parameters"
+            + (", or with strict=False what both have" if strict and (missing or unknown) else "")
         )
     with torch.no_grad():
-        for name, x in mine.items():
-            x.copy_(tensors[name])
+        for name, other in source.items():
+            mine[name].copy_(tensors[other])
+    return Difference(missing, unknown)
+
+
+def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each of my names theirs: without the links' numbers, where that is unique among both; keys have none."""
+
+    def bare(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        out: dict[str, list[str]] = {}
+        for name in names:
+            if not name.endswith(".key"):
+                out.setdefault(name.partition(".")[2], []).append(name)
+        return out
+
+    a, b = bare(mine), bare(theirs)
+    return {a[name][0]: b[name][0] for name in a.keys() & b.keys() if len(a[name]) == len(b[name]) == 1}
 
 
 def _named_tensors(state: State) -> dict[str, Tensor]:

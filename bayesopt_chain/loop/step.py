@@ -11,12 +11,16 @@ What a transformation asks for besides the gradient it says itself, by the keywo
 
 and a link that acts on particles, stacked on axis 0, is given the gradient and the loss of each: going from one method to
 another changes the transformation and nothing else.
+
+What the model itself draws (dropout) is a function of the state: :mod:`bayesopt_chain.random.model_draws`. With ``m``
+microbatches of ``n_i`` data the gradient is that of the whole batch's mean, ``sum_i n_i g_i / sum_i n_i``, in the
+memory of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import checks, tracing
+from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.core.op import owned
@@ -32,10 +36,13 @@ from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
+from bayesopt_chain.links.skip_nonfinite import SkipNonfinite, SkipState
+from bayesopt_chain.loop import options
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.interrupts import uninterrupted
+from bayesopt_chain.loop.module_state import ModuleState, started, stream_of
 from bayesopt_chain.posterior import draw as drawing
+from bayesopt_chain.random.model_draws import model_draws
 
 Loss = Callable[[Any, Any], Any]
 
@@ -50,6 +57,8 @@ class Info(NamedTuple):
     """What a step reports: the detached loss at the parameters it started from, and the loss's auxiliary output.
 
     ``finite``: whether loss and gradient are finite, 0-d, from ``make_step(..., check_finite=True)``; else ``()``.
+    ``gradient_norm``, ``temperature``: of all gradients together, before the transformation, and as it is set for this
+    step (0 where nothing is sampled), 0-d, from ``make_step(..., monitor=True)``; else ``()``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -61,45 +70,92 @@ class Info(NamedTuple):
     loss: Tensor
     aux: Any
     finite: Any = ()
+    gradient_norm: Any = ()
+    temperature: Any = ()
+
+
+class Evaluation(NamedTuple):
+    """The gradient at one point, :class:`Info`, the further keywords of ``tx.update``, and the module's next buffers."""
+
+    grads: Any
+    info: Any
+    extra: dict[str, Any]
+    buffers: Any = ()
 
 
 @dataclass(frozen=True)
 class Step:
     """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into.
 
-    ``evaluate(params, state, batch)`` gives the gradient, :class:`Info` and the further keywords of ``tx.update``.
+    ``evaluate(params, state, batch, buffers)`` gives an :class:`Evaluation`; ``state`` is the transformation's.
     """
 
-    evaluate: Callable[[Any, Any, Any], tuple[Any, Info, dict[str, Any]]]
+    evaluate: Callable[[Any, Any, Any, Any], Evaluation]
     tx: GradientTransformation
     inplace: bool = False
     fused: fused.FusedSGD | None = None
     finite: FiniteCheck | None = None
+    buffers: Mapping[str, Tensor] | None = field(default=None, compare=False)
+    monitor: bool = False
     ranks: DataParallel | None = None
 
+    def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
+        """The state to start from: that of ``tx.init(params)`` or, where the step was given buffers, a :class:`ModuleState` of
+        it, of copies of the buffers and of a key for what the module draws.
+
+        Args:
+            params: where to start.
+            like: a state to start from, of an optimizer or of another temperature: what both remember, and the buffers, are
+                taken over.
+            tx: another transformation than the step's own.
+            generator: source of the module's key (default: torch's global generator).
+        """
+        given = {} if like is None else {"like": like.inner if isinstance(like, ModuleState) else like}
+        inner = (self.tx if tx is None else tx).init(params, **given)
+        if self.buffers is None:
+            return inner
+        return started(inner, self.buffers, optree.tree_leaves(params), like, generator)
+
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
+        if self.buffers is not None and not isinstance(state, ModuleState):
+            raise ValueError(
+                f"step: it was made with buffers=, so its state is what step.init(params) returns, not {type(state).__name__}; "
+                "an optimizer's state goes in as step.init(params, like=state)"
+            )
         if self.ranks is not None:
             self.ranks.compare_once(params, state)
-        grads, info, extra = self.evaluate(params, state, batch)
+        inner, buffers = (state.inner, state.buffers) if self.buffers is not None else (state, None)
+        with model_draws(stream_of(state)):
+            grads, info, extra, buffers = self.evaluate(params, inner, batch, buffers)
         if self.finite is not None:
             info = info._replace(finite=self.finite(params, state, batch, grads, info.loss))
+        if self.monitor:
+            info = options.monitored(info, grads, self.tx, inner)
         if not self.inplace:
-            return self._move(params, state, grads, info, extra)
+            return self._move(params, state, inner, grads, info, extra, buffers)
         with uninterrupted():  # nothing is left half written
-            return self._move(params, state, grads, info, extra)
+            return self._move(params, state, inner, grads, info, extra, buffers)
 
-    def _move(self, params: Any, state: Any, grads: Any, info: Info, extra: dict[str, Any]) -> tuple[Any, Any, Info]:
+    def _move(
+        self, params: Any, state: Any, inner: Any, grads: Any, info: Info, extra: dict[str, Any], buffers: Any
+    ) -> tuple[Any, Any, Info]:
         with torch.no_grad():
-            if self.fused is not None:
-                p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
-                if self.fused.fits(p, g, state):
-                    g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
-                    return params, self.fused.advance(p, g, state), info
-            if self.inplace:
-                grads = writable(grads)
-            updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
-            params = apply(params, updates, self.inplace)
-        return params, state, info
+            skipped = inner.skipped.clone() if isinstance(inner, SkipState) and self.buffers is not None else None
+            params, inner = self._moved(params, inner, grads, extra)
+            if self.buffers is None:
+                return params, inner, info
+            return params, state.advanced(inner, buffers, skipped, self.inplace), info
+
+    def _moved(self, params: Any, state: Any, grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        if self.fused is not None:
+            p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
+            if self.fused.fits(p, g, state):
+                g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
+                return params, self.fused.advance(p, g, state)
+        if self.inplace:
+            grads = writable(grads)
+        updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
+        return apply(params, updates, self.inplace), state
 
 
 def make_step(
@@ -110,16 +166,24 @@ def make_step(
     gradient_variance: Callable[[Any, Any], Any] | None = None,
     hessian_diagonal: Callable[[Any, Any], Any] | None = None,
     keywords: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    microbatches: int = 1,
+    autocast: torch.dtype | None = None,
     inplace: bool = False,
     check_finite: bool = False,
+    monitor: bool = False,
     mesh: Any = None,
 ) -> Step:
     """One training or sampling step.
 
     Args:
-        loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
+        loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``; ``aux``
+            is any tree, of tensors or not. With ``buffers``, ``loss(params, batch, buffers)`` returns ``(scalar, buffers)`` or
+            ``(scalar, buffers, aux)``, with the buffers after this batch.
             ``None`` for a filter with ``curvature=bc.ekf.observe(...)``, which knows its likelihood and reads no gradient.
-        tx: any gradient transformation of this library or of TorchOpt.
+        tx: any gradient transformation of this library or of TorchOpt. Gradients are clipped by a link in front
+            (``bc.chain(torchopt.clip_grad_norm(1.0), bc.sghmc(...))``): a clipped force is in general the gradient of
+            no loss, so that where it clips, what is sampled is not ``exp(-loss / temperature)``.
         curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
             of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature.
         gradient_variance: ``gradient_variance(params, batch)``, the variance of single-datum gradients as a tree like the
@@ -128,6 +192,12 @@ def make_step(
             parameters, for a ``tx`` that takes it.
         keywords: further keywords of ``tx.update``, each a function of ``(params, batch)``:
             ``{"transition_noise": lambda params, batch: 0.01 * batch["days"]}``.
+        buffers: of the module, as :func:`make_functional` gives them (an empty dictionary is fine): they travel with the state,
+            which :meth:`Step.init` makes, each chain its own, and so does a key for what the module draws.
+        microbatches: cut the batch along axis 0 into so many parts, gone through one after the other, and take the mean of
+            their gradients, weighted by their sizes: a larger batch in the memory of a part. BatchNorm sees the parts.
+            Tensors of ``aux`` then have the parts on axis 0; 0-d tensors and what is no tensor belong to every part.
+        autocast: ``torch.bfloat16`` runs the loss under ``torch.autocast``; parameters and noise stay as they are.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
             in states where a posterior accumulates (Laplace, SWAG, the filters), which are new ones at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
@@ -136,6 +206,7 @@ def make_step(
         check_finite: refuse a step whose loss or gradient is not finite, before anything is written. Where values cannot be
             looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
             the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
+        monitor: report the norm of the gradient and the temperature in force too, for one pass over the gradients.
         mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data: the gradient and the
             loss are those of all of it, for one message a step. Every tensor of the batch has one entry a datum on axis 0.
             All ranks start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which the
@@ -143,14 +214,17 @@ def make_step(
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
-        use have gradient zero. The state alone determines the noise, so that the same arguments give the same result.
+        use have gradient zero. The state alone determines the noise, so that the same arguments give the same result; where
+        it has a key (at a temperature, or with ``buffers``) it determines what the model draws too, dropout for one, and
+        torch's global generator is left as it was.
         Where ``tx`` draws (variational inference), ``loss`` is the mean over its draws, tensors of ``aux`` have the draws
         on axis 0 if there are several, and the families of :mod:`bayesopt_chain.posterior.vi` report ``negative_elbo`` besides.
 
     Raises:
-        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; a ``tx`` that asks
-            for more than gradient and loss, or a mesh of several axes, with ``mesh``; at the first step, ranks that are no
-            replicas, a loss that is not a scalar or depends on none of ``params``, or a sparse gradient.
+        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; arguments at odds; with
+            ``mesh``, a ``tx`` that asks for more than gradient and loss, buffers, or a mesh of several axes; at the first
+            step, ranks that are no replicas, a loss that is not a scalar or depends on none of ``params``, or a sparse
+            gradient.
         TypeError: ``tx`` is no gradient transformation; at the first step, params with a leaf that is no tensor.
         FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
 
@@ -174,11 +248,15 @@ def make_step(
             gradient_variance=gradient_variance,
             hessian_diagonal=hessian_diagonal,
             keywords=keywords,
+            buffers=buffers,
+            microbatches=microbatches,
+            autocast=autocast,
             inplace=inplace,
             check_finite=check_finite,
+            monitor=monitor,
             mesh=mesh,
         )
-        return replace(inner, evaluate=lambda p, s, batch: inner.evaluate(p, s.inner, batch), tx=tx, fused=None)
+        return replace(inner, evaluate=lambda p, s, *rest: inner.evaluate(p, s.inner, *rest), tx=tx, fused=None)
     accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "needs", ()):
         raise ValueError(
@@ -193,6 +271,8 @@ def make_step(
     estimators |= keywords or {}
     if loss is None and "curvature" not in estimators:
         raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
+    if loss is None and (buffers is not None or microbatches > 1 or autocast is not None):
+        raise ValueError("make_step: buffers=, microbatches= and autocast= are of a loss, and there is none: leave them out")
     by_datum = "per_sample_gradients" in accepts
     links = tx.links if isinstance(tx, Chain) else ()
     draws = [i for i, link in enumerate(links) if link.samples]
@@ -203,21 +283,37 @@ def make_step(
         raise ValueError(
             "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
         )
+    options.check(microbatches, autocast, "by datum" if by_datum else "of particles" if stacked else "", buffers)
+    loss = loss if autocast is None else options.under_autocast(loss, autocast)
 
-    if mesh is not None and (by_datum or stacked or estimators):
-        asked = "per_sample_gradients" if by_datum else "particles" if stacked else next(iter(estimators))
+    if mesh is not None and (by_datum or stacked or estimators or buffers):
+        asked = (
+            "per_sample_gradients" if by_datum else "particles" if stacked else next(iter(estimators or ["buffers"]))
+        )
         raise ValueError(
             f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asked}, which would be "
             "of one rank's data alone; run it without mesh="
         )
     ranks = None if mesh is None else DataParallel(mesh)
 
-    def evaluate(params: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+    def gradient_of(params: Any, batch: Any, buffers: Any) -> tuple[Any, Info, Any]:
+        """Gradient, report and next buffers of a batch, or of its parts one after the other."""
+        if by_datum:
+            return *per_sample_gradients(options.without_buffers(loss, buffers), params, batch), buffers
+        if microbatches == 1:
+            return one_gradient(loss, params, batch, buffers)
+        total = options.Mean()
+        for part, weight in options.parts(batch, microbatches):
+            grads, info, buffers = one_gradient(loss, params, part, buffers)
+            total.add(grads, info.loss, info.aux, weight)
+        return total.grads, Info(total.loss, _stacked(total.aux)), buffers
+
+    def evaluate(params: Any, batch: Any, buffers: Any) -> Evaluation:
         """Gradient, loss and further keywords at one point."""
         if loss is None:
             extra = {k: fn(params, batch) for k, fn in estimators.items()}
-            return *_observed(params, extra["curvature"]), extra
-        grads, info = (per_sample_gradients if by_datum else gradient)(loss, params, batch)
+            return Evaluation(*_observed(params, extra["curvature"]), extra, buffers)
+        grads, info, buffers = gradient_of(params, batch, buffers)
         if ranks is not None:
             grads, mean = ranks.gradient(grads, info.loss, batch)
             info = info._replace(loss=mean)
@@ -227,35 +323,60 @@ def make_step(
             grads = optree.tree_map(lambda g: g.mean(0), grads)
         if "loss" in accepts:
             extra["loss"] = info.loss
-        return grads, info, extra
+        return Evaluation(grads, info, extra, buffers)
 
-    def evaluate_particles(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+    def evaluate_particles(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
         """Gradients and losses of all particles, on axis 0."""
-        return torch.vmap(lambda p: evaluate(p, batch))(params)
+        grads, info, extra = torch.vmap(lambda p: tuple(evaluate(p, batch, buffers))[:3])(params)
+        return Evaluation(grads, info, extra, buffers)
 
-    def evaluate_draw(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
+    def evaluate_draw(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
         """The same at every sample of the draw that a link asks for."""
         (i,) = draws
         with torch.no_grad():
             draw, points = drawing.drawn(tx, i, state, params)
-        grads, infos, extras = zip(*(evaluate(point, batch) for point in points))
+        found: list[Evaluation] = []
+        for point in points:
+            found.append(evaluate(point, batch, buffers))
+            buffers = found[-1].buffers
         with torch.no_grad():
             where, extra = state.layout.where[i], {"draw": draw}
-            for k in extras[0]:
-                values = [each[k] for each in extras]
+            for k in found[0].extra:
+                values = [each.extra[k] for each in found]
                 extra[k] = _mean_precision(values) if k == "curvature" else drawing.gathered(values, where)
-            mean = torch.stack([info.loss for info in infos]).mean()
-            aux = infos[0].aux if len(infos) == 1 else _stacked([info.aux for info in infos])
+            mean = torch.stack([each.info.loss for each in found]).mean()
+            aux = found[0].info.aux if len(found) == 1 else _stacked([each.info.aux for each in found])
             report = links[i].report(state[i], draw, mean, aux)
-            return drawing.gathered(list(grads), where), Info(mean, aux) if report is None else report, extra
+            grads = drawing.gathered([each.grads for each in found], where)
+            return Evaluation(grads, Info(mean, aux) if report is None else report, extra, buffers)
 
-    def evaluate_here(params: Any, state: Any, batch: Any) -> tuple[Any, Info, dict[str, Any]]:
-        return evaluate(params, batch)
+    def evaluate_here(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
+        return evaluate(params, batch, buffers)
 
     form = fused.recognise(tx) if inplace else None
     finite = FiniteCheck() if check_finite else None
     chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
-    return Step(chosen, tx, inplace, form, finite, ranks)
+    return Step(chosen, tx, inplace, form, finite, buffers, monitor, ranks)
+
+
+def one_gradient(loss: Any, params: Any, batch: Any, buffers: Any) -> tuple[Any, Info, Any]:
+    """Gradient, :class:`Info` and the buffers behind the batch, where there are any."""
+    if buffers is None:
+        return *gradient(loss, params, batch), None
+
+    def with_buffers(params: Any, batch: Any) -> Any:
+        out = loss(params, batch, buffers)
+        new = out[1] if isinstance(out, tuple) and len(out) in (2, 3) else None
+        if not isinstance(new, Mapping) or new.keys() != buffers.keys():
+            raise ValueError(
+                "loss: with buffers= it must return (scalar, buffers) or (scalar, buffers, aux), the buffers by the "
+                f"names it was given, got {options.described(out)}; outputs, buffers = forward.with_buffers(params, "
+                "batch, buffers) gives them"
+            )
+        return out[0], (dict(new), out[2] if len(out) == 3 else ())
+
+    grads, info = gradient(with_buffers, params, batch)
+    return grads, info._replace(aux=info.aux[1]), info.aux[0]
 
 
 def _observed(params: Any, observation: Any) -> tuple[Any, Info]:
@@ -321,14 +442,17 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         return out, aux
 
     if tracing.is_transformed():
+        kept: list[Any] = []  # what of aux is no tensor goes round torch.func
 
         def checked(chosen: list[Tensor]) -> tuple[Tensor, Any]:
             out, aux = value(chosen)
             if not tracing.depends_on(out, chosen):
                 raise ValueError(NO_GRADIENT)
-            return out, aux
+            tensors, kept[:] = options.split(aux)
+            return out, tensors
 
-        grads, (out, aux) = torch.func.grad_and_value(checked, has_aux=True)([leaves[i] for i in wanted])
+        grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)([leaves[i] for i in wanted])
+        aux = options.joined(tensors, kept)
     else:
         with torch.enable_grad():
             chosen = [leaves[i].detach().requires_grad_() for i in wanted]
@@ -351,17 +475,17 @@ def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info
     besides (tensors only), which comes with the data on axis 0.
     """
 
-    def one(datum: Any) -> tuple[Any, Info]:
-        return gradient(loss, params, optree.tree_map(lambda x: x[None], datum))
-
-    tensors, spec = optree.tree_flatten(batch)
+    leaves, spec = batches.flatten(batch)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
         raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
 
     structures: list = []
 
-    def flat(*datum: Any) -> tuple[list, Tensor, list]:
-        grads, info = one(optree.tree_unflatten(spec, list(datum)))
+    def flat(*datum: Tensor) -> tuple[list, Tensor, list]:
+        given = iter(datum)
+        one = spec.unflatten([next(given)[None] if isinstance(x, Tensor) else x for x in leaves])
+        grads, info = gradient(loss, params, one)
         structures[:] = [optree.tree_structure(grads), optree.tree_structure(info.aux)]
         return optree.tree_leaves(grads), info.loss, optree.tree_leaves(info.aux)
 

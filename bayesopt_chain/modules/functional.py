@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesopt_chain import batches
+
 Tensors = dict[str, Tensor]
 
 
@@ -32,9 +34,9 @@ class Forward:
     :meth:`with_buffers` takes the buffers and returns their next values.
     """
 
-    def __init__(self, module: nn.Module, inputs: Callable[[Any], Any] | None) -> None:
+    def __init__(self, module: nn.Module, inputs: str | Callable[[Any], Any] | None) -> None:
         self.module = module
-        self.inputs = inputs
+        self.inputs = batches.picked(inputs, batch_inputs)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
@@ -54,7 +56,7 @@ class Forward:
             raise ValueError(
                 f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
             )
-        chosen = batch_inputs(batch) if self.inputs is None else self.inputs(batch)
+        chosen = self.inputs(batch)
         if isinstance(chosen, Mapping):
             return functional_call(self.module, dict(tensors), (), dict(chosen))
         return functional_call(self.module, dict(tensors), chosen if isinstance(chosen, tuple) else (chosen,))
@@ -69,14 +71,15 @@ def batch_inputs(batch: Any) -> Any:
     return batch
 
 
-def make_functional(module: nn.Module, *, inputs: Callable[[Any], Any] | None = None) -> Functional:
+def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | None = None) -> Functional:
     """Take the trained parameters out of a module.
 
     Args:
         module: any module, in the mode (``train`` or ``eval``) in which it is to run. It is not changed, and stays the
             place of its frozen parameters.
         inputs: from a batch to what the module is called with: one argument, a tuple of them, or a dictionary of
-            keywords. By default ``batch[0]`` of a tuple or list, a mapping without its labels, and any other batch itself.
+            keywords; or the key (of a dataclass, the field) of the one argument. By default ``batch[0]`` of a tuple or list, a
+            mapping without its labels, and any other batch itself.
 
     Returns:
         ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with

@@ -8,6 +8,7 @@ tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
     add_diagonal   Lambda + diag(d)               inverse_diag  the diagonal of Lambda^-1, a tree
     quad           x^T Lambda x, shape [*lead]    diag          the diagonal of Lambda, a tree
     logdet         log |Lambda|, 0-d              to_dense      the matrix [P, P], leaves in optree order
+    times          Lambda x
 
 What decomposes a precision (``solve, sqrt_solve, logdet, inverse_diag``) is answered by ``factorised()``, which does the
 decomposition once and also refuses, by name, a precision that is not positive definite. Two more questions are about
@@ -93,6 +94,15 @@ class Precision:
     def quad(self, tree: Tree) -> Tensor:
         """Return ``x^T Lambda x``, shape ``[*lead]``."""
         raise NotImplementedError
+
+    def times(self, tree: Tree) -> Tree:
+        """Return ``Lambda x`` for one tree ``x``: half the gradient of :meth:`quad`."""
+        leaves, structure = optree.tree_flatten(tree)
+
+        def half(leaves: list[Tensor]) -> Tensor:
+            return 0.5 * self.quad(optree.tree_unflatten(structure, leaves))
+
+        return optree.tree_unflatten(structure, torch.func.grad(half)(leaves))
 
     def to_dense(self) -> Tensor:
         """Return the matrix ``[P, P]``, the leaves flattened in optree order."""

@@ -81,6 +81,9 @@ class Dense(_Dense, Precision):
         x = flatten(tree, self.like)
         return ((x @ self.matrix) * x).sum(-1)
 
+    def times(self, tree: Tree) -> Tree:
+        return unflatten(flatten(tree, self.like) @ self.matrix, self.like)
+
     def as_rows(self) -> Tree:
         """By an eigendecomposition, which loses digits; ``ValueError`` for an indefinite matrix."""
         values, vectors = torch.linalg.eigh(self.matrix)
@@ -146,6 +149,9 @@ class Cholesky(_Cholesky, Precision):
 
     def quad(self, tree: Tree) -> Tensor:
         return (flatten(tree, self.like) @ self.factor).square().sum(-1)
+
+    def times(self, tree: Tree) -> Tree:
+        return unflatten(flatten(tree, self.like) @ self.factor @ self.factor.mT, self.like)
 
     def as_rows(self) -> Tree:
         return unflatten(self.factor.mT, widened(self.like))

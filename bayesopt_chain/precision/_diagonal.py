@@ -80,6 +80,9 @@ class Diagonal(_Diagonal, Precision):
     def quad(self, tree: Tree) -> Tensor:
         return inner(tree, optree.tree_map(torch.mul, tree, self.values), self.values)
 
+    def times(self, tree: Tree) -> Tree:
+        return like(optree.tree_map(torch.mul, tree, self.values), tree)
+
     def to_dense(self) -> Tensor:
         return torch.diag(flatten(self.values, self.values))
 

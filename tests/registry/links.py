@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import optree
+import torch
 import torchopt
 from torchopt.base import GradientTransformation
 
@@ -44,6 +45,7 @@ LINKS = (
     alone("scale_by_schedule", lambda: bc.scale_by_schedule(falling)),
     alone("add_decayed_weights", lambda: bc.add_decayed_weights(0.1)),
     alone("add_decayed_weights, mask", lambda: bc.add_decayed_weights(0.1, mask=matrices)),
+    alone("add_gaussian_prior", lambda: bc.add_gaussian_prior(torch.tensor(0.1), n=1)),
     alone("add_localization", lambda: bc.add_localization(0.5, 0.1)),
     alone("flip_sign_and_add_weight_decay", lambda: bc.flip_sign_and_add_weight_decay(0.1, maximize=True)),
     alone("scale_by_rms", lambda: bc.scale_by_rms(0.9)),

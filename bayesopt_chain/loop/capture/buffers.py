@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import _torch
+from bayesopt_chain import _torch, batches
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.step import Info
@@ -20,7 +20,7 @@ class Steps(NamedTuple):
     """What a captured run of several steps reports, stacked on axis 0.
 
     ``draws`` is ``()`` unless asked for; ``finite`` is, unless the step checks (``make_step(..., check_finite=True)``);
-    ``negative_elbo`` is, unless the step is variational.
+    ``negative_elbo`` is, unless the step is variational; ``gradient_norm`` and ``temperature`` are, unless it monitors them.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -33,6 +33,8 @@ class Steps(NamedTuple):
     draws: Any = ()
     finite: Any = ()
     negative_elbo: Any = ()
+    gradient_norm: Any = ()
+    temperature: Any = ()
 
 
 class Slots:
@@ -111,7 +113,7 @@ class Batch:
     """What batches look like, and their tensors with the strides they were captured with, none of them in a static buffer."""
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
-        self.leaves, self.spec = optree.tree_flatten(batch)
+        self.leaves, self.spec = batches.flatten(batch)
         self.dim = dim
         self.written = {x.untyped_storage().data_ptr() for x in static}  # memory that the step overwrites
         if dim is not None:
@@ -130,7 +132,7 @@ class Batch:
         """The tensors of ``batch``, once it is known to look like the first one."""
         seen, leaves, tensors = self.last
         if not (self.immutable and batch is seen):
-            before, (leaves, spec) = leaves, optree.tree_flatten(batch)
+            before, (leaves, spec) = leaves, batches.flatten(batch)
             if not (len(leaves) == len(before) and all(map(is_, leaves, before)) and spec == self.spec):
                 self.check(leaves, spec)
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
@@ -171,7 +173,7 @@ class Batch:
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         given = iter(tensors)
-        return optree.tree_unflatten(self.spec, [next(given) if torch.is_tensor(x) else x for x in self.leaves])
+        return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
 
 
 def _is_immutable(tree: Any) -> bool:

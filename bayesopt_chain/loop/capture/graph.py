@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
+from bayesopt_chain.loop.module_state import keyed
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -45,7 +46,21 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
         ) from err
     finally:
         mutations.undo()
+    _require_keyed_draws(graph, body)
     return graph, _lift_constants(graph)
+
+
+def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
+    """Refuse draws of a model that do not follow the state's key: a replay would draw other numbers than the step."""
+    drawing = [
+        node for node in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    ]
+    if drawing and keyed(body.state.give()):
+        raise CaptureError(
+            f"capture: the step draws by {drawing[0].target} inside an operation, which cannot follow the state's key (fused "
+            "attention, the dropout of an LSTM, in-place draws); give it dropout=0, with dropout layers beside it, or "
+            "leave this step uncaptured"
+        )
 
 
 class _Mutations(TorchDispatchMode):

@@ -63,13 +63,15 @@ class VariationalState(NamedTuple):
 class VariationalInfo(NamedTuple):
     """What a step reports: the mean loss over the draws, the loss's auxiliary output, and the negative ELBO per datum.
 
-    With several samples each tensor of ``aux`` has them on axis 0. ``finite`` is that of :class:`bayesopt_chain.Info`.
+    With several samples each tensor of ``aux`` has them on axis 0. The other fields are those of :class:`bayesopt_chain.Info`.
     """
 
     loss: Tensor
     aux: Any
     negative_elbo: Tensor
     finite: Any = ()
+    gradient_norm: Any = ()
+    temperature: Any = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Batches of any kind as trees: besides tuples, lists and dictionaries also dataclasses and mappings such as transformers'.
+
+A class that is met for the first time is made known to optree in a namespace of its own, so that nobody else's trees change.
+A dataclass opens into its fields, a mapping into its values; both are put together again as what they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+
+NAMESPACE = "bayesopt_chain.batch"
+_known: set[type] = set()
+
+
+def flatten(batch: Any) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and its structure, whose ``unflatten`` makes a batch of the same classes."""
+    _make_known(batch)
+    return optree.tree_flatten(batch, namespace=NAMESPACE)
+
+
+def tree_map(function: Callable[..., Any], batch: Any) -> Any:
+    """The batch with a function applied to its leaves."""
+    leaves, structure = flatten(batch)
+    return structure.unflatten([function(x) for x in leaves])
+
+
+def spread(prefix: Any, batch: Any) -> list[Any]:
+    """The leaf of ``prefix`` (``None`` is one) that stands above each leaf of the batch."""
+    _make_known(batch)
+    _make_known(prefix)
+    full = optree.tree_broadcast_prefix(prefix, batch, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_leaves(full, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def picked(what: str | Callable[[Any], Any] | None, default: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of a batch from a function, a key (of a mapping; of anything else an attribute), or ``None`` for a default."""
+    if what is None:
+        return default
+    if callable(what):
+        return what
+
+    def entry(batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            if what not in batch:
+                raise ValueError(f"the batch has no {what!r}; it has {sorted(map(str, batch))}")
+            return batch[what]
+        if not hasattr(batch, what):
+            raise ValueError(
+                f"the batch is a {type(batch).__name__}, which has no {what!r}; pass a function of the batch"
+            )
+        return getattr(batch, what)
+
+    return entry
+
+
+def _make_known(batch: Any) -> None:
+    found = True
+    while found:
+        found = False
+        for leaf in optree.tree_leaves(batch, namespace=NAMESPACE):
+            if type(leaf) not in _known and _opens(leaf):
+                _register(type(leaf))
+                found = True
+
+
+def _opens(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+
+
+def _register(kind: type) -> None:
+    _known.add(kind)
+    open_it, close_it = (_open_mapping, _close_mapping) if issubclass(kind, Mapping) else (_open_fields, _close_fields)
+    optree.register_pytree_node(
+        kind,  # pyright: ignore[reportArgumentType]
+        open_it,  # pyright: ignore[reportArgumentType]
+        lambda names, values: close_it(kind, names, values),  # pyright: ignore[reportArgumentType]
+        namespace=NAMESPACE,
+    )
+
+
+def _open_mapping(batch: Mapping[Any, Any]) -> Any:
+    names = tuple(batch)
+    return [batch[name] for name in names], names, names
+
+
+def _close_mapping(kind: Any, names: tuple[Any, ...], values: Any) -> Any:
+    return kind(dict(zip(names, values)))
+
+
+def _open_fields(batch: Any) -> Any:
+    names = tuple([f.name for f in dataclasses.fields(batch)])
+    return [getattr(batch, name) for name in names], names, names
+
+
+def _close_fields(kind: Any, names: tuple[str, ...], values: Any) -> Any:
+    made = object.__new__(kind)  # not its __init__, which may convert what it is given
+    for name, value in zip(names, values):
+        object.__setattr__(made, name, value)
+    return made

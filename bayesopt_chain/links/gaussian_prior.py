@@ -1,0 +1,248 @@
+r"""A Gaussian prior as a link: ``u + Lambda (theta - m) / N``, the gradient of ``-log N(theta; m, Lambda^-1) / N``.
+
+With the loss a mean over N data, ``loss - log prior / N`` is the negative log posterior per datum, and what is sampled at
+temperature ``1 / N`` is the posterior under this prior, exactly for quadratic losses. A number ``lambda`` is weight decay of
+``lambda / N``. With the posterior of the last task for a prior, learning task after task is a chain: for models that are
+linear with Gaussian noise, ``Lambda_k = Lambda_(k-1) + X_k^T X_k / sigma^2`` and its mean are those of all data together.
+
+The prior belongs to the loss, so it stands in front of everything that changes what gradients mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import At, Link, show
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
+from bayesopt_chain.core.state import flattened, paths_of
+from bayesopt_chain.links.weight_decay import add_decayed_weights
+from bayesopt_chain.precision import Diagonal, Precision, Woodbury
+
+
+@runtime_checkable
+class HasPrecision(Protocol):
+    """A Gaussian: what every posterior of this library is."""
+
+    @property
+    def mean(self) -> Any:
+        """A tree like the parameters."""
+        ...
+
+    @property
+    def precision(self) -> Precision:
+        """Over that tree."""
+        ...
+
+
+class PriorState(NamedTuple):
+    """Of a prior without correlations: mean and precision of each leaf."""
+
+    mean: tuple[Tensor, ...]
+    precision: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Prior(Link):
+    """What both links share: the data count, and where they may stand."""
+
+    n: float
+    mean: Any = field(hash=False)
+    precision: Any = field(hash=False)
+    needs_params = True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Prior):
+            return NotImplemented
+        same = type(self) is type(other) and type(self.precision) is type(other.precision)
+        same = same and self.n == other.n and self.masks == other.masks
+        return same and _alike(self.mean, other.mean) and _alike(self.precision, other.precision)
+
+    __hash__ = Link.__hash__
+
+    def require_first(self, at: At) -> None:
+        """Refuse a place behind anything that changes what a gradient is.
+
+        Raises:
+            ValueError: naming the link in front.
+        """
+        links = at.plan.links
+        for link, where in zip(links[: next(i for i, x in enumerate(links) if x is self)], at.plan.where):
+            response = link.response
+            changes = isinstance(response, (Metric, Rate, OwnNoise, Refused))
+            if (changes or (isinstance(response, Linear) and response != Linear())) and set(where) & set(at.index):
+                raise ValueError(
+                    f"add_gaussian_prior: {show(link)} stands before it, so that another prior than this would act; write "
+                    "add_gaussian_prior first"
+                )
+
+
+@dataclass(frozen=True)
+class AddDiagonalPrior(Prior):
+    """The link behind :func:`add_gaussian_prior` for a prior without correlations."""
+
+    __eq__ = Prior.__eq__
+    __hash__ = Link.__hash__
+
+    def init(self, leaves: Leaves, at: At) -> PriorState:
+        self.require_first(at)
+        mean, precision = _by_leaf(self.mean, "mean", leaves, at), _by_leaf(self.precision, "precision", leaves, at)
+        for value, j in zip(precision, at.index):
+            if not bool((torch.isfinite(value) & (value >= 0)).all()):
+                raise ValueError(
+                    f"add_gaussian_prior: the precision of {at.plan.paths[j] or 'the parameter'} must be finite and not "
+                    f"negative, its smallest entry is {value.min().item():.3g}"
+                )
+        return PriorState(mean, precision)
+
+    def update(self, g: Leaves, state: PriorState, op: Op, at: At) -> tuple[Leaves, PriorState]:
+        pull = [(p - m) * d for p, m, d in zip(_params(at, op), *state)]
+        return op.add(g, pull, alpha=1 / self.n), state
+
+    def __str__(self) -> str:
+        return f"add_gaussian_prior(..., n={self.n:g})"
+
+
+@dataclass(frozen=True)
+class AddGaussianPrior(Prior):
+    """The link behind :func:`add_gaussian_prior` for a Gaussian, which may couple all parameters."""
+
+    exacting = True
+    coupled = True
+    __eq__ = Prior.__eq__
+    __hash__ = Link.__hash__
+
+    def init(self, leaves: Leaves, at: At) -> Any:
+        self.require_first(at)
+        names, mine = at.paths, paths_of(self.mean)
+        shapes, known = ([tuple(x.shape) for x in xs] for xs in (leaves, optree.tree_leaves(self.mean)))
+        if list(mine) != names or shapes != known:
+            wrong = next(
+                (f"{a or 'tensor'} {s}" for a, s, b, t in zip(names, shapes, mine, known) if (a, s) != (b, t)), ""
+            )
+            raise ValueError(
+                f"add_gaussian_prior: the prior is over {len(mine)} leaves ({', '.join(mine[:4])}), the chain acts on "
+                f"{len(names)}{': ' + wrong + ' differs' if wrong else ''}; pass a Gaussian over these parameters, and for one "
+                "over some of them bc.masked(bc.add_gaussian_prior(...), mask)"
+            )
+        return super().init(leaves, at)
+
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+        mean, structure = optree.tree_flatten(self.mean)
+        moved = structure.unflatten([p - m for p, m in zip(_params(at, op), mean)])
+        pull = [y.to(x.dtype) for x, y in zip(g, optree.tree_leaves(self.precision.times(moved)))]
+        return op.add(g, pull, alpha=1 / self.n), state
+
+    def __str__(self) -> str:
+        return f"add_gaussian_prior({type(self.precision).__name__}, n={self.n:g})"
+
+
+def _alike(mine: Any, theirs: Any) -> bool:
+    (a, spec_a), (b, spec_b) = flattened(mine), flattened(theirs)
+    return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
+
+
+def _params(at: At, op: Op) -> list[Tensor]:
+    return [p.detach() if op.inplace and p.requires_grad else p for p in at.params]
+
+
+def _by_leaf(tree: Any, what: str, leaves: Leaves, at: At) -> tuple[Tensor, ...]:
+    """One tensor for each leaf, in its dtype; numbers stay 0-d. The tree is one of all parameters, or of those acted on."""
+    values = optree.tree_leaves(tree)
+    if list(paths_of(tree)) != at.paths or len(values) != len(leaves):
+        try:
+            params = at.spec.unflatten(at.all_params or [])
+            spread = optree.tree_leaves(
+                optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
+            )
+            values = [spread[j] for j in at.index]
+        except ValueError as err:
+            raise ValueError(
+                f"add_gaussian_prior: the {what} is no tree like the parameters, nor a prefix of one: {err}"
+            ) from None
+    out: list[Tensor] = []
+    for value, p, path in zip(values, leaves, at.paths):
+        x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
+        if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
+            raise ValueError(
+                f"add_gaussian_prior: the {what} at {path or 'tensor'} has shape {tuple(x.shape)}, which does not broadcast to "
+                f"the parameter's {tuple(p.shape)}"
+            )
+        out.append(x.clone())
+    return tuple(out)
+
+
+def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
+    """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``: the loss then is a posterior's.
+
+    Write it first in a chain, before clipping or behind it. What is sampled at temperature ``1 / n`` is ``likelihood x prior``.
+    It is the prior of :func:`bayesopt_chain.add_decayed_weights` (``weight_decay = precision / n``) with any mean and any
+    precision; where the loss itself has a prior already, both count.
+
+    Learning task after task: take the Laplace posterior of the last task as ``prior=`` here, for the mean, and in
+    ``laplace().posterior(state, params, prior=...)``, for the precision. For linear models with Gaussian noise both
+    then are those of all data together, up to rounding; elsewhere as good as the Gaussian is.
+
+    Args:
+        prior: the precision of a prior around zero, as a number or as a tree of numbers and tensors that broadcast to
+            the parameters (or a prefix of their tree); or a Gaussian: the posterior of :func:`bayesopt_chain.laplace`,
+            ``swag``, ``vi`` or ``ekf``, or :class:`bayesopt_chain.Gaussian`, with a precision of any structure.
+        n: number of data that the loss is a mean over; 1 for a loss that is a sum.
+
+    Returns:
+        A link. Its state holds mean and precision of a prior without correlations; a coupled Gaussian stays in the link.
+
+    Raises:
+        TypeError: neither a precision nor a Gaussian.
+        ValueError: a precision that is negative or not finite; ``n`` not positive; at ``init``, a tree that does not fit the
+            parameters, or a link in front that would change the prior; at ``update``, missing parameters, or a missing gradient
+            beside a coupled Gaussian.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.precision import Diagonal
+        >>> prior = bc.Gaussian(torch.tensor([1.0]), Diagonal(torch.tensor([50.0]), torch.tensor(1.0)))
+        >>> tx, p = bc.add_gaussian_prior(prior, n=100), torch.tensor([3.0])
+        >>> tx.update(torch.zeros(1), tx.init(p), params=p, inplace=False)[0]
+        tensor([1.])
+        >>> bc.add_gaussian_prior(50.0, n=100) == bc.add_decayed_weights(0.5)
+        True
+    """
+    checks.positive("add_gaussian_prior: n", n)
+    n = float(n)
+    if isinstance(prior, HasPrecision):
+        return Chain((_of_gaussian(prior, n),))
+    if isinstance(prior, (int, float)):
+        checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
+        return add_decayed_weights(float(prior) / n)
+    for leaf in optree.tree_leaves(prior, none_is_leaf=True):
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if not real and (isinstance(leaf, bool) or not isinstance(leaf, Real)):
+            raise TypeError(
+                "add_gaussian_prior: prior must be a precision (a number, or a tree of numbers and tensors) or a "
+                f"Gaussian, got {checks.short(leaf)}"
+            )
+    return Chain((AddDiagonalPrior(n, 0.0, prior),))
+
+
+def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
+    precision: Any = prior.precision
+    if not isinstance(precision, Precision):
+        raise TypeError(
+            f"add_gaussian_prior: the prior's precision is {type(precision).__name__}, not one of bayesopt_chain.precision"
+        )
+    known: list[Tensor] = [*optree.tree_leaves(prior.mean), *optree.tree_leaves(precision.diag())]
+    if not all(bool(x.isfinite().all()) for x in known):
+        raise ValueError("add_gaussian_prior: the prior's mean or precision has NaN or infinite entries")
+    precision = precision.unfactorised() if isinstance(precision, Woodbury) else precision
+    if isinstance(precision, Diagonal):
+        return AddDiagonalPrior(n, prior.mean, precision.values)
+    return AddGaussianPrior(n, prior.mean, precision)

@@ -1,0 +1,63 @@
+"""``refresh_batch_norm``: statistics of its own for every draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+from torch import Tensor, nn
+
+from bayesopt_chain.loop.draws import Draws
+from bayesopt_chain.modules.batch_norm import statistics
+
+
+def refresh_batch_norm(
+    module: nn.Module,
+    draws: Draws | Mapping[str, Tensor],
+    loader: Iterable[Any],
+    *,
+    inputs: str | Callable[[Any], Any] | None = None,
+) -> Any:
+    """Compute BatchNorm's statistics anew for every draw, by one pass over the data.
+
+    Draws from a posterior (SWAG's, Laplace's, variational ones) come without statistics, and those in the module belong
+    to other parameters. Chains that were made with ``make_step(..., buffers=buffers)`` keep statistics of their own;
+    these are running means over the chain's last steps, while the fresh ones are of the draw itself.
+
+    Args:
+        module: the module; it is not changed. BatchNorm alone runs in ``train`` mode, dropout is off.
+        draws: :class:`Draws`, or one tree of parameters as :func:`make_functional` names them.
+        loader: the training inputs, in batches as large as those of training; gone through once. The statistics are the
+            means of the batches', weighted by their sizes.
+        inputs: as for :func:`make_functional`.
+
+    Returns:
+        The draws with buffers, which :meth:`Draws.predict` uses; of one tree, the buffers, for :func:`write_back` or
+        ``forward.with_buffers``.
+
+    Raises:
+        ValueError: a module whose layers keep no statistics; no batches.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)).eval()
+        >>> forward, params, _ = bc.make_functional(module)
+        >>> draws = bc.Draws.from_trees([params, {name: 2 * p for name, p in params.items()}])
+        >>> fresh = bc.refresh_batch_norm(module, draws, [torch.randn(100, 1)])
+        >>> mean = fresh.buffers["1.running_mean"]
+        >>> torch.allclose(mean[1], 2 * mean[0]), fresh.predict(forward, [torch.zeros(5, 1)]).shape
+        (True, torch.Size([5, 1]))
+    """
+    if not isinstance(draws, Draws):
+        single = {name: p[None] for name, p in draws.items()}
+        return {name: b[0] for name, b in statistics(module, single, {}, loader, inputs).items()}
+    stacked: Any = (draws.params, draws.buffers)
+    if draws.chains is not None:
+        stacked = optree.tree_map(lambda x: x.flatten(0, 1), stacked)
+    params, buffers = stacked
+    found = statistics(module, params, buffers, loader, inputs)
+    if draws.chains is not None:
+        lead = (len(draws), draws.chains)
+        found = {name: x.unflatten(0, lead) for name, x in found.items()}
+    return draws.holding(found)

@@ -1,0 +1,269 @@
+r"""What a model draws while a step evaluates it (dropout and its like), as a function of the key and count in the state.
+
+In plain code on a CPU torch's default generator is seeded with ``splitmix64(splitmix64(key + SALT) + count)`` around the model
+and put back behind it: whatever the model draws is then a function of the state, and nobody else's draws are touched.
+
+Where tensors are transformed, traced or on a device, no generator can be seeded for one chain. There the calls that draw are
+caught, and take their numbers from the same generator carried along as a tensor, one for each chain:
+
+    (mask, generator) = model_draw(generator, kind, shape, ...)
+
+so that a chain among many, or in a captured step, drops the units that it would drop alone. On a device a call takes them from
+Philox instead, by its number within the step, in plain code too. Operations that draw inside themselves (fused attention, the
+dropout of an LSTM) cannot be caught so and are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from bayesopt_chain import tracing
+from bayesopt_chain.random.philox import philox_normals, philox_other
+from bayesopt_chain.random.stream import draw_number, seeded_generator, splitmix64
+
+SALT = 0x6D6F64656C  # parts the model's draws from the noise of the same key
+SELU_SCALE = 1.7580993408473766  # of alpha dropout: minus the limit of SELU towards minus infinity
+
+
+def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[Any]:
+    """A context in which the model's draws are those of a key and a count, both 0-d int64; ``None`` leaves them as they are."""
+    if stream is None:
+        return nullcontext()
+    key, count = stream
+    if key.device.type == "cpu" and tracing.is_plain(key, count):
+        return Seeded(int(key), int(count))
+    return Keyed(key, count)
+
+
+class Seeded:
+    """torch's default generators seeded for the block, and put back."""
+
+    __slots__ = ("cuda", "saved", "seed")
+
+    def __init__(self, key: int, count: int) -> None:
+        self.seed = splitmix64(splitmix64(key + SALT) + count)
+
+    def __enter__(self) -> None:
+        self.saved = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(self.seed)
+
+    def __exit__(self, *error: object) -> None:
+        torch.default_generator.set_state(self.saved)
+
+
+class Keyed(TorchFunctionMode):
+    """Catches the calls of a model that draw, and gives them the numbers of a key and a count."""
+
+    def __init__(self, key: Tensor, count: Tensor) -> None:
+        super().__init__()
+        self.key, self.count = key, count
+        self.generator: Tensor | None = None
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caught = CAUGHT.get(func)
+        return func(*args, **(kwargs or {})) if caught is None else caught(self, func, *args, **(kwargs or {}))
+
+    def draw(self, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``bernoulli`` (ones with probability p), ``uniform`` or ``normal``."""
+        if self.key.device.type == "cpu" and device.type == "cpu":
+            if self.generator is None:
+                self.generator = seeded_state(self.key, self.count)
+            x, self.generator = model_draw(self.generator, kind, list(shape), p, dtype)
+            return x
+        self.calls += 1
+        key, size, number = self.key ^ SALT, math.prod(shape), draw_number(0, self.calls)
+        if kind == "normal":
+            (flat,) = philox_normals(key, self.count, [size], [number], dtype)
+        else:
+            flat = philox_other("uniform", key, self.count, size, number, torch.float32)
+            flat = (flat < p) if kind == "bernoulli" else flat
+        return flat.to(device, dtype).reshape(tuple(shape))
+
+    def require_own_key(self, who: str, *inputs: Any) -> None:
+        """Refuse draws under a ``vmap`` that the key knows nothing of: every lane would get the same.
+
+        Raises:
+            RuntimeError: naming what draws.
+        """
+        if tracing.is_transformed():
+            mine = tracing.batch_levels(self.key)
+            if any(tracing.batch_levels(x) - mine for x in inputs if isinstance(x, Tensor)):
+                raise RuntimeError(
+                    f"{who}: the model draws once for many data or particles at a time, which have no key of their "
+                    "own, so that all would get the same numbers; call module.eval(), or leave the dropout out"
+                )
+
+
+@torch.library.custom_op("bayesopt_chain::seeded_state", mutates_args=())
+def seeded_state(key: Tensor, count: Tensor) -> Tensor:
+    """The state of the generator that :class:`Seeded` leaves the model with, as bytes."""
+    return seeded_generator(int(key), int(count), SALT).get_state()
+
+
+@seeded_state.register_fake
+def _(key, count):
+    return torch.empty(STATE_BYTES, dtype=torch.uint8)
+
+
+@seeded_state.register_vmap
+def _(info, in_dims, key, count):
+    keys, counts = (_lanes(x, d, info.batch_size) for x, d in zip((key, count), in_dims))
+    return torch.stack([seeded_state(k, c) for k, c in zip(keys, counts)]), 0
+
+
+@torch.library.custom_op("bayesopt_chain::model_draw", mutates_args=())
+def model_draw(
+    generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The next numbers of a generator, and its state behind them."""
+    source = torch.Generator()
+    source.set_state(generator.clone())  # torch reads a row of a larger tensor wrongly
+    if kind == "bernoulli":
+        x = torch.empty(shape, dtype=dtype).bernoulli_(p, generator=source)
+    elif kind == "uniform":
+        x = torch.rand(shape, dtype=dtype, generator=source)
+    else:
+        x = torch.randn(shape, dtype=dtype, generator=source)
+    return x, source.get_state()
+
+
+@model_draw.register_fake
+def _(generator, kind, shape, p, dtype):
+    return torch.empty(shape, dtype=dtype), torch.empty_like(generator)
+
+
+@model_draw.register_vmap
+def _(info, in_dims, generator, kind, shape, p, dtype):
+    made = [model_draw(g, kind, shape, p, dtype) for g in _lanes(generator, in_dims[0], info.batch_size)]
+    return (torch.stack([x for x, _ in made]), torch.stack([g for _, g in made])), (0, 0)
+
+
+def _lanes(x: Tensor, dim: int | None, n: int) -> Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+STATE_BYTES = torch.Generator().get_state().numel()
+
+
+def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: bool, **named: bool) -> Tensor:
+    """Any kind of dropout, with the noise and the arithmetic of torch's own on a CPU."""
+    training, inplace = _flags(func, flags, named)
+    if not training or not 0 < p < 1 or not input.numel():
+        return func(input, p, *flags, **named)
+    name = func.__name__.removesuffix("_")
+    keyed.require_own_key(name, input)
+    shape, lift = input.shape, False
+    if name in FEATURES:
+        lift = input.ndim == FEATURES[name]  # one datum without an axis for data
+        full = (1, *shape) if lift else shape
+        if len(full) < 2:
+            raise RuntimeError(f"{name}: input of {input.ndim} axes has no features to drop")
+        shape = (*full[:2], *[1] * (len(full) - 2))
+    noise = keyed.draw("bernoulli", shape, 1 - p, input.dtype, input.device)
+    noise = noise[0] if lift else noise
+    into = inplace and not (tracing.batch_levels(noise) - tracing.batch_levels(input))
+    if "alpha" not in name:
+        noise = noise.div(1 - p)
+        return input.mul_(noise) if into else input.mul(noise)
+    a = 1.0 / math.sqrt((SELU_SCALE * SELU_SCALE * p + 1) * (1 - p))
+    shift = noise.add(-1).mul(SELU_SCALE * a).add(SELU_SCALE * a * p)
+    noise = noise.mul(a)
+    return input.mul_(noise).add_(shift) if into else input.mul(noise).add(shift)
+
+
+def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bool, bool]:
+    """Whether a dropout is on, and whether in place; torch's own functions say ``train`` and underscore the name."""
+    given = dict(zip(("training", "inplace"), flags)) | named
+    default = func is not F.alpha_dropout and func is not F.feature_alpha_dropout
+    training = given.get("training", given.get("train", default))
+    return bool(training), bool(given.get("inplace", func.__name__.endswith("_")))
+
+
+def _like(kind: str) -> Callable[..., Any]:
+    def caught(keyed: Keyed, func: Any, input: Tensor, *args: Any, dtype: Any = None, **rest: Any) -> Tensor:
+        _require_plain_call(func, rest)
+        keyed.require_own_key(func.__name__, input)
+        return keyed.draw(kind, input.shape, 0.5, dtype or input.dtype, input.device)
+
+    return caught
+
+
+def _factory(kind: str) -> Callable[..., Any]:
+    def caught(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+        if "size" in rest:
+            size = (rest.pop("size"),)
+        _require_plain_call(func, rest)
+        shape = size[0] if size and isinstance(size[0], (tuple, list)) else size
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
+
+    return caught
+
+
+def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
+    if rest.get("generator") is not None or rest.get("out") is not None or rest.get("requires_grad"):
+        raise RuntimeError(
+            f"torch.{func.__name__}: with generator=, out= or requires_grad= it takes no key of the chain's"
+        )
+
+
+def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__
+    if name == "multi_head_attention_forward":
+        p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
+        active = kwargs.get("training", args[13] if len(args) > 13 else True)
+    else:
+        p, active = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0), True
+    if p and active:
+        _refuse(f"{name} with dropout {p}", "build the attention with dropout=0 (dropout layers beside it are fine)")
+    return func(*args, **kwargs)
+
+
+def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    floats = [x for x in args if isinstance(x, float)]
+    flags = [x for x in args if isinstance(x, bool)]
+    at = next((i for i, x in enumerate(args) if isinstance(x, float)), None)
+    if floats and floats[0] > 0 and at is not None and len(flags) > 1 and args[at + 1] is True:
+        _refuse(
+            f"{func.__name__} with dropout {floats[0]}",
+            "give the recurrent layer dropout=0, with dropout layers beside it",
+        )
+    return func(*args, **kwargs)
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise RuntimeError(
+        f"{what} draws inside one fused operation, which takes no key of the chain's; run the chains one after the other "
+        f"(bc.parallel(step, n, loop=True), uncaptured), or {instead}"
+    )
+
+
+FEATURES = {  # the axes of one datum, where torch takes one without an axis for data
+    "dropout1d": 2, "dropout2d": 0, "dropout3d": 4, "feature_dropout": 0, "feature_alpha_dropout": 0,
+}  # fmt: skip
+_T: Any = torch
+_DROPOUTS = [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
+_DROPOUTS += [
+    getattr(_T, name + end)
+    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for end in ("", "_")
+]
+CAUGHT: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_DROPOUTS, _dropout),
+    torch.rand_like: _like("uniform"),
+    torch.randn_like: _like("normal"),
+    torch.rand: _factory("uniform"),
+    torch.randn: _factory("normal"),
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys([_T.lstm, _T.gru, _T.rnn_tanh, _T.rnn_relu], _recurrent),
+}

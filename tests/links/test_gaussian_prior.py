@@ -1,0 +1,244 @@
+"""A Gaussian prior as a link: exact at a temperature, and the posterior of one task as the prior of the next."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.precision import Dense, Diagonal
+from bayesopt_chain.testing import stationary_covariance
+
+D = torch.float64
+K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=D)
+L = torch.tensor([[30.0, 12.0], [12.0, 8.0]], dtype=D)
+MEAN = torch.tensor([3.0, -1.0], dtype=D)
+
+
+def coupled(mean=MEAN):
+    return bc.Gaussian(mean, Dense(L, torch.zeros(2, dtype=D), torch.tensor(1.0, dtype=D)))
+
+
+@pytest.mark.parametrize("sampler", [bc.sgld(0.2, temperature=0.5), bc.sghmc(0.1, temperature=0.5)])
+@pytest.mark.parametrize(
+    ("prior", "precision"),
+    [
+        (7.0, 7.0 * torch.eye(2, dtype=D)),
+        (torch.tensor([4.0, 9.0], dtype=D), torch.diag(torch.tensor([4.0, 9.0], dtype=D))),
+        (bc.Gaussian(MEAN, Diagonal(torch.tensor([4.0, 9.0], dtype=D), torch.tensor(1.0))),
+        torch.diag(torch.tensor([4.0, 9.0], dtype=D))), (coupled(), L),
+        (coupled().factorised(), L),
+    ],
+    ids=["number", "tree", "diagonal", "dense", "decomposed"],
+)  # fmt: skip
+def test_the_prior_adds_its_precision_to_the_curvature_exactly(prior, precision, sampler):
+    tx = bc.chain(bc.add_gaussian_prior(prior, n=20), sampler)
+    torch.testing.assert_close(
+        stationary_covariance(tx, K), 0.5 * torch.linalg.inv(K + precision / 20), rtol=0, atol=1e-10
+    )
+
+
+def test_without_noise_it_ends_where_prior_and_loss_agree():
+    tx = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sgd(0.3, 0.5))
+    params, step = torch.zeros(2, dtype=D), bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
+    state = tx.init(params)
+    for _ in range(600):
+        params, state, _ = step(params, state, None)
+    torch.testing.assert_close(params, torch.linalg.solve(K + L / 20, L @ MEAN / 20), rtol=0, atol=1e-12)
+
+
+def test_the_gradient_is_that_of_the_gaussians_own_log_density():
+    prior, p = coupled(), torch.randn(2, dtype=D)
+    for gaussian in (prior, prior.factorised(), bc.Gaussian(MEAN, Diagonal(L.diagonal(), torch.tensor(1.0, dtype=D)))):
+        tx = bc.add_gaussian_prior(gaussian, n=5)
+        got, _ = tx.update(torch.zeros(2, dtype=D), tx.init(p), params=p, inplace=False)
+        torch.testing.assert_close(got, torch.func.grad(lambda p, g=gaussian: -g.log_prob(p) / 5)(p))
+
+
+def test_stacked_in_place_captured_and_differentiable_alike():
+    tx = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sghmc(0.1, temperature=0.01))
+    params = torch.randn(3, 2, dtype=D)
+    step = bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
+    chains = bc.parallel(step, 3)
+    state = chains.init(tx, params)
+    alone = [step(p, s, None)[0] for p, s in zip(bc.unstack(params), bc.unstack(state))]
+    torch.testing.assert_close(chains(params, state, None)[0], torch.stack(alone))
+    one, held = params[0].clone(), bc.unstack(state)[0]
+    fast = bc.capture(step, one, held, (), backend="eager", clone=True)
+    torch.testing.assert_close(fast(one, held, ())[0], alone[0])
+    bc.make_step(lambda p, batch: p @ K @ p / 2, tx, inplace=True)(one, copy.deepcopy(held), None)
+    torch.testing.assert_close(one, alone[0])
+    cold = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sgd(0.1))
+
+    def moved(p):
+        return cold.update(K @ p, cold.init(p), params=p, inplace=False)[0]
+
+    torch.testing.assert_close(torch.func.jacrev(moved)(params[0]), -0.1 * (K + L / 20))
+
+
+# Learning task after task.
+
+X = torch.randn(24, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(24, 2, dtype=D, generator=torch.Generator().manual_seed(1))
+ONE_HOT = torch.eye(3, dtype=D).repeat(8, 1) * torch.rand(24, 1, dtype=D, generator=torch.Generator().manual_seed(2))
+
+
+def together(p, batch):
+    return batch[0] @ p["w"] + p["b"]
+
+
+def apart(p, batch):
+    return torch.stack([batch[0] @ p["b"], batch[0] @ p["w"]], -1)
+
+
+def linear(p, batch):
+    return torch.nn.functional.linear(batch[0], p["w"])
+
+
+TOGETHER = {"w": torch.zeros(3, 2, dtype=D), "b": torch.zeros(2, dtype=D)}
+APART = {"w": torch.zeros(3, dtype=D), "b": torch.zeros(3, dtype=D)}
+LINEAR = {"w": torch.zeros(2, 3, dtype=D)}
+CASES = {  # structures, and models whose curvature they hold exactly
+    "dense": (together, TOGETHER, X, {}),
+    "root": (together, TOGETHER, X, {}),
+    "low_rank": (together, TOGETHER, X, {"rank": 8}),
+    "block": (apart, APART, X, {}),
+    "diagonal": (linear, LINEAR, ONE_HOT, {}),
+    "kronecker": (linear, LINEAR, X, {}),
+}
+VARIANCE = 0.3
+
+
+def learn(structure, batch, prior, lr=None):
+    """The Laplace posterior of a task under a prior, a number or a Gaussian; its mean by a chain."""
+    forward, params, _, options = CASES[structure]
+    n, likelihood, link = len(batch[0]), bc.likelihoods.gaussian(VARIANCE), bc.laplace()
+    estimate = bc.curvature.ggn(forward, likelihood, structure, **options)
+    _, state = link.update(params, link.init(params), curvature=estimate(params, batch))
+    given = {"prior": prior} if isinstance(prior, bc.Gaussian) else {"prior_precision": prior}
+    newton = [
+        bc.scale_by_preconditioner(link.posterior(state, params, **given).precision),
+        bc.scale_by_neg_lr(float(n)),
+    ]
+    tx = bc.chain(bc.add_gaussian_prior(prior, n=n), *(newton if lr is None else [bc.sgd(lr, 0.9)]))
+
+    def loss(params, batch):
+        return likelihood.nll(forward(params, batch), batch[1]).mean()
+
+    step, chain_state = bc.make_step(loss, tx), tx.init(params)
+    for _ in range(1 if lr is None else 2000):
+        params, chain_state, _ = step(params, chain_state, batch)
+    return link.posterior(state, params, **given)
+
+
+@pytest.mark.parametrize("structure", CASES)
+def test_the_posterior_of_one_task_as_the_prior_of_the_next_is_the_joint_fit(structure):
+    x = CASES[structure][2]
+    joint = learn(structure, (x, Y), 2.0)
+    posterior: object = 2.0
+    for task in (slice(0, 7), slice(7, 12), slice(12, 24)):
+        posterior = learn(structure, (x[task], Y[task]), posterior)
+    for a, b in zip(optree.tree_leaves(posterior.mean), optree.tree_leaves(joint.mean)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(posterior.precision.to_dense(), joint.precision.to_dense(), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(learn(structure, (x[12:], Y[12:]), 2.0).mean["w"], joint.mean["w"], atol=1e-3)
+
+
+def test_plain_gradient_descent_finds_the_joint_mean_too():
+    joint, first = learn("dense", (X, Y), 2.0), learn("dense", (X[:10], Y[:10]), 2.0)
+    second = learn("dense", (X[10:], Y[10:]), first, lr=0.02)
+    for a, b in zip(optree.tree_leaves(second.mean), optree.tree_leaves(joint.mean)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_a_sampler_of_the_second_task_has_the_covariance_of_the_joint_posterior():
+    first, joint = learn("kronecker", (X[:10], Y[:10]), 2.0), learn("kronecker", (X, Y), 2.0)
+    curvature = torch.kron(torch.eye(2, dtype=D), X[10:].mT @ X[10:]) / (VARIANCE * 14)
+    prior = bc.Gaussian(
+        torch.zeros(6, dtype=D), Dense(first.precision.to_dense(), torch.zeros(6, dtype=D), torch.tensor(10.0))
+    )
+    tx = bc.chain(bc.add_gaussian_prior(prior, n=14), bc.sghmc(0.05, temperature=1 / 14))
+    wanted = torch.linalg.inv(joint.precision.to_dense())
+    torch.testing.assert_close(stationary_covariance(tx, curvature), wanted, rtol=0, atol=1e-10)
+
+
+def test_a_prior_over_some_of_the_parameters_goes_behind_a_mask():
+    params = {"body": torch.ones(3, dtype=D), "head": torch.ones(2, dtype=D)}
+    prior = bc.Gaussian({"head": MEAN}, coupled().precision._replace(like={"head": torch.zeros(2, dtype=D)}))
+    zero = optree.tree_map(torch.zeros_like, params)
+    tx = bc.masked(bc.add_gaussian_prior(prior, n=2), {"body": False, "head": True})
+    got, _ = tx.update(zero, tx.init(params), params=params, inplace=False)
+    torch.testing.assert_close(got, {"body": zero["body"], "head": L @ (1 - MEAN) / 2})
+    with pytest.raises(ValueError, match=r"over 1 leaves \(\['head'\]\), the chain acts on 2.*bc\.masked"):
+        bc.add_gaussian_prior(prior, n=2).init(params)
+    partial = bc.chain(bc.masked(bc.add_gaussian_prior({"body": 4.0, "head": 0.0}, n=2), {"body": True, "head": False}))
+    got, _ = partial.update(zero, partial.init(params), params=params, inplace=False)
+    torch.testing.assert_close(got, {"body": 2.0 * params["body"], "head": zero["head"]})
+
+
+def test_a_missing_gradient_is_no_matter_without_correlations_and_refused_with_them():
+    params = {"a": torch.ones(1, dtype=D), "b": torch.ones(1, dtype=D)}
+    tx = bc.add_gaussian_prior({"a": 2.0, "b": 3.0}, n=1)
+    got, _ = tx.update({"a": None, "b": torch.zeros(1, dtype=D)}, tx.init(params), params=params, inplace=False)
+    assert got["a"] is None and got["b"] == 3.0
+    tx = bc.add_gaussian_prior(bc.Gaussian(params, Dense(L, params, torch.tensor(1.0))), n=1)
+    with pytest.raises(ValueError, match="every parameter needs a gradient"):
+        tx.update({"a": None, "b": torch.zeros(1, dtype=D)}, tx.init(params), params=params, inplace=False)
+
+
+def test_links_compare_hash_pickle_and_say_what_they_are():
+    a, b = bc.add_gaussian_prior(coupled(), n=3), bc.add_gaussian_prior(coupled(), n=3)
+    others = [bc.add_gaussian_prior(coupled(), n=4), bc.add_gaussian_prior(coupled(MEAN + 1), n=3), bc.sgd(0.1)]
+    assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a and all(a != x for x in others)
+    assert repr(a) == "add_gaussian_prior(Dense, n=3)"
+    assert bc.add_gaussian_prior([1.0], n=2) == bc.add_gaussian_prior([1.0], n=2) != bc.add_gaussian_prior([2.0], n=2)
+    assert (
+        bc.add_gaussian_prior(3.0, n=6) == bc.add_decayed_weights(0.5) and bc.add_gaussian_prior(0.0, n=6) == bc.chain()
+    )
+
+
+def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
+    import torchopt
+
+    p, prior = torch.ones(2, dtype=D), bc.add_gaussian_prior(coupled(), n=2)
+    bc.chain(torchopt.clip_grad_norm(1.0), prior, bc.sghmc(0.1, temperature=0.1)).init(p)
+    bc.chain(bc.add_decayed_weights(0.1), prior, bc.sgd(0.1)).init(p)
+    for link in (
+        bc.add_momentum(0.9),
+        bc.scale_by_preconditioner(2.0),
+        bc.scale_by_neg_lr(lambda c: 0.1),
+        bc.scale_by_rms(),
+    ):
+        with pytest.raises(ValueError, match=r"stands before it.*write add_gaussian_prior first"):
+            bc.chain(link, prior, bc.scale_by_neg_lr(0.1)).init(p)
+    with pytest.raises(ValueError, match=r"behind it would change what it samples|stands before it"):
+        bc.chain(bc.samplers.sgnht(0.1, temperature=0.1), prior).init(p)
+
+
+@pytest.mark.parametrize(
+    ("prior", "n", "error", "words"),
+    [
+        (-1.0, 2, ValueError, "prior must"),
+        (1.0, 0, ValueError, "n must"),
+        ("strong", 2, TypeError, "a precision .* or a Gaussian"),
+        ({"w": True}, 2, TypeError, "a precision .* or a Gaussian"),
+        (bc.Gaussian(torch.tensor([torch.nan]), Diagonal(torch.ones(1), torch.tensor(1.0))), 2, ValueError, "NaN"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(prior, n, error, words):
+    with pytest.raises(error, match=words):
+        bc.add_gaussian_prior(prior, n=n)
+
+
+def test_trees_that_do_not_fit_are_refused_at_init():
+    params = {"w": torch.ones(2)}
+    for prior, words in (
+        ({"v": 1.0}, "the precision is no tree like the parameters"),
+        ({"w": torch.ones(3)}, r"precision at \['w'\] has shape \(3,\)"),
+        ({"w": -1.0}, r"precision of \['w'\] must be finite and not negative"),
+        (bc.Gaussian({"w": torch.ones(3)}, Dense(torch.eye(3), {"w": torch.ones(3)}, torch.tensor(1.0))), "differs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bc.add_gaussian_prior(prior, n=2).init(params)

@@ -1,0 +1,113 @@
+"""Fresh statistics for every draw, against torch's own recomputation and against the definition."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import bayesopt_chain as bc
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3)]
+    return nn.Sequential(*layers).double()
+
+
+def draws_of(module, n, chains=None):
+    _, params, _ = bc.make_functional(module)
+    shape = () if chains is None else (chains,)
+    g = torch.Generator().manual_seed(1)
+    trees = [
+        {k: p + torch.randn(*shape, *p.shape, generator=g, dtype=p.dtype) for k, p in params.items()} for _ in range(n)
+    ]
+    return bc.Draws.from_trees(trees, chains=chains)
+
+
+def data(sizes):
+    return [torch.randn(n, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in sizes]
+
+
+def test_the_statistics_of_every_draw_are_those_torch_recomputes():
+    module, loader = network(), data([8, 8, 8])
+    kept, draws = copy.deepcopy(module.state_dict()), draws_of(module, 3)
+    fresh = bc.refresh_batch_norm(module, draws, loader)
+    for i in range(3):
+        other = copy.deepcopy(module)
+        bc.write_back(other, draws[i])
+        for layer in other:
+            layer.train(isinstance(layer, nn.BatchNorm1d))
+        other[2].p = 0.0  # torch's turns dropout on
+        update_bn(loader, other)
+        for name, b in other.named_buffers():
+            torch.testing.assert_close(fresh.buffers[name][i], b, rtol=1e-12, atol=1e-14)
+        assert bc.refresh_batch_norm(module, draws[i], loader).keys() == fresh.buffers.keys()
+    assert all(torch.equal(kept[k], v) for k, v in module.state_dict().items())
+
+
+def test_batches_weigh_by_their_size_and_prediction_uses_each_draws_own():
+    module, loader = network().eval(), data([4, 12])
+    forward, _, _ = bc.make_functional(module)
+    draws = draws_of(module, 4)
+    fresh = bc.refresh_batch_norm(module, draws, loader)
+    x = torch.cat(loader) @ draws.params["0.weight"].mT + draws.params["0.bias"][:, None]
+    torch.testing.assert_close(fresh.buffers["1.running_mean"], x.mean(1), rtol=1e-12, atol=1e-14)
+    variance = (4 * x[:, :4].var(1) + 12 * x[:, 4:].var(1)) / 16
+    torch.testing.assert_close(fresh.buffers["1.running_var"], variance, rtol=1e-12, atol=1e-14)
+    got = fresh.predict(forward, [loader[0]], reduce="stack", chunk=3)
+    for i in range(4):
+        bc.write_back(module, fresh[i], {name: b[i] for name, b in fresh.buffers.items()})
+        torch.testing.assert_close(got[i], module(loader[0]), rtol=1e-12, atol=1e-14)
+
+
+def test_stacked_chains_have_statistics_each():
+    module, loader = network(), data([6, 6])
+    draws = draws_of(module, 3, chains=2)
+    fresh = bc.refresh_batch_norm(module, draws, loader)
+    assert fresh.chains == 2 and fresh.buffers["1.running_mean"].shape == (3, 2, 4)
+    one = bc.refresh_batch_norm(module, {k: p[2, 1] for k, p in draws.params.items()}, loader)
+    for name, b in one.items():
+        torch.testing.assert_close(fresh.buffers[name][2, 1], b, rtol=1e-12, atol=1e-14)
+    forward = bc.make_functional(module.eval()).forward
+    assert fresh.predict(forward, loader).shape == (12, 3)
+    assert len(fresh[1:].thin(2)) == 1 and fresh[1:].buffers["1.running_mean"].shape[0] == 2
+    assert torch.equal(fresh.steps, draws.steps)
+
+
+def test_inputs_come_by_key_and_other_buffers_stay():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("shift", torch.tensor(3.0))
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return self.norm(x * self.weight) + self.shift
+
+    module, x = Model(), torch.randn(10, 2)
+    params = bc.make_functional(module).params
+    found = bc.refresh_batch_norm(module, params, [{"features": x, "labels": None}], inputs="features")
+    torch.testing.assert_close(found["norm.running_mean"], x.mean(0))
+    assert found["shift"] == 3.0
+
+
+def test_what_cannot_be_refreshed_or_predicted_is_refused_by_name():
+    module, loader = network(), data([8])
+    draws = draws_of(module, 2)
+    with pytest.raises(ValueError, match="keeps running statistics"):
+        bc.refresh_batch_norm(nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, loader)
+    with pytest.raises(ValueError, match="the loader has no batches"):
+        bc.refresh_batch_norm(module, draws, [])
+    fresh = bc.refresh_batch_norm(module, draws, loader)
+    forward = bc.make_functional(module).forward
+    with pytest.raises(ValueError, match=r"train mode.*module\.eval\(\)"):
+        fresh.predict(forward, loader)
+    with pytest.raises(ValueError, match="hold buffers of their own"):
+        fresh.predict(lambda params, batch: batch, loader)
+    assert fresh.predict(lambda params, batch, buffers: batch + buffers["1.running_mean"][:2], loader).shape == (8, 2)
+    with pytest.raises(ValueError, match="other leaves"):
+        fresh.merge(draws)
+    assert len(fresh.merge(fresh)) == 4 and fresh.merge(fresh).buffers["1.running_mean"].shape == (4, 4)

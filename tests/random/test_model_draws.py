@@ -1,0 +1,184 @@
+"""What a model draws is a function of key and count, and the same alone, stacked and traced."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.random.model_draws import Keyed, model_draws
+
+KEYS, COUNTS = torch.tensor([5, 7, 9]), torch.tensor([0, 1, 2])
+
+MODELS = {
+    "dropout": lambda x: F.dropout(F.dropout(x, 0.3), 0.5),
+    "dropout in place": lambda x: F.dropout(x * 1, 0.4, True, True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.3, True),
+    "dropout1d": lambda x: F.dropout1d(x[..., None] * torch.ones(4), 0.4).sum(-1),
+    "dropout1d of one datum": lambda x: F.dropout1d(x, 0.4),
+    "dropout2d": lambda x: F.dropout2d(x[..., None, None] * torch.ones(2, 2), 0.4).sum((-1, -2)),
+    "dropout3d": lambda x: F.dropout3d(x[..., None, None, None] * torch.ones(2, 2, 2), 0.4).sum((-1, -2, -3)),
+    "dropout3d of one datum": lambda x: F.dropout3d(x[..., None, None] * torch.ones(2, 2), 0.4).sum((-1, -2)),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x[..., None] * torch.ones(3), 0.4, True).sum(-1),
+    "randn_like": lambda x: x * torch.randn_like(x) + torch.rand_like(x),
+    "factories": lambda x: x * torch.rand(5, 6) + torch.randn((5, 6), dtype=x.dtype),
+    "a mixture": lambda x: F.dropout(x, 0.2) * torch.randn_like(x) + F.alpha_dropout(x, 0.1, True),
+}
+
+
+def alone(model, x, key, count):
+    with model_draws((key, count)):
+        return model(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_lane_of_vmap_draws_what_it_draws_alone_bit_for_bit(name, dtype):
+    model, xs = MODELS[name], torch.randn(3, 5, 6, dtype=dtype)
+    want = torch.stack([alone(model, *row) for row in zip(xs, KEYS, COUNTS)])
+    got = torch.vmap(lambda *row: alone(model, *row), randomness="error")(xs, KEYS, COUNTS)
+    assert torch.equal(got, want)
+    assert not torch.equal(got[0] / xs[0], got[1] / xs[1])
+
+
+def test_gradients_inside_vmap_see_the_same_masks():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.ReLU(), nn.Dropout(0.5)).double().requires_grad_(False)
+    xs = torch.randn(3, 5, 6, dtype=torch.float64)
+
+    def slope(x, key, count):
+        with model_draws((key, count)):
+            return torch.func.grad(lambda x: net(x).square().sum())(x)
+
+    got = torch.vmap(slope, randomness="error")(xs, KEYS, COUNTS)
+    for i in range(3):
+        x = xs[i].clone().requires_grad_()
+        with model_draws((KEYS[i], COUNTS[i])):
+            net(x).square().sum().backward()
+        torch.testing.assert_close(got[i], x.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_nobody_elses_draws_are_touched_and_count_and_key_decide():
+    x, state = torch.ones(1000), torch.get_rng_state()
+    masks = [alone(F.dropout, x, torch.tensor(k), torch.tensor(c)) for k, c in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(masks[0], masks[1])
+    for other in masks[2:]:
+        assert 400 < int((masks[0] == other).sum()) < 600  # independent halves: false alarm 1e-9
+    with pytest.raises(ZeroDivisionError), model_draws((torch.tensor(1), torch.tensor(0))):
+        raise ZeroDivisionError
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_that_is_off_draws_nothing():
+    x, key, count = torch.randn(5, 6), torch.tensor(3), torch.tensor(0)
+    with Keyed(key, count) as keyed:
+        assert F.dropout(x, 0.5, training=False) is x and F.alpha_dropout(x, 0.5) is x and F.dropout(x, 0.0) is x
+        assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x)) and nn.Dropout(0.5).eval()(x) is x
+        assert keyed.generator is None and keyed.calls == 0
+        with pytest.raises(ValueError, match="probability"):
+            F.dropout(x, 1.5)
+
+
+def test_on_a_device_philox_gives_masks_by_key_count_and_call():
+    """The path of devices, on the ``meta`` device for its shapes and by its draws on a CPU."""
+    key, count, n = torch.tensor(3), torch.tensor(0), 20000
+    keyed = Keyed(key, count)
+    keyed.key = key.to("meta")
+    assert keyed.draw("bernoulli", (4, 5), 0.7, torch.float32, torch.device("meta")).shape == (4, 5)
+
+    class OnADevice(Keyed):
+        def draw(self, kind, shape, p, dtype, device):
+            cpu, self.key = self.key, _Elsewhere(self.key)
+            try:
+                return super().draw(kind, shape, p, dtype, device)
+            finally:
+                self.key = cpu
+
+    class _Elsewhere:
+        device = torch.device("cuda")
+
+        def __init__(self, key):
+            self.key = key
+
+        def __xor__(self, salt):
+            return self.key ^ salt
+
+    def masks(key, count):
+        keyed = OnADevice(key, count)
+        return [keyed.draw("bernoulli", (n,), 0.7, torch.float32, torch.device("cpu")) for _ in range(2)]
+
+    first, second = masks(key, count)
+    again, other = masks(key, count)[0], masks(key, count + 1)[0]
+    assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, other)
+    for mask in (first, second, other):  # five standard deviations of the mean: false alarm 6e-7 each
+        assert set(mask.tolist()) == {0.0, 1.0} and abs(float(mask.mean()) - 0.7) < 5 * (0.21 / n) ** 0.5
+    normal = OnADevice(key, count).draw("normal", (n,), 0.5, torch.float64, torch.device("cpu"))
+    assert abs(float(normal.mean())) < 5 / n**0.5 and abs(float(normal.var()) - 1) < 5 * (2 / n) ** 0.5
+
+
+def under_vmap(model, x):
+    return torch.vmap(lambda x, k, c: alone(model, x, k, c), randomness="error")(x, KEYS, COUNTS)
+
+
+def test_draws_inside_fused_operations_are_refused_by_name():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 2, 6)
+    attention = nn.MultiheadAttention(6, 2, dropout=0.1)
+    with pytest.raises(RuntimeError, match=r"multi_head_attention_forward with dropout 0\.1 draws inside.*loop=True"):
+        under_vmap(lambda x: attention(x, x, x)[0], x)
+    with pytest.raises(RuntimeError, match=r"scaled_dot_product_attention with dropout 0\.2"):
+        under_vmap(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2), x)
+    lstm = nn.LSTM(6, 4, 2, dropout=0.3)
+    with pytest.raises(RuntimeError, match=r"lstm with dropout 0\.3"):
+        under_vmap(lambda x: lstm(x)[0], x)
+    attention.eval()
+    want = torch.stack([attention(y, y, y)[0] for y in x])
+    torch.testing.assert_close(under_vmap(lambda x: attention(x, x, x)[0], x), want)
+
+
+def test_data_by_data_gradients_of_a_model_that_drops_are_refused():
+    key, count = torch.tensor(1), torch.tensor(0)
+    with pytest.raises(RuntimeError, match=r"dropout: the model draws once for many data"), Keyed(key, count):
+        torch.vmap(lambda x: F.dropout(x, 0.5))(torch.ones(3, 4))
+
+
+def test_a_seeded_generator_and_a_carried_one_agree_in_a_trace():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def program(x, key, count):
+        return alone(MODELS["a mixture"], x, key, count)
+
+    x, key, count = torch.randn(5, 6), torch.tensor(4), torch.tensor(7)
+    graph = make_fx(program)(x, torch.tensor(1), torch.tensor(0))
+    assert torch.equal(graph(x, key, count), program(x, key, count))
+
+
+@pytest.mark.parametrize("name", ["att", "lstm"])
+def test_alone_even_fused_operations_follow_the_key(name):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2) if name == "att" else nn.LSTM(6, 4, 2, dropout=0.3)
+    x, key = torch.randn(5, 2, 6), torch.tensor(3)
+
+    def out(count):
+        with model_draws((key, torch.tensor(count))):
+            y = layer(x)
+        return y[0] if name == "lstm" else y
+
+    assert torch.equal(out(0), out(0)) and not torch.equal(out(0), out(1))
+
+
+def test_a_step_at_a_temperature_replays_its_dropout_and_an_optimizer_does_not():
+    def loss(w, x):
+        return F.dropout(x * w, 0.5).square().mean()
+
+    w, x = torch.ones(8), torch.randn(16, 8)
+    for tx, replays in ((bc.sghmc(0.1, temperature=0.01), True), (bc.sgd(0.1), False)):
+        step, state = bc.make_step(loss, tx), tx.init(w)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        a, b = step(w, state, x), step(w, state, x)
+        assert torch.equal(a[0], b[0]) is replays
+        assert torch.equal(torch.get_rng_state(), before) is replays
+        assert not torch.equal(step(w, a[1], x)[2].loss, a[2].loss)  # the next count draws anew

@@ -1,0 +1,41 @@
+"""The script of docs/howto/digits.md: short, without helpers, and it runs."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "digits.py"
+METHODS = ["one network", "last-layer Laplace", "deep ensemble", "parallel SGHMC", "MultiSWAG", "IVON"]
+
+
+def test_it_has_fewer_than_80_lines_of_88_columns_and_one_function_the_loss():
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) < 80 and max(map(len, lines)) <= 88
+    tree = ast.parse(SCRIPT.read_text())
+    assert [f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)] == ["loss", "__init__"]
+    pytest.importorskip("ruff")
+    command = [sys.executable, "-m", "ruff", "format", "--check", str(SCRIPT)]
+    assert subprocess.run(command, capture_output=True, cwd=ROOT).returncode == 0
+
+
+def test_the_documented_table_has_a_row_for_each_method():
+    rows = (ROOT / "docs" / "howto" / "digits_table.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == METHODS
+    assert all(re.fullmatch(r"\| [\w -]+ \|( 0\.\d{3} \|){3}", row) for row in rows[2:])
+
+
+@pytest.mark.slow
+def test_it_runs_and_prints_a_row_for_each_method():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    rows = done.stdout.splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == METHODS
+    accuracy = {row.split("|")[1].strip(): float(row.split("|")[2]) for row in rows}
+    assert min(accuracy[k] for k in METHODS if k != "IVON") > 0.8  # of ten classes, after four epochs
