@@ -272,7 +272,9 @@ def make_step(
     if loss is None and "curvature" not in estimators:
         raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
     if loss is None and (buffers is not None or microbatches > 1 or autocast is not None):
-        raise ValueError("make_step: buffers=, microbatches= and autocast= are of a loss, and there is none: leave them out")
+        raise ValueError(
+            "make_step: buffers=, microbatches= and autocast= are of a loss, and there is none: leave them out"
+        )
     by_datum = "per_sample_gradients" in accepts
     links = tx.links if isinstance(tx, Chain) else ()
     draws = [i for i, link in enumerate(links) if link.samples]
