@@ -159,7 +159,7 @@ def _by_leaf(tree: Any, what: str, leaves: Leaves, at: At) -> tuple[Tensor, ...]
     values = optree.tree_leaves(tree)
     if list(paths_of(tree)) != at.paths or len(values) != len(leaves):
         try:
-            params = at.spec.unflatten(at.all_params or [])
+            params = at.update.spec.unflatten(at.update.params or [])
             spread = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )

@@ -286,7 +286,7 @@ def make_step(
             "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
         )
     options.check(microbatches, autocast, "by datum" if by_datum else "of particles" if stacked else "", buffers)
-    loss = loss if autocast is None else options.under_autocast(loss, autocast)
+    loss = loss if loss is None or autocast is None else options.under_autocast(loss, autocast)
 
     if mesh is not None and (by_datum or stacked or estimators or buffers):
         asked = (
@@ -300,6 +300,7 @@ def make_step(
 
     def gradient_of(params: Any, batch: Any, buffers: Any) -> tuple[Any, Info, Any]:
         """Gradient, report and next buffers of a batch, or of its parts one after the other."""
+        assert loss is not None
         if by_datum:
             return *per_sample_gradients(options.without_buffers(loss, buffers), params, batch), buffers
         if microbatches == 1:

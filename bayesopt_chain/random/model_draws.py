@@ -109,13 +109,13 @@ def seeded_state(key: Tensor, count: Tensor) -> Tensor:
     return seeded_generator(int(key), int(count), SALT).get_state()
 
 
-@seeded_state.register_fake
-def _(key, count):
+@seeded_state.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(key: Tensor, count: Tensor) -> Tensor:
     return torch.empty(STATE_BYTES, dtype=torch.uint8)
 
 
-@seeded_state.register_vmap
-def _(info, in_dims, key, count):
+@seeded_state.register_vmap  # pyright: ignore[reportUnknownMemberType]
+def _(info: Any, in_dims: tuple[int | None, ...], key: Tensor, count: Tensor) -> tuple[Tensor, int]:
     keys, counts = (_lanes(x, d, info.batch_size) for x, d in zip((key, count), in_dims))
     return torch.stack([seeded_state(k, c) for k, c in zip(keys, counts)]), 0
 
@@ -136,13 +136,21 @@ def model_draw(
     return x, source.get_state()
 
 
-@model_draw.register_fake
-def _(generator, kind, shape, p, dtype):
+@model_draw.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=dtype), torch.empty_like(generator)
 
 
-@model_draw.register_vmap
-def _(info, in_dims, generator, kind, shape, p, dtype):
+@model_draw.register_vmap  # pyright: ignore[reportUnknownMemberType]
+def _(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    generator: Tensor,
+    kind: str,
+    shape: Sequence[int],
+    p: float,
+    dtype: torch.dtype,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     made = [model_draw(g, kind, shape, p, dtype) for g in _lanes(generator, in_dims[0], info.batch_size)]
     return (torch.stack([x for x, _ in made]), torch.stack([g for _, g in made])), (0, 0)
 
@@ -202,7 +210,8 @@ def _factory(kind: str) -> Callable[..., Any]:
         if "size" in rest:
             size = (rest.pop("size"),)
         _require_plain_call(func, rest)
-        shape = size[0] if size and isinstance(size[0], (tuple, list)) else size
+        first: Any = size[0] if size else ()
+        shape: Any = first if isinstance(first, (tuple, list)) else size
         where = torch.device(device) if device is not None else torch.get_default_device()
         return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
 
@@ -251,11 +260,13 @@ FEATURES = {  # the axes of one datum, where torch takes one without an axis for
     "dropout1d": 2, "dropout2d": 0, "dropout3d": 4, "feature_dropout": 0, "feature_alpha_dropout": 0,
 }  # fmt: skip
 _T: Any = torch
-_DROPOUTS = [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
-_DROPOUTS += [
-    getattr(_T, name + end)
-    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-    for end in ("", "_")
+_DROPOUTS = [
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(
+        getattr(_T, name + end)
+        for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+        for end in ("", "_")
+    ),
 ]
 CAUGHT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_DROPOUTS, _dropout),
