@@ -35,6 +35,9 @@ def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, An
     Returns:
         ``(f(*primals), product)``, the product a tree like the outputs.
 
+    Raises:
+        RuntimeError: torch's, for tangents that are not like the primals, or an operation without a derivative.
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import curvature
@@ -71,6 +74,9 @@ def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool
     Returns:
         ``(gradient, product)``, and ``aux`` with ``has_aux``. Both are trees like the primal; for several primals
         tuples of trees.
+
+    Raises:
+        RuntimeError: torch's, where ``f`` returns no scalar, or the tangents are not like the primals.
 
     Example:
         >>> import torch
@@ -131,6 +137,9 @@ def ggnvp(
     Returns:
         ``(forward(*primals), product)``, the product a tree like the primal; for several primals a tuple of trees.
 
+    Raises:
+        RuntimeError: torch's, where ``loss`` returns no scalar, or the tangents are not like the primals.
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import curvature
@@ -159,6 +168,9 @@ def per_sample(f: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any], Any]:
     Returns:
         A function with an added axis [B] in front of every output. Compose with torch.func:
         ``per_sample(torch.func.grad(loss))`` gives per-sample gradients, leaves ``[B, *leaf.shape]``.
+
+    Raises:
+        ValueError: a batch without an axis of data, or whose tensors disagree about its length.
 
     Example:
         >>> import torch
@@ -202,6 +214,9 @@ def hessian_matrix(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matr
     Returns:
         ``params -> H``, ``[P, P]``, leaves in optree order.
 
+    Raises:
+        RuntimeError: at a call, torch's, where ``f`` returns no scalar.
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import curvature
@@ -221,6 +236,9 @@ def hessian_diagonal(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Ma
 
     Returns:
         ``params -> diag H``, ``[P]``.
+
+    Raises:
+        RuntimeError: at a call, torch's, where ``f`` returns no scalar.
 
     Example:
         >>> import torch
@@ -242,6 +260,9 @@ def ggn_matrix(forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tenso
     Returns:
         ``params -> J^T H J``, ``[P, P]``.
 
+    Raises:
+        RuntimeError: at a call, torch's, where ``loss`` returns no scalar.
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import curvature
@@ -255,16 +276,19 @@ def ggn_matrix(forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tenso
 def ggn_diagonal(
     forward: Callable[[Tree], Tensor], loss: Callable[[Tensor], Tensor], *, chunk_size: int = 64
 ) -> Matrix:
-    """Make a function that computes the diagonal of :func:``ggn_matrix``.
+    """Make a function that computes the diagonal of :func:`ggn_matrix`.
 
-    For likelihoods :func:``~bayesopt_chain.curvature.ggn`` is far cheaper.
+    For likelihoods :func:`~bayesopt_chain.curvature.ggn` is far cheaper.
 
     Args:
-        forward, loss: as for :func:``ggn_matrix``.
+        forward, loss: as for :func:`ggn_matrix`.
         chunk_size: columns computed, and held, at once.
 
     Returns:
         ``params -> diag(J^T H J)``, ``[P]``.
+
+    Raises:
+        RuntimeError: at a call, torch's, where ``loss`` returns no scalar.
 
     Example:
         >>> import torch
@@ -296,7 +320,7 @@ def fisher_matrix(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matri
 
 
 def fisher_diagonal(f: Callable[[Tree], Tensor], *, chunk_size: int = 64) -> Matrix:
-    """Make a function that computes the diagonal of :func:``fisher_matrix``.
+    """Make a function that computes the diagonal of :func:`fisher_matrix`.
 
     Args:
         f: from params to losses ``[B]``.

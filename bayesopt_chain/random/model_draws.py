@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -210,8 +210,7 @@ def _factory(kind: str) -> Callable[..., Any]:
         if "size" in rest:
             size = (rest.pop("size"),)
         _require_plain_call(func, rest)
-        first: Any = size[0] if size else ()
-        shape: Any = first if isinstance(first, (tuple, list)) else size
+        shape = cast("Sequence[int]", size[0] if size and isinstance(size[0], (tuple, list)) else size)
         where = torch.device(device) if device is not None else torch.get_default_device()
         return keyed.draw(kind, shape, 0.5, dtype or torch.get_default_dtype(), where)
 

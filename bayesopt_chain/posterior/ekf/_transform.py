@@ -415,8 +415,18 @@ def diagonal(
 
     Its mean moves by the exact gain of the diagonal prior, from the same curvature as :func:`dense` takes; between batches the
     correlations are forgotten. Its state holds one tensor for each parameter, an update costs ``O(M^2 P)`` for M rows.
-    Transitions are numbers or trees, noises variances, a prior has a diagonal precision. Arguments, results and errors:
-    :func:`dense`.
+
+    Args:
+        lr, prior_precision, forgetting: as in :func:`dense`.
+        prior: as in :func:`dense`, with a diagonal precision.
+        transition: a number or a tree of factors.
+        transition_noise: a number or a tree of variances, or a schedule of these.
+
+    Returns:
+        A transformation like that of :func:`dense`.
+
+    Raises:
+        ValueError, TypeError: as :func:`dense`.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -445,11 +455,20 @@ def low_rank(
     Duran-Martin, Shestopaloff, Jones and Murphy, 2023).
 
     Exact as long as the information has no more directions than ``rank``. Its state holds ``rank + 1`` tensors for each
-    parameter, an update costs ``O((rank + M)^2 P)``. Transitions are numbers or trees, noises variances, a prior has a
-    diagonal or low-rank precision; it has no ``smooth``. Curvature, other arguments, results and errors: :func:`dense`.
+    parameter, an update costs ``O((rank + M)^2 P)``. Curvature as for :func:`dense`.
 
     Args:
+        lr, prior_precision, forgetting: as in :func:`dense`.
         rank: at least 1 and at most the number of parameters.
+        prior: as in :func:`dense`, with a diagonal or low-rank precision.
+        transition: a number or a tree of factors.
+        transition_noise: a number or a tree of variances, or a schedule of these.
+
+    Returns:
+        A transformation like that of :func:`dense`; its ``smooth`` refuses.
+
+    Raises:
+        ValueError, TypeError: as :func:`dense`; a rank out of range.
 
     Example:
         >>> import torch, bayesopt_chain as bc

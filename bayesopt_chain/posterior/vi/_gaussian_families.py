@@ -106,7 +106,18 @@ def dense(
 
     ``L`` is lower triangular; phi is ``L`` below its diagonal and the logarithm on it, so that it stays a Cholesky factor
     without ever being refactorised. Its state holds ``P^2`` numbers and twice what the optimizer remembers of them.
-    Arguments, results and errors: :func:`mean_field`; and a ``MemoryError`` at ``init`` where ``P^2`` does not fit.
+
+    Args:
+        optimizer, temperature, n_samples, antithetic, stick_the_landing, weight_decay, prior, scale_optimizer, generator: as
+            in :func:`mean_field`.
+        init_scale: first standard deviations, as in :func:`mean_field`.
+
+    Returns:
+        A transformation like that of :func:`mean_field`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mean_field`.
+        MemoryError: at ``init``, where ``P^2`` does not fit.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -152,9 +163,16 @@ def low_rank(
     for each parameter and twice what the optimizer remembers of them.
 
     Args:
+        optimizer, temperature, n_samples, antithetic, stick_the_landing, weight_decay, prior, scale_optimizer, generator: as
+            in :func:`mean_field`.
+        init_scale: first standard deviations, as in :func:`mean_field`.
         rank: columns of ``B``, at least 1 and at most the number of parameters.
 
-    Other arguments, results and errors: :func:`mean_field`; and a ``ValueError`` for a rank out of range.
+    Returns:
+        A transformation like that of :func:`mean_field`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mean_field`; a rank out of range.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -200,8 +218,19 @@ def kronecker(
     Correlations within a leaf are kept as those of its rows times those of its columns; leaves are independent, a bias (as
     ``[n, 1]``) has its whole covariance. U and V are lower triangular with logarithms on their diagonals; a factor between them
     is free, and harmless. The state holds ``d0^2 + d1^2`` numbers a leaf and twice what the optimizer remembers of them; a
-    step costs ``d0 d1 (d0 + d1)``. ``init_scale`` is one number a leaf. Arguments, results and errors: :func:`mean_field`; and
-    a ``MemoryError`` at ``init`` where a factor does not fit.
+    step costs ``d0 d1 (d0 + d1)``.
+
+    Args:
+        optimizer, temperature, n_samples, antithetic, stick_the_landing, weight_decay, prior, scale_optimizer, generator: as
+            in :func:`mean_field`.
+        init_scale: first standard deviations, one number, or a tree with one number a leaf.
+
+    Returns:
+        A transformation like that of :func:`mean_field`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mean_field`.
+        MemoryError: at ``init``, where a factor does not fit.
 
     Example:
         >>> import torch, bayesopt_chain as bc

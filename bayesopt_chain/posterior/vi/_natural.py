@@ -394,7 +394,7 @@ def von(
         lr: learning rate in units of Newton steps, at most 1.
         betas: weights of the past in the averages of gradients (bias-corrected) and curvature.
         init_hessian: the curvature per datum before the first increment, positive.
-        temperature, weight_decay, n_samples, antithetic, generator: as in :func:`ivon`.
+        temperature, weight_decay, prior, n_samples, antithetic, generator: as in :func:`ivon`.
 
     Returns:
         A transformation with ``sample`` and ``posterior``. ``update`` needs ``params=``, ``draw=`` and ``curvature=``.
@@ -438,7 +438,17 @@ def vogn(
 
     ``update`` needs them as ``per_sample_gradients=``, leaves ``[B, *leaf.shape]`` (``[S, B, *leaf.shape]`` for several
     samples), besides their mean; ``make_step`` differentiates the loss datum by datum. The loss should leave the prior to
-    ``weight_decay``, or its gradient is squared into the curvature. Other arguments, results and errors: :func:`von`.
+    ``weight_decay``, or its gradient is squared into the curvature.
+
+    Args:
+        lr, betas, init_hessian: as in :func:`von`.
+        temperature, weight_decay, prior, n_samples, antithetic, generator: as in :func:`ivon`.
+
+    Returns:
+        A transformation with ``sample`` and ``posterior``.
+
+    Raises:
+        ValueError: numbers out of range; at ``update``, no draw, one from another state, or no gradients of single data.
 
     Example:
         >>> import torch, bayesopt_chain as bc
