@@ -1,5 +1,6 @@
 """One call from a trained model to its posterior and predictions; features kept; training by the evidence."""
 
+from bayesopt_chain.fitting.batches import pairs
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.laplace import FittedLaplace, Prediction, fit_laplace
 from bayesopt_chain.fitting.training import EvidenceTraining, train_by_evidence
@@ -11,5 +12,6 @@ __all__ = [
     "Prediction",
     "cache_features",
     "fit_laplace",
+    "pairs",
     "train_by_evidence",
 ]

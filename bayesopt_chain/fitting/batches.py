@@ -1,12 +1,14 @@
-"""Reads a loader once, its first batch ahead of the rest."""
+"""Reads a loader once, its first batch ahead of the rest; and loaders whose batches are no pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from bayesopt_chain import batches
 
 
 class Batches(NamedTuple):
@@ -32,19 +34,77 @@ def peeked(loader: Iterable, who: str = "fit_laplace") -> Batches:
     if first is None:
         raise ValueError(f"{who}: the loader has no batches")
     if not (isinstance(first, (tuple, list)) and len(first) == 2):
-        raise ValueError(f"{who}: batches must be (inputs, targets), got {type(first).__name__}")
-    return Batches(first, rest, len(loader) if hasattr(loader, "__len__") else None)  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            f"{who}: batches must be (inputs, targets), got {type(first).__name__}; make them of any other with "
+            "bc.fitting.pairs(loader, inputs, targets)"
+        )
+    return Batches(first, rest, length_of(loader))
 
 
-def with_progress(batches: Iterable, progress: bool, total: int | None = None, unit: str = "batch") -> Iterable:
+def length_of(loader: Any) -> int | None:
+    """The number of its batches, where it knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class Pairs:
+    """What :func:`pairs` returns: an iterable of pairs, as long as the loader."""
+
+    def __init__(self, loader: Iterable, inputs: Callable[[Any], Any], targets: Callable[[Any], Any]) -> None:
+        self.loader, self.inputs, self.targets = loader, inputs, targets
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in self.loader:
+            yield self.inputs(batch), self.targets(batch)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]
+
+
+def pairs(
+    loader: Iterable, inputs: str | Callable[[Any], Any], targets: str | Callable[[Any], Any] | None = None
+) -> Pairs:
+    """A loader of dictionaries, dataclasses or ``BatchEncoding`` objects as one of pairs ``(inputs, targets)``.
+
+    :func:`bayesopt_chain.fit_laplace` and what it returns take pairs; a module is called with the inputs.
+
+    Args:
+        loader: an iterable of batches.
+        inputs: their key in a batch (of anything but a mapping an attribute), or a function of the batch.
+        targets: likewise. Default: none, for inputs to predict.
+
+    Returns:
+        An iterable that can be gone through as often as the loader can.
+
+    Raises:
+        ValueError: while it is read, a batch without that key.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> loader = [{"x": torch.randn(20, 2), "y": torch.randint(0, 3, (20,))}]
+        >>> module = torch.nn.Linear(2, 3).eval()
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.categorical(), bc.fitting.pairs(loader, "x", "y"))
+        >>> fitted.predict(bc.fitting.pairs(loader, "x")).shape
+        torch.Size([20, 3])
+    """
+
+    def nothing(batch: Any) -> None:
+        return None
+
+    return Pairs(loader, batches.picked(inputs, nothing), batches.picked(targets, nothing))
+
+
+def with_progress(all_batches: Iterable, progress: bool, total: int | None = None, unit: str = "batch") -> Iterable:
     """The same, with a progress bar where it is asked for."""
     if not progress:
-        return batches
+        return all_batches
     try:
         from tqdm.auto import tqdm
     except ImportError:
         raise ImportError("progress=True needs tqdm: pip install tqdm, or leave it out") from None
-    return tqdm(batches, unit=unit, total=total)
+    return tqdm(all_batches, unit=unit, total=total)
 
 
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
