@@ -38,10 +38,20 @@ class Forward:
         self.module = module
         self.inputs = batches.picked(inputs, batch_inputs)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self.has_buffers = any(True for _ in module.buffers())
+        every, once = (
+            (*module.named_parameters(remove_duplicate=d), *module.named_buffers(remove_duplicate=d))
+            for d in (False, True)
+        )
+        self.shares = len(every) > len(
+            once
+        )  # whether a tensor has several names, which takes torch a while to look for
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
         """The module's outputs for a batch."""
-        moving = {name: b.clone() for name, b in self.module.named_buffers()} if self.module.training else {}
+        moving: Tensors = {}
+        if self.has_buffers and self.module.training:
+            moving = {name: b.clone() for name, b in self.module.named_buffers()}
         return self._call({**params, **moving}, batch)
 
     def with_buffers(
@@ -58,8 +68,9 @@ class Forward:
             )
         chosen = self.inputs(batch)
         if isinstance(chosen, Mapping):
-            return functional_call(self.module, dict(tensors), (), dict(chosen))
-        return functional_call(self.module, dict(tensors), chosen if isinstance(chosen, tuple) else (chosen,))
+            return functional_call(self.module, dict(tensors), (), dict(chosen), tie_weights=self.shares)
+        arguments = chosen if isinstance(chosen, tuple) else (chosen,)
+        return functional_call(self.module, dict(tensors), arguments, tie_weights=self.shares)
 
 
 def batch_inputs(batch: Any) -> Any:
