@@ -222,7 +222,8 @@ def _is_constant(link: Link) -> bool:
 def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
     noise, process, i = links[n], site.process, site.enters
-    simple = isinstance(noise, NoiseLink) and not site.colours and site.rates == ((), ()) and site.constants
+    known = isinstance(noise, NoiseLink) and noise.stream in keyed_stream.IN_CHUNKS  # any other is drawn by its link
+    simple = known and not site.colours and site.rates == ((), ()) and site.constants
     if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     leaves = set(site.leaves)

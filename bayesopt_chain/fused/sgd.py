@@ -337,7 +337,7 @@ def _own(site: Site, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own
     process = site.process
     if link.noise != "gaussian" or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    if link.stream not in (None, "generator", "philox"):  # what the sweeps draw themselves
+    if link.stream not in keyed_stream.IN_CHUNKS:  # any other is drawn by its link
         return None
     if not (g.device.type == "cpu" or has_kernel(g)):
         return None

@@ -117,6 +117,9 @@ def chunks(sizes: tuple[int, ...], whole: bool) -> list[Chunk]:
     return out
 
 
+IN_CHUNKS = (None, "generator", "philox")  # the streams that :func:`drawn` knows
+
+
 def drawn(
     key: Tensor,
     step: Tensor,
