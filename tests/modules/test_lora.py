@@ -19,7 +19,8 @@ def adapted(dropout=0.2):
     return peft.get_peft_model(base, config)
 
 
-X, Y = torch.randn(24, 4, dtype=torch.float64), torch.randint(3, (24,))
+DATA = torch.Generator().manual_seed(0)
+X, Y = torch.randn(24, 4, dtype=torch.float64, generator=DATA), torch.randint(3, (24,), generator=DATA)
 
 
 def made(model, tx):
@@ -71,7 +72,7 @@ def test_an_adapters_laplace_posterior_is_the_prior_of_its_next_task():
 
     def learn(batch, prior):
         given = {"prior": prior} if isinstance(prior, bc.Gaussian) else {"prior_precision": prior}
-        tx = bc.chain(bc.add_gaussian_prior(prior, n=len(batch[0])), bc.sgd(0.1, 0.9))
+        tx = bc.chain(bc.add_gaussian_prior(prior, n=len(batch[0])), bc.sgd(0.01, 0.9))
         step = bc.make_step(lambda p, b: cross_entropy(forward(p, b), b[1]), tx)
         p, state = params, tx.init(params)
         for _ in range(40):
@@ -83,8 +84,9 @@ def test_an_adapters_laplace_posterior_is_the_prior_of_its_next_task():
     first, alone = learn(one, 1.0), learn(two, 1.0)
     second = learn(two, first)
 
-    def on_the_first(posterior):
-        return cross_entropy(forward(posterior.mean, one), one[1])
+    def away(posterior):
+        """How far a mean is from the first one, in the first posterior's standard deviations."""
+        return float(first.precision.quad({name: m - first.mean[name] for name, m in posterior.mean.items()})) ** 0.5
 
-    assert on_the_first(first) < on_the_first(second) < on_the_first(alone)  # it forgets less
+    assert 0 < away(second) < away(alone)
     assert all(torch.equal(frozen[name], x) for name, x in model.state_dict().items())

@@ -73,7 +73,8 @@ def test_samplers_without_an_optimizer_at_zero_say_none(sampler):
 
 def test_the_examples_run():
     for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S):
-        exec(compile(code, str(DOCS), "exec"), {})
+        if not code.startswith(">>>"):  # those are doctests
+            exec(compile(code, str(DOCS), "exec"), {})
 
 
 def test_every_name_in_the_table_is_public():
