@@ -350,6 +350,7 @@ def variance_path(tx, steps, curvature):
     return torch.stack(out)
 
 
+@pytest.mark.slow
 def test_a_falling_then_rising_temperature_is_followed():
     """Cold exploration and then sampling: the variance reaches T / curvature, whatever came before."""
     tx = bc.sgd(0.1, 0.9, temperature=lambda count: torch.where(count < 100, 0.0, 0.5).double())

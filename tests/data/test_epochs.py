@@ -79,6 +79,7 @@ def test_independent_subsets_are_uniform():
     assert len(counts) == 66 and sum((n - 100) ** 2 / 100 for n in counts.values()) < 118
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @given(position=st.integers(0, 40), seed=st.integers(-(2**64), 2**64))
 def test_any_position_resumes(order, position, seed):

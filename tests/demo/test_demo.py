@@ -41,6 +41,7 @@ def test_an_option_below_one_is_refused_by_name(option, capsys):
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_package_names_the_extra_to_install():
     code = (
         "import sys, runpy; sys.modules['sklearn'] = None; runpy.run_module('bayesopt_chain.demo', run_name='__main__')"

@@ -104,6 +104,7 @@ def heated_loss(variance):
     return loss
 
 
+@pytest.mark.slow
 def test_minibatch_heating_of_18_9_times_is_named():
     """Batch noise that spends 17.9 times the noise budget: ``rho = B lr / (1 - mu) / 2T``."""
     lr = 0.005
@@ -115,6 +116,7 @@ def test_minibatch_heating_of_18_9_times_is_named():
     assert by_the_parameters.kinds == {"heated"} and "configurational" in str(by_the_parameters)
 
 
+@pytest.mark.slow
 def test_an_audit_that_predicts_heating_is_passed_on():
     tx = bc.sghmc(0.05, temperature=T)
     draws, meter = run(tx)
@@ -130,6 +132,7 @@ def wells(p, batch):
     return ((p["w"] ** 2 - 1) ** 2).sum() + 0.5 * p["b"] ** 2
 
 
+@pytest.mark.slow
 def test_chains_in_different_modes_are_named():
     params = {"w": torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]), "b": torch.zeros(4)}
     tx = bc.sghmc(0.02, temperature=0.02)
@@ -146,12 +149,14 @@ def test_a_run_that_is_too_short_has_not_mixed():
     assert bc.diagnostics.doctor(draws, thermometer=meter).kinds == {"mixing"}
 
 
+@pytest.mark.slow
 def test_a_leaf_that_does_not_move_is_dead():
     tx = bc.partition({True: bc.sghmc(0.1, temperature=T), False: bc.sgd(0.0)}, {"w": True, "b": False})
     found = bc.diagnostics.doctor(run(tx, meter=False)[0])
     assert found.kinds == {"dead"} and "b did not move" in str(found)
 
 
+@pytest.mark.slow
 def test_a_leaf_that_the_loss_does_not_use_is_dead():
     def unused(p, batch):
         return regression({"w": p["w"], "b": 0.0 * p["b"]}, batch)
@@ -162,6 +167,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_dead():
     assert found.kinds == {"dead"} and "does not depend on b" in str(found)
 
 
+@pytest.mark.slow
 def test_a_prior_that_dominates_is_named():
     tx = bc.sgd(0.002, momentum=0.9, weight_decay=40.0, temperature=T)
     draws, meter = run(tx)
@@ -181,6 +187,7 @@ def test_nan_is_told_from_divergence():
     assert bc.diagnostics.doctor(bad).kinds == {"nonfinite"}
 
 
+@pytest.mark.slow
 def test_it_draws_one_figure(tmp_path):
     tx = bc.sghmc(0.1, temperature=T)
     draws, meter = run(tx, steps=900)

@@ -37,6 +37,7 @@ def test_a_quadratic_has_its_closed_form_at_every_lr(lr):
     assert white / WANTED - 1 > {0.02: 0.03, 0.1: 0.15, 0.2: 1.0}[lr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_power_has_one_over_p_a_dimension_at_every_temperature(p):
     """By quadrature of the target, to 1e-3: ``E|x|^p / T = 1/p``; then the estimator on many coordinates, within 5 errors."""

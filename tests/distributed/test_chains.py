@@ -48,6 +48,7 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream, options", [("generator", {"loop": True}), ("philox", {"chunk": 2})])
 def test_eight_chains_on_one_two_and_four_ranks_are_the_same_bit_for_bit(stream, options, tmp_path):
     (alone,), two, four = (run(sampled, size, tmp_path, stream, options) for size in (1, 2, 4))

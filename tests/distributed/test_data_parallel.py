@@ -205,6 +205,7 @@ def dying(path, step, rank):
     bc.sample(made, params, tx.init(params), loader, steps=14, path=path, thinning=2, checkpoint_seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank, step", [(0, 5), (1, 10)])
 def test_a_killed_rank_ends_all_and_a_relaunch_makes_the_run_that_it_would_have_been(rank, step, tmp_path):
     path = tmp_path / "draws"

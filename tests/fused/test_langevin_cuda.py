@@ -61,6 +61,7 @@ def test_the_kernel_is_the_chain_in_the_interpreter():
     run(PROGRAM, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_places_behind_two_to_the_thirty_one_elements_do_not_wrap_around(tmp_path):
     program = tmp_path / "places.py"
     program.write_text("""
@@ -100,6 +101,7 @@ def test_the_kernel_is_the_chain_on_the_device():
     run(PROGRAM, "cuda")
 
 
+@pytest.mark.slow
 def test_what_the_kernel_cannot_take_is_refused():
     program = (
         "import torch\nfrom bayesopt_chain.fused.langevin_cuda import langevin_step_ as f\n"
@@ -115,6 +117,7 @@ def test_what_the_kernel_cannot_take_is_refused():
     assert out.returncode == 0, out.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_library_does_not_need_triton():
     program = "import sys; sys.modules['triton'] = None\nimport bayesopt_chain, torch"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

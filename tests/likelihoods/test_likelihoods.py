@@ -68,6 +68,7 @@ def test_the_empirical_factor_is_the_gradient(case):
     assert torch.allclose(likelihood.empirical_factors(outputs, targets)[0], expected, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gaussian", "bernoulli", "poisson", "categorical", "categorical, a sequence", "learned"]
 )

@@ -146,6 +146,7 @@ def variances(make, scheduler_of, curvature: float, steps: int) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
 def test_cosine_with_restarts_stays_within_the_rules_bounds(momentum):
     """The variance within -21 % .. +37 % everywhere, under 7 % RMS, over cycles of 500 steps, once the start is forgotten."""

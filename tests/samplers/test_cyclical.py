@@ -71,6 +71,7 @@ def variance_over_a_cycle(tx, cycle: int) -> torch.Tensor:
     return torch.stack(out[cycle:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("peak", "lowest", "highest", "rms"),
     [(0.3, -0.202, 0.238, 0.021), (1.0, -0.094, 0.819, 0.054), (3.0, -0.339, 6.054, 0.468)],

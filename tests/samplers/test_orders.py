@@ -6,6 +6,7 @@ from tests.registry import SAMPLERS
 from tests.samplers.transfer import fitted_slope
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [s for s in SAMPLERS if s.order], ids=str)
 def test_its_bias_has_the_stated_order(sampler, every_draw_is_normal):
     order = sampler.order

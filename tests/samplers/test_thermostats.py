@@ -73,6 +73,7 @@ def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
     assert abs(slope / 2 - 2) < 0.1, biases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.2, 0.5])
 def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
     build = lambda lr: thermostat_probe(samplers.sgnht(lr, momentum, temperature=1.0, per_parameter=True))  # noqa: E731
@@ -80,6 +81,7 @@ def test_sgnht_is_of_first_order_in_lr_at_other_momenta(momentum):
     assert abs(slope - 1) < 0.1, biases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

@@ -440,6 +440,7 @@ class AsTransformation:
         return updates, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "law",
     [copies_and_pickles_continue_exactly, the_same_state_gives_the_same_update, updates_keep_dtype_and_shape],

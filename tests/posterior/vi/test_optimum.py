@@ -62,6 +62,7 @@ def test_laplace_is_the_exact_posterior():
     close(moments(link.posterior(state, params, prior_precision=data.prior)), exact(data), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, rank", [("dense", None), ("low_rank", 4)])
 def test_a_family_that_contains_the_posterior_converges_to_it(family, rank):
     """Sticking the landing, to 1e-8 after 1,000 steps: the gradient's noise vanishes with the distance."""
