@@ -279,7 +279,7 @@ EXPERIMENT = Experiment(
         | {"held_out": 4, "statements": 6, "continued": 2, "texts": 6},
         "small": SCALES["small"]
         | ENSEMBLE
-        | {"book_characters": 150_000, "steps": 300, "batch": 4, "lr": 0.1, "noise_batches": 40}
+        | {"book_characters": 150_000, "steps": 200, "batch": 4, "lr": 0.1, "noise_batches": 40}
         | {"held_out": 64, "statements": 100, "continued": 3, "texts": 20},
         "full": SCALES["full"]
         | ENSEMBLE

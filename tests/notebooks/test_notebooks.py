@@ -12,7 +12,18 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 ALLOWED = {"os", "sys", "warnings", "matplotlib", "torch", "torchopt", "optree", "bayesopt_chain", "benchmarks"}
-DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "a_network_one_trusts": "mnist/mnist.npz"}
+DATA = {
+    "pima": "pima/pima-indians-diabetes.data.csv",
+    "a_network_one_trusts": "mnist/mnist.npz",
+    "continual_lora": "books",
+    "bayesian_llama": "statements/statements.json",
+}
+PACKAGES = {
+    "pima": ["pyro", "posteriors"],
+    "a_network_one_trusts": ["torchmetrics", "sklearn"],
+    "continual_lora": ["transformers", "tokenizers", "peft"],
+    "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
+}
 
 
 def read(name):
@@ -23,9 +34,9 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_the_six_notebooks_are_there():
+def test_the_notebooks_are_there():
     expected = {"five_minutes", "why_bayes", "double_well", "pima", "write_your_own_sampler", "a_network_one_trusts"}
-    assert expected <= set(NAMES)
+    assert expected | {"continual_lora", "bayesian_llama"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,15 +73,16 @@ def test_it_imports_the_library_the_experiments_and_no_helpers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_at_smoke_scale(name, monkeypatch):
+def test_it_runs_at_smoke_scale(name, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    for package in {"pima": ["pyro", "posteriors"], "a_network_one_trusts": ["torchmetrics", "sklearn"]}.get(name, []):
+    for package in PACKAGES.get(name, []):
         pytest.importorskip(package)
     data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
     if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
         pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
     monkeypatch.setenv("BAYESOPT_CHAIN_SCALE", "smoke")
+    monkeypatch.setenv("BAYESOPT_CHAIN_RUNS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     resources = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(read(name), timeout=600, kernel_name="python3", resources=resources).execute()
