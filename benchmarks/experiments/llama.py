@@ -286,7 +286,7 @@ EXPERIMENT = Experiment(
         | {"book_characters": None, "steps": 20_000, "batch": 10, "lr": 0.1, "noise_batches": 100}
         | {"held_out": 500, "statements": 100, "continued": 5, "texts": 20},
     },
-    {"smoke": 1, "small": 3, "full": 10},
+    {"smoke": 1, "small": 2, "full": 10},
     run,
     says,
     shown=SHOWN,
