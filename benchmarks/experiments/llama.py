@@ -193,16 +193,22 @@ class Work(NamedTuple):
         return out
 
     def heating(self, share: float, members: Members) -> dict[str, float]:
-        """What minibatches do at the temperature: their share of the noise, ``lr_eff trace(C) / (2 T d)``, the mean over all
-        directions (``rho``), and the excess of the variance in the worst one as predicted (``heating``)."""
+        """What minibatches do at a share of the temperature 1/N.
+
+        ``rho`` is their share of the noise, ``lr_eff trace(C) / (2 T d)``, the mean over all directions; ``heating`` the excess
+        of the variance in the worst direction, predicted at T = 1/N alone, where the noise tells the curvature of a
+        well-specified model.
+        """
         at, batches = (
             {name: p[0] for name, p in members.items()},
             bc.epochs(self.train, self.s["batch"], seed=self.seed),
         )
         noise = bc.diagnostics.gradient_noise(self.loss, at, batches, max_batches=self.s["noise_batches"])
         lr, directions = self.s["lr"] / (1 - self.s["momentum"]), sum(p.numel() for p in at.values())
-        rho = lr * noise.trace / (2 * share / self.n * directions)
-        return {"rho": rho, "heating": bc.diagnostics.heating(self.chain(share), noise).worst}
+        out = {"rho": lr * noise.trace / (2 * share / self.n * directions)}
+        if share == 1:
+            out |= {"heating": bc.diagnostics.heating(self.chain(share), noise).worst}
+        return out
 
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
