@@ -40,7 +40,7 @@ from benchmarks.experiments.language import EPISODES, SCALES, Base, base, log_li
 SHA256 = "0eb9b1faba0f59a9aa53ccca7100372e3c65e1b163be02e5a942b4f20d95c480"
 SHARES = {"SGD, 10 runs": 0.0, "SGHMC, T = 1/N": 1.0, "SGHMC, T = 0.1/N": 0.1}  # of the Bayesian temperature
 BAYES = "SGHMC, T = 1/N"
-START = "\n\n"  # what stands before a statement: the end of a paragraph
+BEFORE = 2  # line ends in front of every statement, the end of a paragraph; they are read and not scored
 Members = dict[str, Tensor]  # attention weights of all members, stacked on axis 0
 
 
@@ -143,12 +143,14 @@ class Work(NamedTuple):
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Of statements, each at the start of a paragraph; no more of each than the model has positions."""
-        return [self.llama.tokens(START + text)[: self.s["length"]] for text in texts]
+        before = self.llama.tokens("\n") * BEFORE
+        return [[*before, *self.llama.tokens(text)][: self.s["length"]] for text in texts]
 
     def read(self, members: Members, texts: Sequence[str]) -> list[Scores]:
-        """Of every text, while reading it."""
+        """Of every text, while reading it; what stands before it, the same for all, is not scored."""
         rows = self.tokens(texts)
-        return [scores(p[:, :-1], torch.tensor(row[1:])) for p, row in zip(self.each(members, rows), rows)]
+        found = zip(self.each(members, rows), rows)
+        return [scores(p[:, BEFORE - 1 : -1], torch.tensor(row[BEFORE:])) for p, row in found]
 
     def continued(self, members: Members, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Mean total and epistemic uncertainty over the tokens that the ensemble goes on with, one after the other."""

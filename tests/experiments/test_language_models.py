@@ -168,6 +168,11 @@ def test_an_adapter_sits_on_query_key_and_output_of_the_last_layer_and_what_foll
     rows = [work.train[0].tolist(), work.train[1, :5].tolist(), work.train[2, :9].tolist()]
     for row, p in zip(rows, work.each(members, rows)):
         torch.testing.assert_close(p, work.log_p(members, torch.tensor([row]))[:, 0], rtol=1e-4, atol=1e-5)
+    text = "the old house"
+    (read,) = work.read(members, [text])
+    assert len(made.tokens(text)) == len(read.total) == len(read.wrong)
+    whole = work.log_p(members, torch.tensor([[*made.tokens("\n") * 2, *made.tokens(text)]]))[:, 0, 1:-1]
+    torch.testing.assert_close(read.total, llama.scores(whole, torch.tensor(made.tokens(text))).total)
 
 
 def test_the_text_is_verified(tmp_path, monkeypatch):
