@@ -16,6 +16,11 @@ from typing import Any
 
 import bayesopt_chain as bc
 
+RULE = (
+    "Confirmed or contradicted: the mean of the paired differences is further from zero than they are from one another. Where "
+    "there is no difference this happens by chance in 30 of 100 cases with two seeds, in 8 with three, in 2 with four"
+)
+
 
 def folder_of(name: str, settings: Mapping[str, Any]) -> Path:
     """The folder of a run of these settings, in the one that ``BAYESOPT_CHAIN_RUNS`` names (default ``runs``).
@@ -72,7 +77,7 @@ def takeaway(claim: str, difference: Mapping[str, float]) -> str:
 
     ``difference`` holds the mean, the lowest and the highest value over the seeds, each seed a paired comparison. Confirmed or
     contradicted: the mean is further from zero than the values are from one another, so that all of them have its sign. One
-    seed decides nothing.
+    seed decides nothing, and two decide little: :data:`RULE` says how often independent normal values around zero do it.
     """
     mean, low, high = difference["mean"], difference["low"], difference["high"]
     decided = low < high and abs(mean) > high - low

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import bayesopt_chain as bc
 from bayesopt_chain.precision import Diagonal
-from benchmarks.experiments.cells import folder_of, kept, last, minus, slug, spent, takeaway
+from benchmarks.experiments.cells import RULE, folder_of, kept, last, minus, slug, spent, takeaway
 from benchmarks.experiments.common import Experiment, Table, data_folder, verified
 from benchmarks.experiments.language import EPISODES, SCALES, Base, base, log_likelihood
 
@@ -269,8 +269,8 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     return (
         f"AUROC of ten chains at T = 1/N: {harder}; one run of SGD tells Samoan at {sgd['Samoan TU']['mean']:.3f}, shuffled "
         f"English at {sgd['shuffled TU']['mean']:.3f}, errors at {sgd['errors TU']['mean']:.3f} (TU). Takeaways: "
-        f"{'; '.join(claims)}. Minibatches add {bayes['rho']['mean']:.2g} of the noise of T = 1/N on average over directions; "
-        f"in the worst one the variance is predicted to be {1 + bayes['heating']['mean']:.3g} times that of T = 1/N."
+        f"{'; '.join(claims)}. {RULE}. Minibatches add {bayes['rho']['mean']:.2g} of the noise of T = 1/N on average over "
+        f"directions; in the worst one the variance is predicted to be {1 + bayes['heating']['mean']:.3g} times that of T = 1/N."
     )
 
 

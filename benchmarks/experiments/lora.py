@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import folder_of, kept, last, minus, spent, takeaway
+from benchmarks.experiments.cells import RULE, folder_of, kept, last, minus, spent, takeaway
 from benchmarks.experiments.common import Experiment, Table
 from benchmarks.experiments.language import EPISODES, SCALES, SHORT, Base, Book, base, log_likelihood, nll
 
@@ -172,7 +172,7 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     plain, laplace, offline = (table[m]["all"]["mean"] for m in ("AdamW", best, "offline"))
     return (
         f"After four books plain AdamW is at {plain:.3f} nats a token, the best Laplace prior ({best}) at {laplace:.3f}, all "
-        f"books at once at {offline:.3f}. Takeaways: {'; '.join(claims)}."
+        f"books at once at {offline:.3f}. Takeaways: {'; '.join(claims)}. {RULE}."
     )
 
 
