@@ -270,7 +270,7 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         f"AUROC of ten chains at T = 1/N: {harder}; one run of SGD tells Samoan at {sgd['Samoan TU']['mean']:.3f}, shuffled "
         f"English at {sgd['shuffled TU']['mean']:.3f}, errors at {sgd['errors TU']['mean']:.3f} (TU). Takeaways: "
         f"{'; '.join(claims)}. {RULE}. Minibatches add {bayes['rho']['mean']:.2g} of the noise of T = 1/N on average over "
-        f"directions; in the worst one the variance is predicted to be {1 + bayes['heating']['mean']:.3g} times that of T = 1/N."
+        f"directions; in the worst one the variance is predicted to be {1 + bayes['heating']['mean']:.3g} times as large."
     )
 
 
