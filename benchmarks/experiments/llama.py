@@ -239,7 +239,8 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
     table |= {"SGD": kept(folder, "SGD", single), **rows}
     sgd = table["SGD"]
     for row in rows.values():
-        row |= {"books - SGD": row["books"] - sgd["books"], "SGD TU - TU": sgd["Samoan TU"] - row["Samoan TU"]}
+        row |= {f"books - {name}": row["books"] - table[name]["books"] for name in ("SGD", first)}
+        row |= {"SGD TU - TU": sgd["Samoan TU"] - row["Samoan TU"]}
         for name in ("Samoan", "shuffled", "errors"):
             row |= {
                 f"{name} TU - EU": row[f"{name} TU"] - row[f"{name} EU"],
@@ -261,6 +262,7 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         takeaway("at T = 1/N EU tells Samoan better than ten runs of SGD do", bayes["Samoan EU, 10 runs - EU"]),
         takeaway("the same for shuffled English", bayes["shuffled EU, 10 runs - EU"]),
         takeaway("the ensemble predicts held-out text better than one run of SGD", bayes["books - SGD"]),
+        takeaway("and than ten of them", bayes["books - SGD, 10 runs"]),
     ]
     harder = ", ".join(
         f"{what} {bayes[f'{name} TU']['mean']:.3f} by TU and {bayes[f'{name} EU']['mean']:.3f} by EU"
