@@ -69,8 +69,9 @@ class Matrix(NamedTuple):
         """Return ``sum_ij r_kij v_ij r_lij`` of the gradients r for given variances v ``[d0, d1]``: ``[b, K, K]``."""
         if x.shape[1] > 1:
             return _covariance(self.rows(x, g), variance)
-        of_output = (variance.mT if self.transposed else variance) @ x[:, 0].square().mT
-        return torch.einsum("kbo,ob,lbo->bkl", g[:, :, 0], of_output, g[:, :, 0])
+        of_output = x[:, 0].square() @ (variance if self.transposed else variance.mT)
+        rows = g[:, :, 0].transpose(0, 1)
+        return (rows * of_output[:, None]) @ rows.mT
 
     def factors(self) -> list[tuple[int, int]]:
         """Return the shapes of the two Kronecker factors."""
