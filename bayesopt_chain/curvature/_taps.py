@@ -386,13 +386,18 @@ def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[t
 
 
 def _columns(x: Tensor, kernel: torch.Size, stride: tuple, pads: list[tuple[int, int]], dilation: tuple) -> Tensor:
-    """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``."""
-    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``.
+
+    In memory the positions come last, as in the image: so they are copied a row of it at a time, and every product over
+    positions finds them together.
+    """
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else x
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
     spatial = len(kernel)
-    positions = x.permute(0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial))
-    return positions.reshape(x.shape[0], math.prod(x.shape[2 : 2 + spatial]), x.shape[1] * math.prod(kernel))
+    patches = x.permute(1, *range(2 + spatial, 2 + 2 * spatial), 0, *range(2, 2 + spatial))
+    data, positions = x.shape[0], math.prod(x.shape[2 : 2 + spatial])
+    return patches.reshape(x.shape[1] * math.prod(kernel), data * positions).mT.unflatten(0, (data, positions))
 
 
 def _embedding(
