@@ -50,13 +50,14 @@ FEW_DATA = 32  # a chunk may hold so many pairs of a datum and a column, unless 
 
 class Gradient(NamedTuple):
     """A leaf's gradients for a chunk of data and columns; ``x()`` and ``g()`` give them in the kind's form, see
-    ``_kinds.py``.
+    ``_kinds.py``. ``tap`` numbers the layer where ``g()`` is its output gradient as it stands: leaves of one tap have the same.
     """
 
     leaf: int
     kind: Kind
     x: Callable[[], Tensor]
     g: Callable[[], Tensor]
+    tap: int | None = None
 
 
 class Chunk(NamedTuple):
@@ -503,12 +504,15 @@ def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, 
     """Return the gradients of the tapped leaves that are not done."""
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
-        kind = pairs[0][0].kind
+        first = pairs[0][0]
+        kind, shape = first.kind, pulled[first.tap].shape
+        is_plain = len(pairs) == 1 and first.features_last and len(shape) == 3 and shape[1] == b  # one position
         return Gradient(
             leaf,
             kind,
             lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
             lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled[use.tap], b)) for use, x in pairs]),
+            first.tap if is_plain else None,
         )
 
     return [gradient(leaf, pairs) for leaf, pairs in _by_leaf(linear).items() if leaf not in done | plan.reasons.keys()]
