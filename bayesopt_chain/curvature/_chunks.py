@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
@@ -447,9 +448,6 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
     with torch.enable_grad():
         outputs, aux = run(zeros)
 
-    def pull_some(s: Tensor, **options: Any) -> Any:
-        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True, **options)
-
     def pull_many(columns: Tensor) -> list[Tensor]:
         # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
         return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
@@ -459,10 +457,10 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
             return [None] * len(zeros)
         if columns.shape[0] > 1:
             try:
-                return pull_some(columns, is_grads_batched=True)
+                return gradients_of_columns(outputs, zeros, columns, retain_graph=True)
             except UNSUPPORTED:
                 pass
-        rows = [pull_some(s) for s in columns]
+        rows = [torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True) for s in columns]
         return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
