@@ -4,10 +4,11 @@
     python -m benchmarks.curvature_fit --rounds 1 --only MLP
 
 Three classifiers (an MLP, a ResNet-8 whose norms are frozen, a small transformer), each with the last layer in Kronecker
-structure and all weights in diagonal and in Kronecker structure. Fit is one pass over 512 data and the posterior, tune the prior
-by the evidence (laplace-torch: its default, 100 steps of Adam), predict the probabilities of 16 new inputs. laplace-torch runs
-with each of its back ends. curvlinops' own K-FAC and asdfghjkl's own Kronecker Fisher end with the factors, which they do not
-decompose: they are beside our factors alone, in a phase of that name; asdfghjkl's diagonal Fisher takes part in the fit.
+structure and all weights in diagonal and in Kronecker structure. Fit is one pass over 512 data and the posterior, tune the
+prior by the evidence (laplace-torch: its default, 100 steps of Adam), predict the probabilities of 16 new inputs.
+laplace-torch runs with each of its back ends. curvlinops' own K-FAC and asdfghjkl's own Kronecker Fisher end with the factors,
+which they do not decompose: beside them are our factors alone, in a phase of that name. asdfghjkl's diagonal takes part in the
+fit.
 
 They take turns. Times are those of this process on its one thread, so that a busy machine does not count; medians over
 rounds, ratios (ours over theirs) medians of the rounds' ratios. Each time is over calls that last 20 ms or more, after one that
@@ -241,7 +242,7 @@ def _reason(error: Exception) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name begins so")
     args = parser.parse_args()
