@@ -83,11 +83,16 @@ def chains_of(n: int, mesh: Mesh) -> range:
         ValueError: a rank that would have none.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
-    each, more = divmod(n, size)
-    if not each:
+    if n < size:
         raise ValueError(
             f"parallel: {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
         )
+    return share_of(n, rank, size)
+
+
+def share_of(n: int, rank: int, size: int) -> range:
+    """Which of ``n`` chains are those of a rank among ``size``."""
+    each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 

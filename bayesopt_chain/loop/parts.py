@@ -26,6 +26,7 @@ from bayesopt_chain.distributed.ranks import World, agreed_seed, broadcast, chai
 from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.layouts import INDEX, catch_up_name, layouts, next_layout, part_name, parts_of, read_index
+from bayesopt_chain.loop.module_state import keyed
 
 
 class Place(NamedTuple):
@@ -165,13 +166,8 @@ def _seeded(tx: Any, seed: int) -> Iterator[None]:
 
 def keys_of(state: Any) -> list[int]:
     """The keys of all random streams of a state."""
-    entries: list[Any] = optree.tree_leaves(state, is_leaf=_is_keyed)
-    keys = [key for entry in entries if _is_keyed(entry) for key in entry.key.reshape(-1).tolist()]
+    keys = [key for entry in keyed(state) for key in entry.key.reshape(-1).tolist()]
     return sorted({int(key) for key in keys if key})
-
-
-def _is_keyed(entry: Any) -> bool:
-    return {"key", "count"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
 
 
 class Leader:

@@ -205,7 +205,7 @@ def test_a_rank_of_the_earlier_launch_that_still_writes_is_noticed(tmp_path):
         end = time.monotonic() + 60
         while not (path / "held").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        with pytest.raises(RuntimeError, match="another process is writing to .*part-00001-of-00002"):
+        with pytest.raises(RuntimeError, match=r"another process is writing to .*part-00001-of-00002"):
             alone(path)
     finally:
         child.kill()
