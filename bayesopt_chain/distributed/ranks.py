@@ -231,14 +231,16 @@ def digest(x: Tensor) -> tuple[int, ...]:
     return (*x.shape, int(total))
 
 
-def gather_objects(value: T, mesh: Mesh) -> list[T]:
-    """What every rank of a mesh holds, by rank, on each of them; for small things, which are pickled."""
-    out: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(out, value, group=mesh.get_group())
+def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
+    """What every rank of a mesh holds, or every rank there is, on each of them; for small things, which are pickled."""
+    if mesh is None and (world().size == 1 or not dist.is_initialized()):
+        return [value]
+    out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
+    dist.all_gather_object(out, value, group=None if mesh is None else mesh.get_group())
     return out
 
 
-def together(mesh: Mesh, what: Callable[[], T]) -> T:
+def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     """Run something on every rank; where it fails on one, it fails on all, instead of leaving the others waiting.
 
     Raises:
@@ -254,7 +256,7 @@ def together(mesh: Mesh, what: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if other := next(((rank, text) for rank, text in enumerate(said) if text is not None), None):
-        raise RuntimeError(f"rank {other[0]} of the mesh failed: {other[1]}")
+        raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
     return value
 
 
