@@ -151,7 +151,7 @@ def with_response(
     """
     if not isinstance(link, GradientTransformation):
         raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
-    if not isinstance(response, (Linear, Nonlinear, Decay)):
+    if type(response) not in (Linear, Nonlinear, Decay):
         raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
     if rescale is not None and not callable(rescale):
         raise TypeError(f"with_response: rescale is {rescale!r}, not a function (state, factor) -> state")

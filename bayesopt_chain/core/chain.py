@@ -153,7 +153,7 @@ class Chain(GradientTransformation):
         for i, (x, w) in enumerate(zip(self.links, where)):
             update.entries.append(x.init([leaves[j] for j in w], At(update, i, w)))
         for i, strength in update.strengths().items():
-            plan.noise[i].link.started(plan.noise[i], strength, update)
+            plan.noise[i].started(strength, update)
         state = State(update.entries, layout)
         return state if like is None else warm_start(state, like)
 

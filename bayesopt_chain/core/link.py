@@ -17,13 +17,12 @@ from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Noise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
+from bayesopt_chain.core.response import Linear, Response
 from bayesopt_chain.random import stream as keyed_stream
 
 if TYPE_CHECKING:
-    from bayesopt_chain.core.injection import Injection, Strength
-    from bayesopt_chain.core.update import Plan, Update
+    from bayesopt_chain.core.matching import Site
+    from bayesopt_chain.core.update import Injection, Plan, Update
 
 
 @dataclass(slots=True)
@@ -62,12 +61,9 @@ class At:
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     @property
-    def learned(self) -> Sequence[Any]:
+    def learned(self) -> list[Any]:
         """What the link's ``learn`` gave for each of these leaves in this step."""
-        present, made = self.update.learned[self.i]
-        if present == self.present:
-            return made
-        by_leaf = dict(zip(present, made))
+        by_leaf = self.update.learned[self.i]
         return [by_leaf[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
@@ -152,6 +148,10 @@ class Link:
         """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""
         raise NotImplementedError
 
+    def injection(self, sites: Sequence[Site], numbers: Sequence[int]) -> Injection:
+        """What draws the noise of these sites, of a link that is :class:`Noise`; leaves are told apart by their ``numbers``."""
+        raise NotImplementedError
+
     def sample(self, state: Any, params: Leaves, at: At) -> Any:
         """A draw from the posterior that the state carries, at whose leaves the gradient is to be taken."""
         raise NotImplementedError
@@ -159,9 +159,6 @@ class Link:
     def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
         """What a step that took its gradient at a draw says about itself; ``None`` for loss and aux alone."""
         return None
-
-    def __str__(self) -> str:
-        return repr(self)
 
 
 def show(link: Link) -> str:
@@ -199,31 +196,3 @@ class Keyed(Link):
             state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
         )
         return [x for j, x in zip(at.index, xi) if j in given]
-
-
-@dataclass(frozen=True)
-class NoiseLink(Keyed):
-    """The link that injects matched noise: its temperature, order and kind of increments. The chain does the rest."""
-
-    temperature: ScalarOrSchedule
-    order: int = 2
-    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
-    momentum: float = 0.0
-    noise: str = "gaussian"
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the temperature is a number."""
-        return isinstance(self.temperature, (int, float))
-
-    @property
-    def response(self) -> Response:
-        return Linear() if is_zero(self.temperature) else Noise()
-
-    def init(self, leaves: Leaves, at: At) -> Any:
-        if is_zero(self.temperature):
-            return EmptyState()
-        return at.plan.noise[at.i].start(at.update.params or [])
-
-    def started(self, injection: Injection, strength: Strength, update: Update) -> None:
-        """Look at the first step's noise when a state is made."""

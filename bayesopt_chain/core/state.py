@@ -63,25 +63,6 @@ _trees.register_pytree_node(
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
-def part(entry: Any, keep: Sequence[int], n: int) -> Any:
-    """What of an entry belongs to these of its link's ``n`` leaves; what belongs to no leaf is all there."""
-    if not hasattr(entry, "_fields"):
-        return entry
-    return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
-
-
-def put_back(entry: Any, keep: Sequence[int], n: int, new: Any) -> Any:
-    """The entry with that part replaced."""
-    if not hasattr(entry, "_fields"):
-        return new
-    fields = list(new)
-    for f, (old, mine) in enumerate(zip(entry, new)):
-        if is_by_leaf(old, n):
-            changed = dict(zip(keep, mine))
-            fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
-    return type(entry)(*fields)
-
-
 def is_by_leaf(field: Any, n: int) -> bool:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
