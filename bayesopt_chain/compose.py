@@ -15,13 +15,13 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation,
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Keyed, Link
 from bayesopt_chain.core.response import Decay, Linear, Nonlinear, Response
-from bayesopt_chain.core.state import spread_prefix
 from bayesopt_chain.fused.lower import lower
 from bayesopt_chain.links.foreign import Foreign, keywords_of
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
 from bayesopt_chain.random.stream import STREAMS, Stream
+from bayesopt_chain.trees import spread_prefix
 
 
 def chain(*links: GradientTransformation) -> Chain:

@@ -19,9 +19,10 @@ from bayesopt_chain.core.link import ANY, At, Link, show
 from bayesopt_chain.core.matching import describe
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.response import Noise
-from bayesopt_chain.core.state import Layout, State, paths_of, selected, unshared, warm_start
+from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
 from bayesopt_chain.tracing import is_traced
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

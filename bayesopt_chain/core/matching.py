@@ -179,18 +179,22 @@ def _check_own_noise(links: Sequence[Link], r: Responses) -> None:
 
 
 def _require_known(link: Link, response: Any) -> None:
-    if response is None:
-        raise ValueError(
-            f"chain: nobody declared what {show(link)} does to the gradient, so no noise can be matched to it. "
-            "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
-            "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
-        )
-    if isinstance(response, Refused):
-        raise ValueError(f"chain: temperature > 0 is refused with {show(link)}: {response.reason}")
-    if isinstance(response, Linear) and not law.is_stable(response.a):
-        raise ValueError(f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)")
-    if isinstance(response, Decay) and not isfinite(response.weight_decay):
-        raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
+    match response:
+        case None:
+            why = (
+                f"nobody declared what {show(link)} does to the gradient, so no noise can be matched to it. "
+                "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
+                "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
+            )
+        case Refused(reason):
+            why = f"temperature > 0 is refused with {show(link)}: {reason}"
+        case Linear(_, a) if not law.is_stable(a):
+            why = f"{show(link)} has the unstable response 1 / {a}: momentum must lie in [0, 1)"
+        case Decay(weight_decay) if not isfinite(weight_decay):
+            why = f"{show(link)} has a weight decay that is not finite"
+        case _:
+            return
+    raise ValueError(f"chain: {why}")
 
 
 def _entrance(links: Sequence[Link], r: Responses, written: int, memory: Sequence[int]) -> int:

@@ -7,12 +7,13 @@ another, and names every tensor by its link and the path of its leaf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import optree
-import torch
 from torch import Tensor
 from torch.utils import _pytree
+
+from bayesopt_chain.trees import flattened, spread_prefix
 
 ALL = "*"  # the velocity of a declared link: all its floating-point state
 
@@ -63,14 +64,9 @@ _trees.register_pytree_node(
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
-def is_by_leaf(field: Any, n: int) -> bool:
+def is_by_leaf(field: Any, n: int) -> TypeGuard[tuple[Any, ...]]:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
-
-
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The tensors of a state or entry, and the structure that puts them back."""
-    return optree.tree_flatten(tree)
 
 
 def unshared(new: State, old: State) -> State:
@@ -89,33 +85,6 @@ def unshared(new: State, old: State) -> State:
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
     return {j for j, bit in enumerate(spread_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
-
-
-def spread_prefix(prefix: Any, tree: Any) -> list[Any]:
-    """The leaf of ``prefix`` that stands above each leaf of ``tree``.
-
-    Raises:
-        ValueError: the structures do not fit.
-    """
-    try:
-        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
-    except ValueError as err:
-        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
-
-
-def paths_of(tree: Any) -> tuple[str, ...]:
-    """The leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor."""
-    return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
-
-
-def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
-    """A tensor filled with ``value`` like each leaf."""
-    return tuple([torch.full_like(p, value, requires_grad=requires_grad) for p in leaves])
-
-
-def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A counter for each leaf, at zero."""
-    return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
 
 
 NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew

@@ -19,8 +19,9 @@ from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, is_by_leaf, paths_of
+from bayesopt_chain.core.state import ALL, Layout, is_by_leaf
 from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.trees import paths_of
 
 Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
 # proposes, by its first link, every run of links that can be swept at once

@@ -27,11 +27,11 @@ from bayesopt_chain.core.link import At, Keyed
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Noise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
-from bayesopt_chain.core.scalar_or_schedule import now as value_at
 from bayesopt_chain.core.update import Injected, Injection, Rates, Update
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
+from bayesopt_chain.schedules import ScalarOrSchedule
+from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain
 
 LOW = (torch.bfloat16, torch.float16)
