@@ -13,10 +13,11 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Keyed, Link
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.response import Decay, Linear, Nonlinear, Response
 from bayesopt_chain.fused.lower import lower
 from bayesopt_chain.links.foreign import Foreign, keywords_of
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay

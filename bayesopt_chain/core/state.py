@@ -7,7 +7,7 @@ another, and names every tensor by its link and the path of its leaf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
@@ -64,7 +64,7 @@ _trees.register_pytree_node(
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
-def is_by_leaf(field: Any, n: int) -> TypeGuard[tuple[Any, ...]]:
+def is_by_leaf(field: Any, n: int) -> bool:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
 

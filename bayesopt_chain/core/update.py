@@ -70,7 +70,7 @@ class Plan:
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
-        self.noise = {i: links[i].injection(sites, self.numbers) for i, sites in self.matched().items()}
+        self.noise = {i: links[i].injection(sites, self) for i, sites in self.matched().items()}
         self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
@@ -255,10 +255,11 @@ class Update:
         n = len(self.plan.where[i])
         if len(leaves) < n and hasattr(new, "_fields"):
             keep = self.positions(i, leaves)
-            fields: list[Any] = [
-                tuple({**dict(enumerate(old)), **dict(zip(keep, mine))}.values()) if is_by_leaf(old, n) else mine
-                for old, mine in zip(self.entries[i], new)
-            ]
+            fields = list[Any](new)
+            for f, old in enumerate(self.entries[i]):
+                if is_by_leaf(old, n):
+                    changed = dict(zip(keep, new[f]))
+                    fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
             new = type(new)(*fields)
         self.entries[i] = new
 

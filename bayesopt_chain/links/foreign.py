@@ -34,7 +34,7 @@ class Foreign(Link):
         return self.declared
 
     @property
-    def rescales(self) -> bool:
+    def rescales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rescale is not None
 
     @property

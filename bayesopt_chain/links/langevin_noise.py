@@ -23,11 +23,12 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.filters import Conditions
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Noise, Response
-from bayesopt_chain.core.update import Injected, Injection, Rates, Update
+from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.schedules import ScalarOrSchedule
@@ -74,8 +75,8 @@ class LangevinNoise(Keyed):
     def init(self, leaves: Leaves, at: At) -> Any:
         return at.plan.noise[at.i].start(at.update.params or []) if at.i in at.plan.noise else EmptyState()
 
-    def injection(self, sites: Sequence[Site], numbers: Sequence[int]) -> Injection:
-        return LangevinInjection(self, sites, numbers)
+    def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
+        return LangevinInjection(self, sites, plan)
 
     def __str__(self) -> str:
         words = [checks.show(self.temperature)]
@@ -102,12 +103,12 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 class LangevinInjection(Injection):
     """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
-    def __init__(self, link: LangevinNoise, sites: Sequence[Site], numbers: Sequence[int]) -> None:
+    def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
         self.link, self.sites = link, sites
         places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
-        self.numbers = [keyed_stream.draw_number(numbers[j], 2 * n) for j, n in places]
+        self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
         self.leaves = [j for j, _ in places]
         self.processes = [sites[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
