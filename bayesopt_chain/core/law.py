@@ -122,12 +122,8 @@ def spectral_factor(r: Sequence[float]) -> Poly:
     n = len(r)
     q = [math.sqrt(r[0])] + [0.0] * (n - 1)
     for _ in range(200):
-        rows = [[0.0] * n for _ in range(n)]
+        rows = [[(q[j - k] if j >= k else 0.0) + (q[j + k] if j + k < n else 0.0) for j in range(n)] for k in range(n)]
         rhs = [r[k] + sum(q[j] * q[j + k] for j in range(n - k)) for k in range(n)]
-        for k in range(n):
-            for j in range(n - k):
-                rows[k][j + k] += q[j]
-                rows[k][j] += q[j + k]
         new = _solve(rows, rhs)
         if max(abs(x - y) for x, y in zip(new, q)) <= 1e-16 * math.sqrt(scale):
             return tuple(new)

@@ -75,10 +75,9 @@ def unshared(new: State, old: State) -> State:
     seen = {id(t) for t in flattened(old)[0]}
     out: list[Any] = []
     for t in leaves:
-        if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
-            t = t.clone()
-        seen.add(id(t))
-        out.append(t)
+        shared = isinstance(t, Tensor) and (id(t) in seen or t._is_view())
+        out.append(t.clone() if shared else t)
+        seen.add(id(out[-1]))
     return spec.unflatten(out)
 
 
@@ -102,23 +101,19 @@ def warm_start(fresh: State, like: Any) -> State:
         tensors, _ = flattened(donor)
         if not tensors or type(donor).__name__ in NOISE:
             continue
-        fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _alike(mine, donor)]
-        if fits:
-            taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
-            out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
-        else:
+        fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _remembered(mine) == _remembered(donor)]
+        if not fits:
             raise ValueError(
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
                 "build the chain from the same links as the optimizer, or leave that entry out: like=[the others]"
             )
+        taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+        out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
     return State(out, fresh.layout)
 
 
-def _alike(mine: Any, donor: Any) -> bool:
-    """Whether two states are of one kind, by name and fields; fields without tensors do not count."""
-    names, others = ([f for f in getattr(s, "_fields", ()) if flattened(getattr(s, f))[0]] for s in (mine, donor))
-    if type(mine).__name__ != type(donor).__name__ or names != others:
-        return False
-    a, b = flattened(mine)[0], flattened(donor)[0]
-    same = [isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b)]
-    return len(a) == len(b) and all(same)
+def _remembered(entry: Any) -> Any:
+    """What an entry is: the names of its kind and of the fields that hold tensors, and the tensors' shapes and dtypes."""
+    fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
+    tensors: list[Any] = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in flattened(entry)[0]]
+    return type(entry).__name__, fields, tensors
