@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, tracing
-from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.module_state import is_keyed, keyed
@@ -21,6 +20,7 @@ from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import paths_of
 
 
 class Parallel:
