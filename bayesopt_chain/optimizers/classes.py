@@ -15,8 +15,8 @@ import optree
 import torch
 import torchopt
 
-from bayesopt_chain.core.link import Keyed
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.optimizers import functional
 
 DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_chain.optim.{torchs}`).
