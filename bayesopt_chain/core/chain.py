@@ -21,6 +21,7 @@ from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.response import Noise
 from bayesopt_chain.core.state import Layout, State, paths_of, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
+from bayesopt_chain.distributed.shards import enter, local, pieces_of
 from bayesopt_chain.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -142,10 +143,14 @@ class Chain(GradientTransformation):
         here = {j for j, p in enumerate(leaves) if p is not None}
         masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
+        pieces, given, leaves = pieces_of(leaves), leaves, [local(p) for p in leaves]
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
-        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where)
+        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, pieces)
         plan = self.plan(State((), layout))
         plan.spec = spec
+        if plan.shards is not None:
+            plan.shards.require(where)
+            plan.shards.seen(given, "params")
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
@@ -154,7 +159,8 @@ class Chain(GradientTransformation):
             update.entries.append(x.init([leaves[j] for j in w], At(update, i, w)))
         for i, strength in update.strengths().items():
             plan.noise[i].link.started(plan.noise[i], strength, update)
-        state = State(update.entries, layout)
+        entries = update.entries if plan.shards is None else plan.shards.spread(update.entries, leaves, where, plan.noise)
+        state = State(entries, layout)
         return state if like is None else warm_start(state, like)
 
     def _step(self, updates: Any, state: Any, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
@@ -168,6 +174,10 @@ class Chain(GradientTransformation):
             raise ValueError(f"{show(self.needy)} needs the parameters: call update(updates, state, params=params)")
         plan = self.plan(state)
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
+        leave = None
+        if plan.shards is not None:
+            g, params, entries, extra, leave = enter(plan.shards, g, params, state, extra)
+            state = State(entries, state.layout)
         p = plan.check(spec, g, params)
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):
             g = owned(g)
@@ -175,4 +185,8 @@ class Chain(GradientTransformation):
         update = Update(plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, missing)
         update.run()
         new = State(update.entries, state.layout)
-        return spec.unflatten(g), new if inplace or is_traced() else unshared(new, state)
+        new = new if inplace or is_traced() else unshared(new, state)
+        if leave is not None:
+            g, entries = leave(g, new)
+            new = State(entries, state.layout)
+        return spec.unflatten(g), new

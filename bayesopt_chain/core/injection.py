@@ -59,13 +59,14 @@ class Strength(NamedTuple):
 class Injection:
     """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
-    def __init__(self, link: NoiseLink, sites: Sequence[Site], numbers: Sequence[int]) -> None:
+    def __init__(self, link: NoiseLink, sites: Sequence[Site], numbers: Sequence[int], pieces: Any = None) -> None:
         self.link, self.sites = link, sites
         places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
         self.numbers = [keyed_stream.draw_number(numbers[j], 2 * n) for j, n in places]
         self.leaves = [j for j, _ in places]
+        self.pieces = None if pieces is None else [pieces[j] for j in self.leaves]
         self.processes = [sites[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
         lone = sites[0].constants if len(sites) == 1 and not sites[0].process.memory else None
@@ -110,7 +111,7 @@ class Injection:
         checks.own_key(key, [x for x in g if x is not None])
         level = 1.0 if self.level is None else self.level
         xi = keyed_stream.normals(
-            key, count, state.memory, self.draws, link.noise, link.stream, level, numbers=self.numbers
+            key, count, state.memory, self.draws, link.noise, link.stream, level, self.numbers, self.pieces
         )
         hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []

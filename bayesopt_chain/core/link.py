@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from bayesopt_chain.random import stream as keyed_stream
 if TYPE_CHECKING:
     from bayesopt_chain.core.injection import Injection, Strength
     from bayesopt_chain.core.update import Plan, Update
+
+
+Spread = Literal["shards", "tree", "refused"]  # each rank's part as a leaf; the tree of DTensors; nothing
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class At:
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
+        if self.plan.shards is not None:
+            leaves = self.plan.shards.whole(self.present, leaves)
         if len(self.present) == self.update.spec.num_leaves:
             return self.update.spec.unflatten(leaves)
         shapes = self.plan.layout.shapes
@@ -83,7 +88,11 @@ class At:
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
         flat = self.update.spec.flatten_up_to(tree)
-        return [flat[j] for j in self.present]
+        return self.parts([flat[j] for j in self.present])
+
+    def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
+        """Of what was given for each leaf that is there, the part that belongs to this rank."""
+        return values if self.plan.shards is None else self.plan.shards.parts(self.present, values, what)
 
 
 ANY = "**"  # among the keywords of a link that takes every keyword
@@ -106,6 +115,8 @@ class Link:
     exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
     coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
+    spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
+    instead: ClassVar[str] = ""  # where it refuses them, what to take
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
 
     @property
@@ -195,8 +206,9 @@ class Keyed(Link):
             for j in at.index
         ]
         templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
+        pieces = None if layout.pieces is None else [layout.pieces[j] for j in at.index]
         xi = keyed_stream.normals(
-            state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
+            state.key, state.count, templates, [draws] * len(like), kind, self.stream, 1.0, numbers, pieces
         )
         return [x for j, x in zip(at.index, xi) if j in given]
 

@@ -14,17 +14,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from bayesopt_chain.distributed.shards import Pieces
+
 ALL = "*"  # the velocity of a declared link: all its floating-point state
 
 
 class Layout(NamedTuple):
-    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, and the leaves each link acts on."""
+    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, and the leaves each link acts on.
+
+    Of parameters spread over ranks the shapes are this rank's, and ``pieces`` says which elements it holds.
+    """
 
     kinds: tuple[str, ...]
     paths: tuple[str, ...]
     shapes: tuple[Any, ...]
     dtypes: tuple[Any, ...]
     where: tuple[tuple[int, ...], ...]
+    pieces: Pieces | None = None
 
 
 class State(tuple[Any, ...]):

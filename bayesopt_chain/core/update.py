@@ -21,6 +21,7 @@ from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
 from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
+from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.random.stream import leaf_numbers
 
 Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
@@ -34,10 +35,11 @@ class Plan:
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
+        self.shards = None if layout.pieces is None else Sharding(layout.pieces, layout.paths, links)
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
-        self.noise = {i: Injection(x, sites, self.numbers) for i, (x, sites) in self.matched().items()}
+        self.noise = {i: Injection(x, sites, self.numbers, layout.pieces) for i, (x, sites) in self.matched().items()}
         self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]

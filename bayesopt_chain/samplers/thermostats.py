@@ -62,7 +62,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At, Keyed, Spread
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
 from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
@@ -93,6 +93,13 @@ class Thermostat(Keyed):
     temperature: ScalarOrSchedule
     mass: float
     per_parameter: bool
+
+    instead = "; a friction for each parameter (per_parameter=True) takes it"
+
+    @property
+    def spread(self) -> Spread:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A common friction follows the kinetic energy of all parameters."""
+        return "shards" if self.per_parameter else "refused"
 
     @property
     def response(self) -> Response:

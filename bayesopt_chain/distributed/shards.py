@@ -1,0 +1,262 @@
+r"""Parameters spread over ranks (DTensors: FSDP2, tensor parallelism), as a chain works on them.
+
+Elementwise links know no neighbours: a shard of a leaf is a leaf. So an update takes the DTensors apart once when it begins,
+runs on this rank's own tensors, and puts DTensors together once when it ends:
+
+    leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
+    noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.pieces.draw_pieces`
+
+Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys and counts are
+plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
+
+A gradient that still is a sum to be taken over ranks (``Partial``), or lies otherwise than its parameter, is brought to the
+parameter's placements first. A link that mixes elements has no business with a shard: it takes the tree of DTensors, whose own
+reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, spec_of, stacked_spec
+from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.random.pieces import Runs
+
+Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
+
+
+def pieces_of(leaves: Sequence[Any]) -> Pieces | None:
+    """The elements of each leaf that this rank holds; ``None`` where no leaf is a DTensor."""
+    if not any(map(is_dtensor, leaves)):
+        return None
+    return tuple([runs_of(x) if is_dtensor(x) else None for x in leaves])
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return local_of(x) if is_dtensor(x) else x
+
+
+class Sharding:
+    """The leaves of a tree of which some are DTensors, and how they are laid out.
+
+    Attributes:
+        pieces: by leaf the elements that are here.
+        specs: by leaf torch's description of the DTensor that was seen last.
+    """
+
+    def __init__(self, pieces: Pieces, paths: Sequence[str], links: Sequence[Any]) -> None:
+        self.pieces, self.paths, self.links = pieces, paths, links
+        self.specs: list[Any] = [None] * len(pieces)
+
+    def require(self, where: Sequence[Sequence[int]]) -> None:
+        """Refuse links that need whole leaves, and a stream that knows no elements.
+
+        Raises:
+            ValueError: naming the link and the leaf.
+        """
+        for link, w in zip(self.links, where):
+            here = [j for j in w if self.pieces[j] is not None]
+            if here and link.spread == "refused":
+                raise ValueError(
+                    f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each rank "
+                    f"has a part{link.instead}. Keep whole parameters on every rank and spread the data "
+                    "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
+                )
+            if here and getattr(link, "stream", None) == "generator":
+                raise ValueError(
+                    f"chain: {link} draws with torch's generator, one element after the other, so that ranks with shards of "
+                    'a leaf would all draw the first ones; leave stream= out, or take stream="philox"'
+                )
+
+    def seen(self, leaves: Sequence[Any], what: str) -> None:
+        """Take note of how these leaves lie; refuse another layout than the state's.
+
+        Raises:
+            ValueError: naming the leaf.
+        """
+        for j, x in enumerate(leaves):
+            if x is None:
+                continue
+            spec = spec_of(x) if is_dtensor(x) else None
+            if spec is self.specs[j] and (spec is None) == (self.pieces[j] is None):
+                continue
+            if (spec is None) != (self.pieces[j] is None) or (spec is not None and runs_of(x) != self.pieces[j]):
+                came = "a plain tensor" if spec is None else f"spread as {spec.placements}"
+                raise ValueError(
+                    f"{what}: leaf {checks.name(self.paths[j])} is {came}, otherwise than the parameter that the state was made "
+                    "for; call init with these parameters"
+                )
+            self.specs[j] = spec
+
+    def gradients(self, g: Sequence[Any]) -> list[Any]:
+        """The local gradients, each brought to its parameter's placements first.
+
+        Raises:
+            ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
+        """
+        out = list(g)
+        for j, x in enumerate(g):
+            if x is None:
+                continue
+            spec = self.specs[j]
+            if is_dtensor(x) and spec is not None:
+                if spec_of(x) is not spec and (x.placements != spec.placements or x.device_mesh != spec.mesh):
+                    x = x.redistribute(spec.mesh, spec.placements)
+                out[j] = local_of(x)
+            elif is_dtensor(x) or self.pieces[j] is not None:
+                self.seen([None] * j + [x], "updates")
+                self.specs[j] = spec = spec_of(x)
+                out[j] = local_of(x)
+        return out
+
+    def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+        """The DTensors of which these are the local parts, for links that take them."""
+        return [
+            x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)
+        ]
+
+    def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
+        """This rank's parts of what was given for these leaves: of DTensors spread like them; numbers hold for all elements.
+
+        Raises:
+            ValueError: a plain tensor for a spread leaf, or one spread otherwise.
+        """
+        out: list[Any] = []
+        for j, x in zip(leaves, xs):
+            mine = self.pieces[j]
+            if mine is not None and isinstance(x, Tensor) and x.ndim and not (is_dtensor(x) and runs_of(x) == mine):
+                raise ValueError(
+                    f"{what}: the tensor at {checks.name(self.paths[j])} is not spread over the ranks as its parameter is; "
+                    "distribute it likewise (torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements))"
+                )
+            out.append(local(x))
+        return out
+
+    def spread(
+        self, entries: Sequence[Any], leaves: Sequence[Any], where: Sequence[Sequence[int]], noise: Mapping[int, Any]
+    ) -> list[Any]:
+        """The entries of a fresh state: the memory of a leaf spread as the leaf is, the key that of the first rank.
+
+        ``noise`` has, by link, what knows of which leaf each remembered draw is.
+        """
+        out: list[Any] = []
+        for i, (link, entry, w) in enumerate(zip(self.links, entries, where)):
+            if link.spread == "shards" and hasattr(entry, "_fields"):
+                of = {"memory": noise[i].leaves, "conditions": ()} if i in noise else {}
+                fields = [self._memory(x, of.get(name, w), leaves) for name, x in zip(entry._fields, entry)]
+                entry = self._agreed(type(entry)(*fields))
+            out.append(entry)
+        return out
+
+    def _memory(self, field: Any, where: Sequence[int], leaves: Sequence[Any]) -> Any:
+        if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
+            return field
+        return tuple([self._like(x, leaves[j], j) for x, j in zip(field, where)])
+
+    def _like(self, x: Any, leaf: Tensor, j: int) -> Any:
+        spec = self.specs[j]
+        if spec is None or not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if x.shape == leaf.shape:
+            return dtensor_of(x, stacked_spec(spec, x, 0))
+        return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == leaf.shape else x
+
+    def _agreed(self, entry: Any) -> Any:
+        """With the key of the first rank, on all ranks that hold parts."""
+        if not hasattr(entry, "key"):
+            return entry
+        key: Tensor = entry.key.clone()
+        for group in _groups([spec.mesh for spec in self.specs if spec is not None]):
+            dist.broadcast(key, group=group, group_src=0)
+        return entry._replace(key=key)
+
+
+class Entered(NamedTuple):
+    """What an update works on, and how its results leave."""
+
+    g: list[Any]
+    params: Any
+    entries: list[Any]
+    extra: dict[str, Any]
+    leave: Callable[[list[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+
+
+def enter(
+    sharding: Sharding, g: Sequence[Any], params: Any, entries: Sequence[Any], extra: dict[str, Any]
+) -> Entered:
+    """Take the trees of an update apart.
+
+    ``leave(g, entries)`` puts the results together: what was overwritten is the DTensor that it was.
+
+    Raises:
+        ValueError: leaves that lie otherwise than the state was made for.
+    """
+    if params is not None:
+        sharding.seen(optree.tree_leaves(params, none_is_leaf=True), "params")
+        params = optree.tree_map(local, params)
+    before = list(g)
+    mine = sharding.gradients(g)
+    trees = [link.spread == "tree" for link in sharding.links]
+    flat = [([], None) if tree else optree.tree_flatten(entry) for tree, entry in zip(trees, entries)]
+    locals_ = [[local(x) for x in leaves] for leaves, _ in flat]
+    held = [
+        entry if spec is None else optree.tree_unflatten(spec, xs)
+        for (_, spec), xs, entry in zip(flat, locals_, entries)
+    ]
+
+    def leave(moves: list[Any], after: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        updates = [
+            x if x is None or spec is None else old if is_dtensor(old) and local_of(old) is x else dtensor_of(x, spec)
+            for x, old, spec in zip(moves, before, sharding.specs)
+        ]
+        out: list[Any] = []
+        for (leaves, spec), xs, entry in zip(flat, locals_, after):
+            if spec is None:
+                out.append(entry)
+                continue
+            new, structure = optree.tree_flatten(entry)
+            wrapped = [
+                y if not is_dtensor(old) else old if y is x else dtensor_of(y, spec_of(old))
+                for old, x, y in zip(leaves, xs, new, strict=True)
+            ]
+            out.append(optree.tree_unflatten(structure, wrapped))
+        return updates, out
+
+    return Entered(mine, params, held, {k: _scalar(x) for k, x in extra.items()}, leave)
+
+
+def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """Whether something is true on all ranks that hold parts of these leaves: one message for each axis of their mesh."""
+    groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
+    if not groups:
+        return ok
+    least = ok.to(torch.int32)
+    for group in groups:
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return least.to(torch.bool)
+
+
+def _groups(meshes: Sequence[Any]) -> list[Any]:
+    """The process groups of these meshes, in one order on all ranks."""
+    return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+
+
+def _scalar(x: Any) -> Any:
+    """A value such as a loss, whole on every rank."""
+    return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
+
+
+def add_(params: Sequence[Any], updates: Sequence[Any]) -> None:
+    """``params += updates``, on this rank's parts."""
+    for p, u in zip(params, updates):
+        if u is not None:
+            with torch.no_grad():
+                local(p).add_(local(u))
