@@ -230,7 +230,7 @@ def enter(
             out.append(optree.tree_unflatten(structure, wrapped))
         return updates, out
 
-    return Entered(mine, params, held, {k: _scalar(x) for k, x in extra.items()}, leave)
+    return Entered(mine, params, held, {k: whole(x) for k, x in extra.items()}, leave)
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
@@ -249,14 +249,35 @@ def _groups(meshes: Sequence[Any]) -> list[Any]:
     return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
 
 
-def _scalar(x: Any) -> Any:
-    """A value such as a loss, whole on every rank."""
+def whole(x: Any) -> Any:
+    """A 0-d value such as a loss, whole on every rank; anything else as it is."""
     return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
 
 
-def add_(params: Sequence[Any], updates: Sequence[Any]) -> None:
-    """``params += updates``, on this rank's parts."""
-    for p, u in zip(params, updates):
-        if u is not None:
-            with torch.no_grad():
-                local(p).add_(local(u))
+def are_spread(tree: Any) -> bool:
+    """Whether any leaf of a tree is a DTensor."""
+    return any(map(is_dtensor, optree.tree_leaves(tree)))
+
+
+def add(p: Tensor, update: Tensor, inplace: bool) -> Tensor:
+    """``p + update``; of DTensors on this rank's parts."""
+    if not is_dtensor(p):
+        return p.add_(update) if inplace else p.add(update)
+    if inplace:
+        local_of(p).add_(local(update))
+        return p
+    return dtensor_of(local_of(p).add(local(update)), spec_of(p))
+
+
+def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Refuse a loss that does not depend on a spread leaf, as where a module puts its own parameters in the place of the given ones.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if any(g is None and is_dtensor(x) for x, g in zip(leaves, grads)):
+        raise ValueError(
+            "loss: does not depend on a DTensor among params. A module under fully_shard computes with the parameters that it "
+            "gathers itself, not with those that torch.func.functional_call hands it; train it by loss.backward() and an "
+            "optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=...)"
+        )

@@ -16,6 +16,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain.core.link import Keyed
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.shards import add
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
@@ -135,7 +136,7 @@ class _Built:
         updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
         for p, u in zip(params, updates):
             if u is not None:
-                p.add_(u)
+                add(p, u, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
         mine = optree.tree_leaves(self.state)
