@@ -63,6 +63,12 @@ def local_of(x: Any) -> Tensor:
     return part if type(part) is Tensor or not hasattr(part, "wait") else part.wait()
 
 
+def is_fully_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was called on a module or on one inside it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+
+
 def spec_of(x: Any) -> Any:
     """Mesh, placements and global shape of a DTensor."""
     return x._spec
@@ -87,7 +93,9 @@ def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:
     shape = torch.Size((*part.shape[:axes], *meta.shape))
     inner: int = meta.shape.numel()
     stride = (*(inner * part.shape[i + 1 : axes].numel() for i in range(axes)), *meta.stride)
-    return type(spec)(spec.mesh, tuple([_shifted(p, axes) for p in spec.placements]), type(meta)(shape, stride, part.dtype))
+    return type(spec)(
+        spec.mesh, tuple([_shifted(p, axes) for p in spec.placements]), type(meta)(shape, stride, part.dtype)
+    )
 
 
 def _shifted(placement: Any, axes: int) -> Any:

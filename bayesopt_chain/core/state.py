@@ -20,10 +20,8 @@ ALL = "*"  # the velocity of a declared link: all its floating-point state
 
 
 class Layout(NamedTuple):
-    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, and the leaves each link acts on.
-
-    Of parameters spread over ranks the shapes are this rank's, and ``pieces`` says which elements it holds.
-    """
+    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, the leaves each link acts on, and, of
+    parameters spread over ranks, whose shapes are this rank's, the elements that it holds."""
 
     kinds: tuple[str, ...]
     paths: tuple[str, ...]

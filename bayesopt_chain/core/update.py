@@ -35,7 +35,7 @@ class Plan:
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
-        self.shards = None if layout.pieces is None else Sharding(layout.pieces, layout.paths, links)
+        self.shards = None if layout.pieces is None else Sharding(layout, links)
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}

@@ -17,7 +17,7 @@ reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -27,14 +27,15 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, spec_of, stacked_spec
 from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.pieces import Runs
 
 Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
 
 
-def pieces_of(leaves: Sequence[Any]) -> Pieces | None:
-    """The elements of each leaf that this rank holds; ``None`` where no leaf is a DTensor."""
-    if not any(map(is_dtensor, leaves)):
+def pieces_of(leaves: Sequence[Any] | None) -> Pieces | None:
+    """The elements of each leaf that this rank holds; ``None`` where there are no leaves to look at."""
+    if leaves is None:
         return None
     return tuple([runs_of(x) if is_dtensor(x) else None for x in leaves])
 
@@ -52,17 +53,16 @@ class Sharding:
         specs: by leaf torch's description of the DTensor that was seen last.
     """
 
-    def __init__(self, pieces: Pieces, paths: Sequence[str], links: Sequence[Any]) -> None:
-        self.pieces, self.paths, self.links = pieces, paths, links
-        self.specs: list[Any] = [None] * len(pieces)
-
-    def require(self, where: Sequence[Sequence[int]]) -> None:
-        """Refuse links that need whole leaves, and a stream that knows no elements.
+    def __init__(self, layout: Any, links: Sequence[Any]) -> None:
+        """Refuses links that need whole leaves, and a stream that knows no elements.
 
         Raises:
             ValueError: naming the link and the leaf.
         """
-        for link, w in zip(self.links, where):
+        self.pieces: Pieces = layout.pieces
+        self.paths, self.where, self.links = layout.paths, layout.where, links
+        self.specs: list[Any] = [None] * len(self.pieces)
+        for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
             if here and link.spread == "refused":
                 raise ValueError(
@@ -119,9 +119,7 @@ class Sharding:
 
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
         """The DTensors of which these are the local parts, for links that take them."""
-        return [
-            x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)
-        ]
+        return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
 
     def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
         """This rank's parts of what was given for these leaves: of DTensors spread like them; numbers hold for all elements.
@@ -140,15 +138,13 @@ class Sharding:
             out.append(local(x))
         return out
 
-    def spread(
-        self, entries: Sequence[Any], leaves: Sequence[Any], where: Sequence[Sequence[int]], noise: Mapping[int, Any]
-    ) -> list[Any]:
+    def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
         """The entries of a fresh state: the memory of a leaf spread as the leaf is, the key that of the first rank.
 
         ``noise`` has, by link, what knows of which leaf each remembered draw is.
         """
         out: list[Any] = []
-        for i, (link, entry, w) in enumerate(zip(self.links, entries, where)):
+        for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
             if link.spread == "shards" and hasattr(entry, "_fields"):
                 of = {"memory": noise[i].leaves, "conditions": ()} if i in noise else {}
                 fields = [self._memory(x, of.get(name, w), leaves) for name, x in zip(entry._fields, entry)]
@@ -179,58 +175,73 @@ class Sharding:
         return entry._replace(key=key)
 
 
-class Entered(NamedTuple):
-    """What an update works on, and how its results leave."""
-
-    g: list[Any]
-    params: Any
-    entries: list[Any]
-    extra: dict[str, Any]
-    leave: Callable[[list[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
+    """``init`` for parameters of which some are DTensors: on this rank's parts."""
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    if not any(map(is_dtensor, leaves)):
+        return init(params) if like is None else init(params, like=like)
+    return init(spec.unflatten([local(x) for x in leaves]), like=optree.tree_map(local, like), whole=leaves)
 
 
-def enter(
-    sharding: Sharding, g: Sequence[Any], params: Any, entries: Sequence[Any], extra: dict[str, Any]
-) -> Entered:
-    """Take the trees of an update apart.
+def step(
+    update: Callable[..., Any],
+    plan: Callable[[Any], Any],
+    updates: Any,
+    state: Any,
+    *,
+    params: Any = None,
+    inplace: bool = True,
+    **extra: Any,
+) -> Any:
+    """``update`` of a state of DTensors: its trees are taken apart, and what it gives is put together.
 
-    ``leave(g, entries)`` puts the results together: what was overwritten is the DTensor that it was.
+    What was overwritten is the DTensor that it was.
 
     Raises:
         ValueError: leaves that lie otherwise than the state was made for.
     """
+    if getattr(getattr(state, "layout", None), "pieces", None) is None:
+        return update(updates, state, params=params, inplace=inplace, **extra)
+    sharding: Sharding = plan(state).shards
+    g, spec = optree.tree_flatten(updates, none_is_leaf=True)
     if params is not None:
         sharding.seen(optree.tree_leaves(params, none_is_leaf=True), "params")
         params = optree.tree_map(local, params)
-    before = list(g)
     mine = sharding.gradients(g)
-    trees = [link.spread == "tree" for link in sharding.links]
-    flat = [([], None) if tree else optree.tree_flatten(entry) for tree, entry in zip(trees, entries)]
-    locals_ = [[local(x) for x in leaves] for leaves, _ in flat]
-    held = [
-        entry if spec is None else optree.tree_unflatten(spec, xs)
-        for (_, spec), xs, entry in zip(flat, locals_, entries)
+    entries = [_Entry(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+    moves, after = update(
+        spec.unflatten(mine),
+        type(state)([entry.parts for entry in entries], state.layout),
+        params=params,
+        inplace=inplace,
+        **{name: whole(x) for name, x in extra.items()},
+    )
+    new = [
+        x if x is None or known is None else old if x is part and is_dtensor(old) else dtensor_of(x, known)
+        for x, part, old, known in zip(spec.flatten_up_to(moves), mine, g, sharding.specs)
     ]
+    return spec.unflatten(new), type(state)([entry.put(x) for entry, x in zip(entries, after)], state.layout)
 
-    def leave(moves: list[Any], after: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        updates = [
-            x if x is None or spec is None else old if is_dtensor(old) and local_of(old) is x else dtensor_of(x, spec)
-            for x, old, spec in zip(moves, before, sharding.specs)
-        ]
-        out: list[Any] = []
-        for (leaves, spec), xs, entry in zip(flat, locals_, after):
-            if spec is None:
-                out.append(entry)
-                continue
-            new, structure = optree.tree_flatten(entry)
-            wrapped = [
+
+class _Entry:
+    """An entry of a state, as this rank's parts; one that a link keeps as it likes stays."""
+
+    def __init__(self, entry: Any, stays: bool) -> None:
+        self.old, self.spec = ([], None) if stays else optree.tree_flatten(entry)
+        self.mine = [local(x) for x in self.old]
+        self.parts = entry if self.spec is None else self.spec.unflatten(self.mine)
+
+    def put(self, entry: Any) -> Any:
+        """What became of it, spread as it was."""
+        if self.spec is None:
+            return entry
+        new, spec = optree.tree_flatten(entry)
+        return spec.unflatten(
+            [
                 y if not is_dtensor(old) else old if y is x else dtensor_of(y, spec_of(old))
-                for old, x, y in zip(leaves, xs, new, strict=True)
+                for old, x, y in zip(self.old, self.mine, new, strict=True)
             ]
-            out.append(optree.tree_unflatten(structure, wrapped))
-        return updates, out
-
-    return Entered(mine, params, held, {k: whole(x) for k, x in extra.items()}, leave)
+        )
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
@@ -259,6 +270,11 @@ def are_spread(tree: Any) -> bool:
     return any(map(is_dtensor, optree.tree_leaves(tree)))
 
 
+def like(x: Any, part: Any) -> Any:
+    """A new local tensor, spread as ``x`` is."""
+    return dtensor_of(part, spec_of(x)) if is_dtensor(x) else part
+
+
 def add(p: Tensor, update: Tensor, inplace: bool) -> Tensor:
     """``p + update``; of DTensors on this rank's parts."""
     if not is_dtensor(p):
@@ -276,8 +292,4 @@ def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
         ValueError: with what to do instead.
     """
     if any(g is None and is_dtensor(x) for x, g in zip(leaves, grads)):
-        raise ValueError(
-            "loss: does not depend on a DTensor among params. A module under fully_shard computes with the parameters that it "
-            "gathers itself, not with those that torch.func.functional_call hands it; train it by loss.backward() and an "
-            "optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=...)"
-        )
+        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")

@@ -153,7 +153,9 @@ class Noisy(Link):
         level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
         scale = 1.0 if mu is None else level  # scaled while it is drawn
         dtype, kernel = g[0].dtype, sweep_kernel()
-        parts = keyed_stream.drawn(noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale, self.pieces)
+        parts = keyed_stream.drawn(
+            noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale, self.pieces
+        )
         if kernel is None:
             flat = torch.cat([e.clone() for _, e in parts])
             flat = flat.mul_(level) if mu is None else flat

@@ -409,7 +409,8 @@ def _stacked(trees: list) -> Any:
 def writable(grads: Any) -> Any:
     """The gradients, copied where overwriting one would change another."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    return optree.tree_unflatten(spec, owned(leaves))
+    mine = owned([shards.local(x) for x in leaves])
+    return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:

@@ -48,7 +48,9 @@ class Shards:
         self.parts: dict[Tensor, tuple[Tensor, Any]] = {}  # by DTensor, the local tensor and how it lies
         self.runs: dict[Tensor, Runs] = {}
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
-        self.pairs: dict[Tensor, dict[str, tuple[Any, Any]]] = {}  # by local tensor and name, what is outside and inside
+        self.pairs: dict[
+            Tensor, dict[str, tuple[Any, Any]]
+        ] = {}  # by local tensor and name, what is outside and inside
 
     @contextmanager
     def entered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
