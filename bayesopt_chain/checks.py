@@ -201,8 +201,8 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
     for i, leaf in enumerate(leaves):
         if is_dtensor(leaf) and is_transformed():
             raise ValueError(
-                f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func cannot "
-                "transform; run several chains with bc.parallel(step, n, loop=True)"
+                f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func "
+                "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
             )
         if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
             continue
@@ -235,8 +235,9 @@ def unsharded(leaf: Any, path: Any) -> None:
     if is_dtensor(leaf):
         raise ValueError(
             f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where whole "
-            "parameters are needed. Keep whole parameters on every rank and spread the data (bc.make_step(loss, tx, mesh=mesh)) "
-            "or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() gathers one"
+            "parameters are needed. Keep whole parameters on every rank and spread the data "
+            "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+            "gathers one"
         )
 
 

@@ -147,10 +147,12 @@ class Chain(GradientTransformation):
             check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
-        masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}
+        seen = params if whole is None else spec.unflatten(whole)
+        masks = {id(mask): selected(mask, seen) for x in self.links for mask in x.masks}
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
-        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, shards.pieces_of(whole))
+        pieces = None if whole is None else shards.pieces_of(whole)
+        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, pieces)
         plan = self.plan(State((), layout))
         plan.spec = spec
         if plan.shards is not None:

@@ -1,8 +1,8 @@
 """DistributedDataParallel and ``fully_shard`` see ``loss.backward()`` and ``.grad``, and nothing else.
 
-Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass the hooks of the first by: without a message and
-without an error each rank would follow the gradient of its own data. The second puts the parameters that it gathered in the
-place of those that ``torch.func.functional_call`` hands over. A loss that calls such a module is therefore refused.
+Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass the hooks of the first by: without a
+message and without an error each rank would follow the gradient of its own data. The second puts the parameters that it
+gathered in the place of those that ``torch.func.functional_call`` hands over. A loss that calls such a module is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ REFUSAL = (
 
 
 FULLY_SHARDED = (
-    "the module is under fully_shard and computes with the parameters that it gathers itself, not with those it is handed. Train "
-    "it by loss.backward() and an optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, "
+    "the module is under fully_shard and computes with the parameters that it gathers itself, not with those it is handed. "
+    "Train it by loss.backward() and an optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, "
     "generator=bc.distributed.generator(seed))"
 )
 

@@ -6,8 +6,8 @@ runs on this rank's own tensors, and puts DTensors together once when it ends:
     leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
     noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.pieces.draw_pieces`
 
-Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys and counts are
-plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
+Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys
+and counts are plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
 
 A gradient that still is a sum to be taken over ranks (``Partial``), or lies otherwise than its parameter, is brought to the
 parameter's placements first. A link that mixes elements has no business with a shard: it takes the tree of DTensors, whose own
@@ -16,8 +16,9 @@ reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -30,13 +31,14 @@ from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.pieces import Runs
 
+Spread = Literal[
+    "shards", "tree", "refused"
+]  # what a link takes: each rank's part as a leaf; the tree of DTensors; nothing
 Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
 
 
-def pieces_of(leaves: Sequence[Any] | None) -> Pieces | None:
-    """The elements of each leaf that this rank holds; ``None`` where there are no leaves to look at."""
-    if leaves is None:
-        return None
+def pieces_of(leaves: Sequence[Any]) -> Pieces:
+    """The elements of each leaf that this rank holds; ``None`` for a plain tensor."""
     return tuple([runs_of(x) if is_dtensor(x) else None for x in leaves])
 
 
@@ -66,8 +68,8 @@ class Sharding:
             here = [j for j in w if self.pieces[j] is not None]
             if here and link.spread == "refused":
                 raise ValueError(
-                    f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each rank "
-                    f"has a part{link.instead}. Keep whole parameters on every rank and spread the data "
+                    f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each "
+                    f"rank has a part{link.instead}. Keep whole parameters on every rank and spread the data "
                     "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
                 )
             if here and getattr(link, "stream", None) == "generator":
@@ -91,8 +93,8 @@ class Sharding:
             if (spec is None) != (self.pieces[j] is None) or (spec is not None and runs_of(x) != self.pieces[j]):
                 came = "a plain tensor" if spec is None else f"spread as {spec.placements}"
                 raise ValueError(
-                    f"{what}: leaf {checks.name(self.paths[j])} is {came}, otherwise than the parameter that the state was made "
-                    "for; call init with these parameters"
+                    f"{what}: leaf {checks.name(self.paths[j])} is {came}, otherwise than the parameter that the state was "
+                    "made for; call init with these parameters"
                 )
             self.specs[j] = spec
 
@@ -178,7 +180,8 @@ class Sharding:
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
     """``init`` for parameters of which some are DTensors: on this rank's parts."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    if not any(map(is_dtensor, leaves)):
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    if not any([isinstance(x, kind) for x in leaves]):
         return init(params) if like is None else init(params, like=like)
     return init(spec.unflatten([local(x) for x in leaves]), like=optree.tree_map(local, like), whole=leaves)
 
@@ -286,7 +289,7 @@ def add(p: Tensor, update: Tensor, inplace: bool) -> Tensor:
 
 
 def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Refuse a loss that does not depend on a spread leaf, as where a module puts its own parameters in the place of the given ones.
+    """Refuse a loss that does not depend on a spread leaf, as where a module computes with other parameters than the given.
 
     Raises:
         ValueError: with what to do instead.

@@ -21,10 +21,9 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
-from bayesopt_chain.core.state import flattened
 from bayesopt_chain.distributed.shards import everywhere, local
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.trees import all_finite
+from bayesopt_chain.trees import all_finite, flattened
 
 
 class SkipState(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesopt_chain._torch import is_fully_sharded
 from bayesopt_chain import batches
+from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
 
@@ -114,8 +114,8 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
         raise TypeError(f"make_functional: module is {type(module).__name__}, not a torch.nn.Module")
     if is_fully_sharded(module):
         raise ValueError(
-            "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not with "
-            "those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "
+            "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not "
+            "with those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "
             "bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=bc.distributed.generator(seed))"
         )
     params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}

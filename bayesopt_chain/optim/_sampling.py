@@ -515,8 +515,8 @@ class Sampling(torch.optim.Optimizer):
         if "_spread" in self.__dict__ and (group.get("noise_stream") == "generator" or group.get("differentiable")):
             what = "differentiable=True" if group.get("differentiable") else 'stream="generator"'
             raise ValueError(
-                f"{self._name}: {what} with parameters that are DTensors at temperature > 0: their noise is numbered by the elements "
-                "of the whole parameter and drawn on this rank's part; leave it out"
+                f"{self._name}: {what} with parameters that are DTensors at temperature > 0: their noise is numbered by the "
+                "elements of the whole parameter and drawn on this rank's part; leave it out"
             )
         if group.get("differentiable"):
             moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]

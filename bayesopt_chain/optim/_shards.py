@@ -1,8 +1,8 @@
 """Optimizers on parameters that are spread over ranks (DTensors, as ``fully_shard`` and ``parallelize_module`` leave them).
 
-For the time of a step the optimizer holds this rank's own tensors in the place of its DTensors, so that torch's step and the noise
-run as they do in one process, with the noise numbered by the elements of the whole parameter. ``optimizer.state`` keeps
-DTensors, which share the local tensors' memory, so that checkpoints know how it is spread.
+For the time of a step the optimizer holds this rank's own tensors in the place of its DTensors, so that torch's step and
+the noise run as they do in one process, with the noise numbered by the elements of the whole parameter.
+``optimizer.state`` keeps DTensors, which share the local tensors' memory, so that checkpoints know how it is spread.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Shards:
 
     def take(self, p: Tensor, q: Tensor, outside: Any) -> None:
         """What is remembered of a parameter, this rank's part of it."""
-        theirs = outside[p] if p in outside else None
+        theirs = outside.get(p)
         if not theirs or p is q:
             self.pairs.pop(q, None)
             self.state.pop(q, None)
@@ -124,8 +124,8 @@ class Shards:
             if name not in known or known[name][0] is not value:
                 if isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
                     raise ValueError(
-                        f"bc.optim: {name} of a parameter that is a DTensor is a plain tensor of shape {tuple(value.shape)}; load "
-                        "states of spread parameters by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                        f"bc.optim: {name} of a parameter that is a DTensor is a plain tensor of shape {tuple(value.shape)}; "
+                        "load states of spread parameters by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                     )
                 known[name] = (value, local_of(value) if is_dtensor(value) else value)
             mine[name] = known[name][1]

@@ -47,8 +47,8 @@ class Slots:
                 raise TypeError(f"capture: params and state must hold tensors only, found {leaf!r}")
             if _torch.is_dtensor(leaf):
                 raise CaptureError(
-                    "capture: params or state hold a DTensor, spread over ranks, whose messages a captured step cannot hold; run "
-                    "the step as it is, or keep whole parameters on every rank"
+                    "capture: params or state hold a DTensor, spread over ranks, whose messages a captured step cannot hold; "
+                    "run the step as it is, or keep whole parameters on every rank"
                 )
         first: dict[int, int] = {}
         self.index = [first.setdefault(id(leaf), len(first)) for leaf in leaves]
