@@ -340,6 +340,8 @@ class Sampling(torch.optim.Optimizer):
             for w in plan.noisy:
                 if w.noise.before is not None:  # pyright: ignore[reportOptionalMemberAccess]
                     w.state["noise_before"] = w.noise.before  # pyright: ignore[reportOptionalMemberAccess]
+                elif "noise" not in w.state:
+                    self._make_room(w)
 
     def _batch(self, leaves: list[Work]) -> Batch:
         """Small leaves whose noise has the same numbers, and the tensors it goes to."""
@@ -418,6 +420,14 @@ class Sampling(torch.optim.Optimizer):
             if w.param.dtype in (torch.bfloat16, torch.float16):
                 self._warn_of_rounding(w)
         return state[name]
+
+    def _make_room(self, w: Work) -> None:
+        """Entries of a leaf that has drawn nothing yet, since lr is 0: ``torch.distributed.checkpoint`` makes such a step to
+        learn what a state holds, and loads no more than that."""
+        self._draw_of(w, "noise")
+        w.state["noise_before"] = None
+        if self._linear({**w.group, "lr": 1.0}, *self._clock(w.state)).direct > 0.0:
+            self._draw_of(w, "noise_direct")
 
     def _normals(self) -> _noise.Normals:
         normals = self.__dict__.get("_source")
