@@ -7,23 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.experiments import mnist, pima, report
+from benchmarks.experiments import imdb, mnist, pima, report
 from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import SCALES, averaged, keep, record
 from benchmarks.experiments.double_well import Truth, modes
 
-DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "mnist": "mnist/mnist.npz"}
+DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "mnist": "mnist/mnist.npz", "imdb": "imdb/imdb_20k_100.npz"}
 PACKAGES = {"pima": ("pyro", "posteriors", "blackjax"), "mnist": ("torchmetrics", "sklearn")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path):
+def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path, monkeypatch):
     for package in PACKAGES.get(name, ()):
         pytest.importorskip(package)
     folder = os.environ.get("BAYESOPT_CHAIN_DATA", "")
     if name in DATA and not (folder and (Path(folder) / DATA[name]).exists()):
         pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
+    monkeypatch.setenv("BAYESOPT_CHAIN_RUNS", str(tmp_path / "runs"))
     result = record(experiment(name), "smoke")
     assert set(experiment(name).settings) == set(experiment(name).seeds) == set(SCALES)
     path = keep(result, tmp_path)
@@ -36,7 +37,7 @@ def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path
 @pytest.mark.parametrize("name", sorted(DATA))
 def test_without_the_data_it_says_which_variable_to_set(name, monkeypatch):
     monkeypatch.setenv("BAYESOPT_CHAIN_DATA", "")
-    read = {"pima": pima.read, "mnist": lambda: mnist.read(2)}[name]
+    read = {"pima": pima.read, "mnist": lambda: mnist.read(2), "imdb": lambda: imdb.read(100)}[name]
     with pytest.raises(FileNotFoundError, match="BAYESOPT_CHAIN_DATA"):
         read()
 
