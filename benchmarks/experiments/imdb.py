@@ -49,6 +49,7 @@ from benchmarks.experiments.cells import folder_of, kept, slug
 from benchmarks.experiments.common import Experiment, Table, data_folder, verified
 
 SHA256 = "f95793fc7fed7bada1500cedf4f69344839d3e3d71c95bce833a83cfd17ffbc3"
+WORDS_SHA256 = "ea9452effbb08379e85d1bad42870f7345e390dc2d85c25d16a2d9ab06c9531c"
 UNKNOWN = 2  # the id of words outside the vocabulary
 CHECKPOINT_SECONDS = 60.0
 AT_ONCE = 500  # test reviews in one forward pass
@@ -66,6 +67,12 @@ def read(words: int) -> tuple[Reviews, Reviews]:
         )
     x, x_test = (ids.where(ids < words, UNKNOWN) for ids in (x, x_test))
     return (x, y), (x_test, y_test)
+
+
+def spelled(ids: Tensor) -> str:
+    """The words of one review."""
+    words = verified(data_folder() / "imdb" / "vocab_20k.txt", WORDS_SHA256).read_text().splitlines()
+    return " ".join(words[i] for i in ids.tolist() if words[i] not in ("<pad>", "<start>"))
 
 
 class Network(nn.Module):
@@ -448,9 +455,9 @@ EXPERIMENT = Experiment(
         | {"noise_batches": 4, "hessian": 32},
         "small": MODEL
         | RATES
-        | {"data": 24_960, "test": 5000, "temperatures": (1.0, 0.03, 0.001)}
-        | {"warmup": 390, "hot": 390, "steps": 780, "members": 5, "draws": 10, "logit_draws": 1000}
-        | {"noise_batches": 16, "hessian": 128},
+        | {"data": 12_480, "test": 3000, "temperatures": (1.0, 0.03)}
+        | {"warmup": 195, "hot": 195, "steps": 390, "members": 5, "draws": 5, "logit_draws": 1000}
+        | {"noise_batches": 16, "hessian": 64},
         "full": MODEL
         | RATES
         | {"data": 24_960, "test": 25_000, "temperatures": (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)}
