@@ -12,8 +12,16 @@ from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import SCALES, averaged, keep, record
 from benchmarks.experiments.double_well import Truth, modes
 
-DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "mnist": "mnist/mnist.npz", "imdb": "imdb/imdb_20k_100.npz"}
-PACKAGES = {"pima": ("pyro", "posteriors", "blackjax"), "mnist": ("torchmetrics", "sklearn")}
+DATA = {
+    "pima": "pima/pima-indians-diabetes.data.csv",
+    "mnist": "mnist/mnist.npz",
+    "imdb": "imdb/imdb_20k_100.npz",
+}
+PACKAGES = {
+    "pima": ("pyro", "posteriors", "blackjax"),
+    "mnist": ("torchmetrics", "sklearn"),
+    "imdb": ("torchmetrics",),
+}
 
 
 @pytest.mark.slow

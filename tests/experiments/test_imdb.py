@@ -16,6 +16,7 @@ SETTINGS = imdb.EXPERIMENT.settings["smoke"]
 @pytest.fixture
 def reviews(monkeypatch, tmp_path):
     """Random reviews in place of the data, and a folder for the runs."""
+    pytest.importorskip("torchmetrics")
     g = torch.Generator().manual_seed(0)
 
     def drawn(n):
