@@ -19,9 +19,10 @@ from bayesopt_chain.core.link import ANY, At, Link, show
 from bayesopt_chain.core.matching import describe
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.response import Noise
-from bayesopt_chain.core.state import Layout, State, paths_of, selected, unshared, warm_start
+from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
 from bayesopt_chain.tracing import is_traced
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,7 +154,7 @@ class Chain(GradientTransformation):
         for i, (x, w) in enumerate(zip(self.links, where)):
             update.entries.append(x.init([leaves[j] for j in w], At(update, i, w)))
         for i, strength in update.strengths().items():
-            plan.noise[i].link.started(plan.noise[i], strength, update)
+            plan.noise[i].started(strength, update)
         state = State(update.entries, layout)
         return state if like is None else warm_start(state, like)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.filters import Filtered
-from bayesopt_chain.core.injection import LangevinNoiseState
-from bayesopt_chain.core.link import At, Link, NoiseLink
+from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
+from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.random import stream as keyed_stream
@@ -116,7 +116,7 @@ def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
 class Noisy(Link):
     """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
 
-    noise: NoiseLink
+    noise: LangevinNoise
     momentum: Momentum | None
     scale: Scale
     site: Site
@@ -222,7 +222,9 @@ def _is_constant(link: Link) -> bool:
 def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
     noise, process, i = links[n], site.process, site.enters
-    known = isinstance(noise, NoiseLink) and noise.stream in keyed_stream.IN_CHUNKS  # any other is drawn by its link
+    known = (
+        isinstance(noise, LangevinNoise) and noise.stream in keyed_stream.IN_CHUNKS
+    )  # any other is drawn by its link
     simple = known and not site.colours and site.rates == ((), ()) and site.constants
     if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
         return None

@@ -23,9 +23,9 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
-from bayesopt_chain.core.state import flattened, paths_of
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
+from bayesopt_chain.trees import flattened, paths_of
 
 
 @runtime_checkable

@@ -21,9 +21,8 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
-from bayesopt_chain.core.state import flattened
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.trees import all_finite
+from bayesopt_chain.trees import all_finite, flattened
 
 
 class SkipState(NamedTuple):

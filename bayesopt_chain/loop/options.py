@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, tracing
-from bayesopt_chain.core.scalar_or_schedule import now, scalar
+from bayesopt_chain.schedules import now, scalar
 
 
 def check(microbatches: int, autocast: Any, gradients: str, buffers: Mapping[str, Tensor] | None) -> None:

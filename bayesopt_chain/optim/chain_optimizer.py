@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.link import Keyed
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.links.keyed import Keyed
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
