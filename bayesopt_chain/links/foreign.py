@@ -28,6 +28,7 @@ class Foreign(Link):
     rescale: Callable[[Any, Tensor], Any] | None = None
     velocity = ALL
     whole = True
+    spread = "tree"
 
     @property
     def response(self) -> Response | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.shards import add
 from bayesopt_chain.links.keyed import Keyed
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
@@ -143,7 +144,7 @@ class _Built:
         updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
         for p, u in zip(params, updates):
             if u is not None:
-                p.add_(u)
+                add(p, u, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
         mine = optree.tree_leaves(self.state)
