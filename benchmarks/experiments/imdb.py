@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool1d
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import folder_of, kept, slug
+from benchmarks.experiments.cells import folder_of, kept, slug, spent
 from benchmarks.experiments.common import Experiment, Table, data_folder, verified
 
 SHA256 = "f95793fc7fed7bada1500cedf4f69344839d3e3d71c95bce833a83cfd17ffbc3"
@@ -316,6 +316,16 @@ def log_mean(log_p: Tensor) -> Tensor:
     return log_p.logsumexp(0) - math.log(len(log_p))
 
 
+def cell_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a cell depends on: other temperatures make further cells beside those that are there."""
+    return {name: value for name, value in settings.items() if name != "temperatures"}
+
+
+def seconds(settings: Mapping[str, Any], seeds: Sequence[int]) -> float:
+    """Process time of a run's cells."""
+    return spent("imdb", cell_settings(settings), seeds)
+
+
 def at(method: str, temperature: float) -> str:
     """The name of a row."""
     return f"{method}, T = {temperature:g}"
@@ -347,8 +357,7 @@ def rows_at(w: Work, t: float) -> Table:
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every method at every temperature, then what the minibatches did, then the claims."""
-    same = {name: value for name, value in settings.items() if name != "temperatures"}
-    w = Work.make(settings, seed, folder_of("imdb", same) / f"seed-{seed}")
+    w = Work.make(settings, seed, folder_of("imdb", cell_settings(settings)) / f"seed-{seed}")
     table: Table = {
         "MLE": w.cell("MLE", lambda: (w.of_members([w.optimum(0.0)]), {})),
         "MAP": w.cell("MAP", lambda: (w.of_members([w.optimum(w.decay)]), {})),
@@ -467,4 +476,5 @@ EXPERIMENT = Experiment(
     {"smoke": 1, "small": 3, "full": 5},
     run,
     says,
+    seconds=seconds,
 )
