@@ -76,7 +76,8 @@ def match(
         ValueError: no noise makes this chain sample; the message says why and what would.
     """
     r: dict[int, Any] = {i: links[i].response for i in acting}
-    _check_own_noise(links, r)
+    if own := _of(r, OwnNoise):
+        _check_own_noise(links, r, own)
     if len(noises := _of(r, Noise)) > 1:
         raise ValueError(
             f"chain: {len(noises)} noise links act on one leaf ({_names(links, noises)}); keep one of them"
@@ -101,7 +102,7 @@ def match(
                 "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
                 "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
             )
-        memory = [i for i in _of(r, Linear) if r[i].has_memory]
+        memory = [i for i in _of(r, Linear) if any((*r[i].a[1:], *r[i].b[1:]))]
         at = _entrance(links, r, written, memory)
         whole = _whole(links, r, at)
         if whole is None:
@@ -156,10 +157,8 @@ def _site(
     return Site(whole, at, leaves, process, colours, rates, carried, constants)
 
 
-def _check_own_noise(links: Sequence[Link], r: Responses) -> None:
+def _check_own_noise(links: Sequence[Link], r: Responses, own: Sequence[int]) -> None:
     """In front of a link with noise of its own only what belongs to the loss: non-linear links and decay. Behind it nothing."""
-    if not (own := _of(r, OwnNoise)):
-        return
     if len(own) > 1:
         raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
     place, beside = list(r).index(own[0]), r[own[0]]

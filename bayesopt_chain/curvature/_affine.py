@@ -39,7 +39,9 @@ class Affine:
         """The uses of the parameters, all of the one tap 0, and what each sees of the inputs ``[b, *, I]``."""
         numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
         weight = params[self.weight]
-        uses = [Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)]
+        uses = [
+            Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)
+        ]
         seen = [x]
         if self.bias is not None:
             outputs = weight.shape[0]
