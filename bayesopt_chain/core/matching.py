@@ -31,7 +31,6 @@ from bayesopt_chain.core import law
 from bayesopt_chain.core.filters import Conditions, Filtered, Process, Rescaled, Scheduled
 from bayesopt_chain.core.link import Link, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
-from bayesopt_chain.core.state import ALL
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 Responses = Mapping[int, Any]  # by the number of the link
@@ -121,12 +120,12 @@ def match(
         raise ValueError(f"chain: no noise can be matched to {whole}: {err}{hint}") from None
     mixing = [m for m in whole.metrics if not r[m].diagonal]
     if changing and (owner := whole.owner) is not None:
-        if links[owner].velocity is None:
+        if not (links[owner].velocity or links[owner].whole):
             raise ValueError(
                 f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it "
                 "does not say which of its state that is; use constants, or bc.add_momentum"
             )
-        mixing += [owner] if links[owner].velocity == ALL else []
+        mixing += [owner] if links[owner].whole else []
     if mixing and where[mixing[0]] != leaves:
         raise ValueError(f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them")
     carrier = r[at] if whole.owner == at and links[at].carries and len(parts) == 1 else None
