@@ -17,6 +17,7 @@ from torchopt.base import EmptyState
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Response
 from bayesopt_chain.core.state import edited
+from bayesopt_chain.distributed.shards import Spread
 
 if TYPE_CHECKING:
     from bayesopt_chain.core.matching import Site
@@ -66,6 +67,8 @@ class At:
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
+        if self.plan.shards is not None:
+            leaves = self.plan.shards.whole(self.present, leaves)
         if len(self.present) == self.update.spec.num_leaves:
             return self.update.spec.unflatten(leaves)
         shapes = self.plan.layout.shapes
@@ -77,7 +80,11 @@ class At:
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
         flat = self.update.spec.flatten_up_to(tree)
-        return [flat[j] for j in self.present]
+        return self.parts([flat[j] for j in self.present])
+
+    def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
+        """Of what was given for each leaf that is there, the part that belongs to this rank."""
+        return values if self.plan.shards is None else self.plan.shards.parts(self.present, values, what)
 
 
 ANY = "**"  # among the keywords of a link that takes every keyword
@@ -101,6 +108,8 @@ class Link:
     exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
     coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
+    spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
+    instead: ClassVar[str] = ""  # where it refuses them, what to take
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
 
     @property

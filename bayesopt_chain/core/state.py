@@ -13,17 +13,20 @@ import optree
 from torch import Tensor
 from torch.utils import _pytree
 
+from bayesopt_chain.distributed.shards import Pieces
 from bayesopt_chain.trees import flattened, spread_prefix
 
 
 class Layout(NamedTuple):
-    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, and the leaves each link acts on."""
+    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, the leaves each link acts on, and, of
+    parameters spread over ranks, whose shapes are this rank's, the elements that it holds."""
 
     kinds: tuple[str, ...]
     paths: tuple[str, ...]
     shapes: tuple[Any, ...]
     dtypes: tuple[Any, ...]
     where: tuple[tuple[int, ...], ...]
+    pieces: Pieces | None = None
 
 
 class State(tuple[Any, ...]):

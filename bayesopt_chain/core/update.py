@@ -20,6 +20,7 @@ from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
 from bayesopt_chain.core.state import Layout, is_by_leaf
+from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
@@ -67,6 +68,7 @@ class Plan:
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
+        self.shards = None if layout.pieces is None else Sharding(layout, links)
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}

@@ -121,7 +121,7 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(chain_seed(seed, chain))
 
 
-def require_named_chain(who: str, generator: torch.Generator | None) -> None:
+def require_named_chain(who: str, generator: torch.Generator | None, instead: str = "give it") -> None:
     """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would
     drift apart or chains coincide.
 
@@ -132,7 +132,7 @@ def require_named_chain(who: str, generator: torch.Generator | None) -> None:
     if generator is None and size > 1:
         raise ValueError(
             f"{who}: {size} ranks run, and nothing says whether this one is a replica of the others or a chain of its own: "
-            "give it generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
+            f"{instead} generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
             "generator=bc.distributed.generator(seed, chain=rank) for a chain on each rank"
         )
 

@@ -26,6 +26,7 @@ class Foreign(Link):
     keywords: frozenset[str] = frozenset()
     rescale: Callable[[Any, Tensor], Any] | None = None
     whole = True
+    spread = "tree"
 
     @property
     def response(self) -> Response | None:

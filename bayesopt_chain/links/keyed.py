@@ -39,7 +39,8 @@ class Keyed(Link):
             for j in at.index
         ]
         templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
+        pieces = None if layout.pieces is None else [layout.pieces[j] for j in at.index]
         xi = keyed_stream.normals(
-            state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
+            state.key, state.count, templates, [draws] * len(like), kind, self.stream, 1.0, numbers, pieces
         )
         return [x for j, x in zip(at.index, xi) if j in given]

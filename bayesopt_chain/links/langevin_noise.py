@@ -110,6 +110,7 @@ class LangevinInjection(Injection):
         self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
         self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
         self.leaves = [j for j, _ in places]
+        self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
         self.processes = [sites[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
         lone = sites[0].constants if len(sites) == 1 and not sites[0].process.memory else None
@@ -151,7 +152,7 @@ class LangevinInjection(Injection):
         checks.own_key(key, [x for x in g if x is not None])
         level = 1.0 if self.level is None else self.level
         xi = keyed_stream.normals(
-            key, count, state.memory, self.draws, link.noise, link.stream, level, numbers=self.numbers
+            key, count, state.memory, self.draws, link.noise, link.stream, level, self.numbers, self.pieces
         )
         hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []

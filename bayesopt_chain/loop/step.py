@@ -32,6 +32,7 @@ from bayesopt_chain import batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.core.op import owned
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
@@ -147,7 +148,7 @@ class Step:
             return params, state.advanced(inner, buffers, skipped, self.inplace), info
 
     def _moved(self, params: Any, state: Any, grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        if self.fused is not None:
+        if self.fused is not None and not shards.are_spread(params):
             p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
             if self.fused.fits(p, g, state):
                 g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
@@ -408,14 +409,15 @@ def _stacked(trees: list) -> Any:
 def writable(grads: Any) -> Any:
     """The gradients, copied where overwriting one would change another."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    return optree.tree_unflatten(spec, owned(leaves))
+    mine = owned([shards.local(x) for x in leaves])
+    return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
     """``params + updates``; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
-    new = [p if u is None else p.add_(u) if inplace else p.add(u) for p, u in zip(leaves, moves)]
+    new = [p if u is None else shards.add(p, u, inplace) for p, u in zip(leaves, moves)]
     return params if inplace else optree.tree_unflatten(spec, new)
 
 
@@ -461,6 +463,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             chosen = [leaves[i].detach().requires_grad_() for i in wanted]
             out, aux = value(chosen)
             grads = torch.autograd.grad(out, chosen, allow_unused=True) if out.requires_grad else ()
+            shards.require_reached(chosen, grads or [None] * len(chosen))
             if all(g is None for g in grads):
                 raise ValueError(NO_GRADIENT)
             grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen)]
@@ -468,7 +471,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     full: list = [None] * len(leaves)
     for i, g in zip(wanted, grads):
         full[i] = g
-    return optree.tree_unflatten(spec, full), Info(out.detach(), detach(aux))
+    return optree.tree_unflatten(spec, full), Info(shards.whole(out.detach()), detach(aux))
 
 
 def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:

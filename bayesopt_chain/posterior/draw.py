@@ -62,6 +62,7 @@ class Drawing(Keyed):
 
     n_samples: int
     temperature: ScalarOrSchedule
+    spread = "refused"
 
     @property
     def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -61,6 +61,7 @@ class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
     whole = True
+    spread = "refused"
     state = LaplaceState
 
     @property

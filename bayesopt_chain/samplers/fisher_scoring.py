@@ -107,6 +107,8 @@ class DenseFisherScoring(FisherScoring):
 
     words = ", dense=True"
     coupled = True
+    spread = "refused"
+    instead = "; dense=False takes it"
 
     def init(self, leaves: Leaves, at: At) -> FisherState:
         d = sum(p.numel() for p in leaves)

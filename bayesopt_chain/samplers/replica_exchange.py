@@ -59,6 +59,7 @@ class ReplicaExchange(Keyed):
     swap_every: int
     needs_params = True
     stacked = True
+    spread = "refused"
 
     @property
     def response(self) -> Response:

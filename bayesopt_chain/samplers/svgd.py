@@ -45,6 +45,7 @@ class Stein(Link):
     bandwidth: float | str
     needs_params = True
     stacked = True
+    spread = "refused"
 
     @property
     def response(self) -> Response:

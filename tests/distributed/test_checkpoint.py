@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -169,6 +171,51 @@ def test_what_torch_keeps_of_one_rank_alone_is_refused(tmp_path):
         assert "opt is State" in said["tuple"] and "bc.state_dict(state)" in said["tuple"]
         assert "opt is tuple" in said["class"] and "tree must be a dictionary" in said["nothing"]
         assert files == ["torch"]
+
+
+def on_a_module(kind, seed):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    theta, noise = model.parameters(), {"temperature": 0.01, "generator": bc.distributed.generator(seed)}
+    if kind == "chain":
+        link = bc.inject_langevin_noise(**noise)
+        tx = bc.chain(bc.add_momentum(0.9), link, bc.scale_by_neg_lr(0.05))
+        return model, bc.optim.Optimizer(theta, lambda group: tx)
+    made = {
+        "sgld": lambda: bc.optim.SGLD(theta, 0.05, **noise),
+        "sghmc": lambda: bc.optim.SGHMC(theta, 0.05, **noise),
+        "nesterov": lambda: bc.optim.SGD(theta, 0.05, momentum=0.9, nesterov=True, **noise),
+        "adam": lambda: bc.optim.Adam(theta, 0.01, **noise),
+        "rmsprop": lambda: bc.optim.RMSprop(theta, 0.01, momentum=0.5, **noise),
+        "nadam": lambda: bc.optim.NAdam(theta, 0.01, freeze_after=3, **noise),
+    }
+    return model, made[kind]()
+
+
+def trained(model, optimizer, steps):
+    x = torch.linspace(-1, 1, 15).view(5, 3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["sgld", "sghmc", "nesterov", "adam", "rmsprop", "nadam", "chain"])
+def test_an_optimizer_goes_on_exactly_from_torchs_own_checkpoint_before_its_first_step(kind, tmp_path):
+    model, optimizer = on_a_module(kind, 0)
+    trained(model, optimizer, 5)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "step"))
+    want = trained(model, optimizer, 5)
+    model, optimizer = on_a_module(kind, 1)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    weights, state = get_state_dict(model, optimizer)
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before), "asking for the state moves nothing"
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "step"))
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert torch.equal(trained(model, optimizer, 5), want)
 
 
 @pytest.mark.parametrize(

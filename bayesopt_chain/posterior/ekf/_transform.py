@@ -55,6 +55,7 @@ class Filter(Link):
     transition_noise: Any = field(hash=False, compare=False)
     forgetting: Any
     whole = True
+    spread = "refused"
     needs_params = True
 
     @property
