@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+_AVAILABLE, _NOTHING = dist.is_available(), nullcontext()
 _seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were watched once
 
 
@@ -37,8 +38,8 @@ def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None
     Raises:
         ValueError: within, at the call.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
-        return nullcontext()
+    if not _AVAILABLE or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
+        return _NOTHING
     return _watched()
 
 
