@@ -165,6 +165,7 @@ def unravel(vector, params):
     return unflatten(vector, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian learned", "bernoulli", "poisson", "categorical"])
 def test_the_monte_carlo_fisher_is_unbiased(name):
     """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
@@ -198,6 +199,7 @@ def test_probes_are_unbiased_with_variance_below_twice_the_square_and_never_nega
     assert ((estimate - exact).abs() / exact).max() < 6 * (2 / 1000) ** 0.5
 
 
+@pytest.mark.slow
 def test_hutchinson_probes_of_the_hessian_are_unbiased():
     """The variance of one probe's i-th entry is sum_{j != i} H_ij^2; 2000 probes, six standard errors: below 1e-7 a
     case.
