@@ -573,7 +573,7 @@ def test_a_second_use_that_no_torch_function_shows_is_found_out():
         curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("structure", curvature.STRUCTURES)
 def test_low_precision_parameters_have_every_structure_summed_in_float32(structure, dtype):
     """600 data: a sum in bfloat16 stops growing at 256 times its terms. The model itself rounds to 8 bits."""

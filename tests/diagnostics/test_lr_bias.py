@@ -26,6 +26,7 @@ def white_variance(lr):
     return 1 / (K[:, 0] * (1 - lr * K[:, 0] / 2))
 
 
+@pytest.mark.slow
 def test_white_noise_has_the_difference_of_its_closed_form():
     """Within 4 standard errors in each of 4 elements: false alarms below 1e-3 under the t distribution of 14 degrees."""
     out = found(lambda lr: bc.sgld(lr, temperature=1.0, order=1))
