@@ -56,6 +56,57 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def local_of(x: Any) -> Tensor:
+    """This rank's part of a DTensor, no copy; differentiable where gradients are recorded."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.to_local()
+    part = x._local_tensor
+    return part if type(part) is Tensor or not hasattr(part, "wait") else part.wait()
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was called on a module or on one inside it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+
+
+def spec_of(x: Any) -> Any:
+    """Mesh, placements and global shape of a DTensor."""
+    return x._spec
+
+
+def dtensor_of(part: Tensor, spec: Any) -> Any:
+    """The DTensor of which this rank has ``part``; nothing is sent or compared."""
+    module: Any = sys.modules["torch.distributed.tensor"]
+    if part.requires_grad:
+        meta = spec.tensor_meta
+        return module.DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
+    return module.DTensor(part, spec, requires_grad=False)
+
+
+def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:
+    """The description of a tensor that is spread like another one, with ``axes`` further axes in front, on every rank."""
+    meta = spec.tensor_meta
+    if not axes and part.dtype == meta.dtype:
+        return spec
+    shape = torch.Size((*part.shape[:axes], *meta.shape))
+    inner: int = meta.shape.numel()
+    stride = (*(inner * part.shape[i + 1 : axes].numel() for i in range(axes)), *meta.stride)
+    return type(spec)(
+        spec.mesh, tuple([_shifted(p, axes) for p in spec.placements]), type(meta)(shape, stride, part.dtype)
+    )
+
+
+def _shifted(placement: Any, axes: int) -> Any:
+    if not hasattr(placement, "dim"):
+        return placement
+    if hasattr(placement, "split_factor"):
+        return type(placement)(placement.dim + axes, split_factor=placement.split_factor)
+    return type(placement)(placement.dim + axes)
+
+
 def proxies_are_recorded() -> bool:
     """Whether ``make_fx`` records the operations."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None

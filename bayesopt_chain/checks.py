@@ -201,8 +201,11 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
     for i, leaf in enumerate(leaves):
         if leaf is None or (type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point()):
             continue
-        if is_dtensor(leaf):
-            unsharded(leaf, optree.tree_paths(params, none_is_leaf=True)[i])
+        if is_dtensor(leaf) and is_transformed():
+            raise ValueError(
+                f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func "
+                "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
+            )
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             continue
         path = name(optree.tree_paths(params, none_is_leaf=True)[i])
@@ -226,16 +229,16 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
 
 
 def unsharded(leaf: Any, path: Any) -> None:
-    """Refuse a DTensor: the links see whole leaves, and noise on shards has to be numbered by the whole leaf.
+    """Refuse a DTensor, where whole leaves are needed.
 
     Raises:
         ValueError: naming the leaf.
     """
     if is_dtensor(leaf):
         raise ValueError(
-            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), and sharded parameters are not built yet: "
-            "their noise, norms and steps would be wrong on the shards. Keep whole parameters on every rank and spread the "
-            "data (bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where whole "
+            "parameters are needed. Keep whole parameters on every rank and spread the data "
+            "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
             "gathers one"
         )
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
     vjp,
@@ -132,6 +133,8 @@ def part(batch: Any, start: int, stop: int) -> Any:
 def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     """Run the last datum through ``forward`` and see how each parameter is used."""
     n = batch_size(batch)
+    if isinstance(forward, Affine):
+        return _affine_plan(forward, params, part(batch, n - 1, n))
     leaves, structure, names = _fresh(params)
     is_open = not is_transformed() and not any(map(is_hidden, leaves))
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -167,6 +170,13 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
         outputs.detach(),
         direct if is_open else None,
     )
+
+
+def _affine_plan(forward: Affine, params: Any, datum: Any) -> Plan:
+    """The plan of a model whose uses are known: there is nothing to watch and nothing to compare."""
+    outputs = forward(params, datum)
+    uses, _ = forward.uses(params, datum[0])
+    return Plan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None)
 
 
 def require_separate(forward: Forward, params: Tree, batch: Any, plan: Plan) -> None:
@@ -206,6 +216,7 @@ def pull_back(
     or says that it need not.
     """
     check = check or Check()
+    check.is_done |= isinstance(forward, Affine)
     accepts(plan)
     n = batch_size(batch)
     columns = root_of(plan.probe, part(targets, n - 1, n)).columns
@@ -297,6 +308,9 @@ def _linearise(
     forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: bool, check: Check
 ) -> tuple[Linear, Plan]:
     """Run a chunk through ``forward``, tapped."""
+    if isinstance(forward, Affine):
+        known: Any = params
+        return Linear(forward(known, chunk), *forward.uses(known, chunk[0]), lambda s: [s], 0), plan
     leaves, structure, _ = _fresh(params)
     b = batch_size(chunk)
     zeros = [

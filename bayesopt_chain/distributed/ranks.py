@@ -83,11 +83,16 @@ def chains_of(n: int, mesh: Mesh) -> range:
         ValueError: a rank that would have none.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
-    each, more = divmod(n, size)
-    if not each:
+    if n < size:
         raise ValueError(
             f"parallel: {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
         )
+    return share_of(n, rank, size)
+
+
+def share_of(n: int, rank: int, size: int) -> range:
+    """Which of ``n`` chains are those of a rank among ``size``."""
+    each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
@@ -116,7 +121,7 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(chain_seed(seed, chain))
 
 
-def require_named_chain(who: str, generator: torch.Generator | None) -> None:
+def require_named_chain(who: str, generator: torch.Generator | None, instead: str = "give it") -> None:
     """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would
     drift apart or chains coincide.
 
@@ -127,7 +132,7 @@ def require_named_chain(who: str, generator: torch.Generator | None) -> None:
     if generator is None and size > 1:
         raise ValueError(
             f"{who}: {size} ranks run, and nothing says whether this one is a replica of the others or a chain of its own: "
-            "give it generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
+            f"{instead} generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
             "generator=bc.distributed.generator(seed, chain=rank) for a chain on each rank"
         )
 
@@ -226,14 +231,16 @@ def digest(x: Tensor) -> tuple[int, ...]:
     return (*x.shape, int(total))
 
 
-def gather_objects(value: T, mesh: Mesh) -> list[T]:
-    """What every rank of a mesh holds, by rank, on each of them; for small things, which are pickled."""
-    out: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(out, value, group=mesh.get_group())
+def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
+    """What every rank of a mesh holds, or every rank there is, on each of them; for small things, which are pickled."""
+    if mesh is None and (world().size == 1 or not dist.is_initialized()):
+        return [value]
+    out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
+    dist.all_gather_object(out, value, group=None if mesh is None else mesh.get_group())
     return out
 
 
-def together(mesh: Mesh, what: Callable[[], T]) -> T:
+def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     """Run something on every rank; where it fails on one, it fails on all, instead of leaving the others waiting.
 
     Raises:
@@ -249,7 +256,7 @@ def together(mesh: Mesh, what: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if other := next(((rank, text) for rank, text in enumerate(said) if text is not None), None):
-        raise RuntimeError(f"rank {other[0]} of the mesh failed: {other[1]}")
+        raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
     return value
 
 

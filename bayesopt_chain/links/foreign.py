@@ -13,7 +13,8 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Response
-from bayesopt_chain.core.state import ALL, flattened
+from bayesopt_chain.core.state import ALL
+from bayesopt_chain.trees import flattened
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,14 @@ class Foreign(Link):
     rescale: Callable[[Any, Tensor], Any] | None = None
     velocity = ALL
     whole = True
+    spread = "tree"
 
     @property
     def response(self) -> Response | None:
         return self.declared
 
     @property
-    def rescales(self) -> bool:
+    def rescales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rescale is not None
 
     @property

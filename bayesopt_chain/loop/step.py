@@ -32,6 +32,7 @@ from bayesopt_chain import _torch, batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.core.op import owned
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
@@ -403,14 +404,15 @@ def _stacked(trees: list) -> Any:
 def writable(grads: Any) -> Any:
     """The gradients, copied where overwriting one would change another."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    return optree.tree_unflatten(spec, owned(leaves))
+    mine = owned([shards.local(x) for x in leaves])
+    return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
     """``params + updates``; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
-    new = [p if u is None else p.add_(u) if inplace else p.add(u) for p, u in zip(leaves, moves)]
+    new = [p if u is None else shards.add(p, u, inplace) for p, u in zip(leaves, moves)]
     return params if inplace else optree.tree_unflatten(spec, new)
 
 
@@ -430,13 +432,16 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         _torch.set_grad_enabled(True)
         try:
             out, aux = value(loss, spec.unflatten(_among(leaves, points)), batch)
-            found = _torch.gradients(out, points) if out.requires_grad else ()
+            found: Any = _torch.gradients(out, points) if out.requires_grad else ()
         finally:
             _torch.set_grad_enabled(was_enabled)
-        if all(g is None for g in found):
-            raise ValueError(NO_GRADIENT)
-        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, points)]
-        info = Info(out.detach(), detach(aux))
+        missed = [p for p, g in zip(points, found) if g is None] if found else points
+        if missed or not points:
+            shards.require_reached(missed, [None] * len(missed))
+            if len(missed) == len(points):
+                raise ValueError(NO_GRADIENT)
+            found = [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
+        grads, info = found, Info(shards.whole(out.detach()), detach(aux))
     grads = _among(leaves, grads)
     checks.dense(grads, params)
     return spec.unflatten(grads), info
@@ -462,7 +467,7 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
         return out, tensors
 
     grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)(here)
-    return grads, Info(out.detach(), detach(options.joined(tensors, kept)))
+    return grads, Info(shards.whole(out.detach()), detach(options.joined(tensors, kept)))
 
 
 def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:

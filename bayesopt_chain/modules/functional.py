@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
 
@@ -132,7 +133,7 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
 
     Raises:
         TypeError: not a module.
-        ValueError: no parameter requires a gradient.
+        ValueError: no parameter requires a gradient; a module under ``fully_shard``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -145,6 +146,12 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"make_functional: module is {type(module).__name__}, not a torch.nn.Module")
+    if is_fully_sharded(module):
+        raise ValueError(
+            "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not "
+            "with those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "
+            "bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=bc.distributed.generator(seed))"
+        )
     params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,10 +59,7 @@ def draw_pieces(
             f"stream={stream!r}: torch's generator draws the elements of a leaf one after the other, so that ranks "
             'with shards of it would all draw the first ones; take bc.with_stream(tx, "philox")'
         )
-    for runs in pieces:
-        _require_ascending(runs)
-    flat = [(start, length, draw) for runs, draw in zip(pieces, draws, strict=True) for start, length in runs]
-    starts, lengths, numbers = ([run[i] for run in flat] for i in range(3))
+    starts, lengths, numbers = flat_runs(tuple(pieces), tuple(draws))
     if kind == "gaussian":
         real = torch.float64 if dtype == torch.float64 else torch.float32
         out: Tensor = torch.ops.bayesopt_chain.philox_pieces(key, step, starts, lengths, numbers, real)
@@ -69,6 +67,20 @@ def draw_pieces(
         out = _others(kind, key, step, starts, lengths, numbers)
     sizes = [sum(length for _, length in runs) for runs in pieces]
     return list(torch.split(out.to(dtype), sizes, dim=-1))
+
+
+@lru_cache(maxsize=256)
+def flat_runs(pieces: tuple[Runs, ...], draws: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Start and length of every run, and the number of its draw.
+
+    Raises:
+        ValueError: as :func:`draw_pieces`.
+    """
+    for runs in pieces:
+        _require_ascending(runs)
+    flat = [(start, length, draw) for runs, draw in zip(pieces, draws, strict=True) for start, length in runs]
+    starts, lengths, numbers = ([run[i] for run in flat] for i in range(3))
+    return starts, lengths, numbers
 
 
 def _require_ascending(runs: Runs) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ class Experiment:
     """An experiment: ``run(settings, seed)`` returns a table of methods and measures.
 
     ``settings`` has the arguments of every scale; ``paper`` is what the paper reports, in one sentence; ``says`` makes one
-    honest sentence on the difference from the averaged table.
+    honest sentence on the difference from the averaged table. ``shown`` are the measures on the page, all of them by default;
+    ``seconds(settings, seeds)`` is the time of a run made in cells, several calls together, by default that of this call.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Experiment:
     seeds: Mapping[str, int]
     run: Callable[[Mapping[str, Any], int], Table]
     says: Callable[[Mapping[str, Mapping[str, Mapping[str, float]]]], str]
+    shown: tuple[str, ...] = ()
+    seconds: Callable[[Mapping[str, Any], Sequence[int]], float] | None = None
 
 
 def record(experiment: Experiment, scale: str, *, seeds: int | None = None, first_seed: int = 0) -> dict[str, Any]:
@@ -47,12 +50,14 @@ def record(experiment: Experiment, scale: str, *, seeds: int | None = None, firs
     for seed in range(first_seed, first_seed + (seeds or experiment.seeds[scale])):
         torch.manual_seed(seed)
         tables.append(experiment.run(settings, seed))
+    run = list(range(first_seed, first_seed + len(tables)))
+    seconds = experiment.seconds(settings, run) if experiment.seconds else time.time() - start
     return {
         "experiment": experiment.name,
         "scale": scale,
         "settings": dict(settings),
-        "seeds": list(range(first_seed, first_seed + len(tables))),
-        "seconds": round(time.time() - start, 1),
+        "seeds": run,
+        "seconds": round(seconds, 1),
         "environment": environment(),
         "tables": tables,
     }
@@ -64,6 +69,12 @@ def keep(result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     path = folder / f"{result['experiment']}-{result['scale']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def recorded(experiment: Experiment, scale: str) -> dict[str, Any]:
+    """The record on file; where there is none, of a run made now."""
+    path = RESULTS / f"{experiment.name}-{scale}.json"
+    return json.loads(path.read_text()) if path.exists() else record(experiment, scale)
 
 
 def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:

@@ -23,7 +23,7 @@ def section(name: str, folder: Path = RESULTS) -> str:
         return "\n".join([*lines, "Not run yet.", ""])
     result = json.loads(path.read_text())
     table, e = averaged(result), result["environment"]
-    measures = list(dict.fromkeys(m for row in table.values() for m in row))
+    measures = list(it.shown) or list(dict.fromkeys(m for row in table.values() for m in row))
     lines += [f"| method | {' | '.join(measures)} |", "| --- |" + " --- |" * len(measures)]
     for method, row in table.items():
         cells = [cell(row[m], len(result["seeds"])) if m in row else "" for m in measures]

@@ -257,6 +257,8 @@ def refusals():
     )
     theta = model.parameters()
     said["optim"] = message_of(lambda: bc.optim.SGHMC(theta, 0.1, temperature=0.1))
+    said["class"] = message_of(lambda: bc.SGD(list(model.parameters()), 0.1, temperature=0.1))
+    said["cold class"] = message_of(lambda: bc.SGD(list(model.parameters()), 0.1)) or "nothing"
     said["chain"] = message_of(
         lambda: bc.optim.Optimizer(model.parameters(), lambda group: bc.sghmc(0.1, temperature=0.1))
     )
@@ -278,6 +280,8 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank(tmp_path):
             "ddp": ("DistributedDataParallel", "model.module", "mesh=mesh"),
             "functional": ("DistributedDataParallel", "model.module"),
             "optim": ("2 ranks run", "bc.distributed.generator(seed)"),
+            "class": ("2 ranks run", "take bc.optim.SGD with generator=bc.distributed.generator(seed)"),
+            "cold class": ("nothing",),
             "chain": ("2 ranks run", "generator"),
             "as_step": ("without path=",),
         }.items():

@@ -55,6 +55,14 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c():
+    """A shell starts background jobs with ``SIGINT`` ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_an_interrupted_step_is_made_or_not_made(name):
     tx, params, batch = CHAINS[name](), {"w": torch.zeros(3), "b": torch.ones(())}, torch.ones(3)
