@@ -9,7 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
 from tests.distributed.ranks import message_of, run
@@ -144,6 +146,68 @@ def test_shards_of_two_ranks_are_loaded_by_four_in_another_layout_and_by_one_pro
         assert all(torch.equal(got[name], params[name]) for name in params)
 
 
+CHAINS = {
+    "sghmc": lambda: bc.with_stream(bc.sghmc(0.1, temperature=0.05), "philox"),
+    "adam": lambda: bc.with_stream(bc.adam(0.01, temperature=0.05), "philox"),
+}
+KEY = 12
+
+
+def moved(kind, params, state, steps):
+    """Steps on parameters in any layout, with the gradient of a quadratic loss."""
+    tx = CHAINS[kind]()
+    for _ in range(steps):
+        updates, state = tx.update({name: 0.5 * x for name, x in params.items()}, state, params=params, inplace=False)
+        params = {name: x + updates[name] for name, x in params.items()}
+    return params, state
+
+
+def begun(kind, layout=None):
+    params = {name: x.double() for name, x in start().items()}
+    params = spread_out(params, layout) if layout else params
+    torch.manual_seed(KEY)
+    return params, CHAINS[kind]().init(params)
+
+
+def gone_on(folder, before, after, layout, steps):
+    """A launch: the chains of a checkpoint on DTensors, some steps, the next checkpoint."""
+    for kind in CHAINS:
+        params, state = begun(kind, layout)
+        if before is not None:
+            bc.distributed.load(folder / kind / before, tree_of(params, state))
+        params, state = moved(kind, params, state, steps)
+        bc.distributed.save(folder / kind / after, tree_of(params, state))
+
+
+@pytest.mark.slow
+def test_a_chain_on_shards_goes_from_fsdp_on_two_ranks_to_tensor_parallelism_on_four_to_one_process(tmp_path):
+    run(gone_on, 2, tmp_path, tmp_path, None, "a", "fsdp", 3)
+    run(gone_on, 4, tmp_path, tmp_path, "a", "b", "columns", 3)
+    run(gone_on, 4, tmp_path, tmp_path, "b", "c", "both", 3)
+    for kind in CHAINS:
+        params, state = begun(kind)
+        bc.distributed.load(tmp_path / kind / "c", tree_of(params, state))
+        got, _ = moved(kind, params, state, 3)
+        want, _ = moved(kind, *begun(kind), 12)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-12)
+
+
+def into_files(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+    step, tx = bc.make_step(loss, bc.sgd(0.1)), bc.sgd(0.1)
+    sample = lambda: bc.sample(step, params, tx.init(params), None, steps=3, path=folder / "run")  # noqa: E731
+    return message_of(lambda: bc.save(folder / "w.safetensors", params)), message_of(sample)
+
+
+def test_shards_are_not_written_into_the_files_of_one_rank(tmp_path):
+    for saving, sampling in run(into_files, 2, tmp_path, tmp_path / "out"):
+        assert "leaf w is a DTensor" in saving and "bc.distributed.save(folder, tree)" in saving
+        assert "sample: with path=: leaf 0/w is a DTensor" in sampling
+    assert not (tmp_path / "out").exists()
+
+
 # what torch.distributed.checkpoint loses without a word
 
 
@@ -216,6 +280,62 @@ def test_an_optimizer_goes_on_exactly_from_torchs_own_checkpoint_before_its_firs
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "step"))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     assert torch.equal(trained(model, optimizer, 5), want)
+
+
+def network(sharded):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    noise = {"temperature": 0.01, "generator": bc.distributed.generator(0), "stream": "philox"}
+    return model, bc.optim.SGHMC(model.parameters(), 0.05, **noise)
+
+
+def stepped(model, optimizer, steps):
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def under_fsdp(before, after, steps, sharded=True):
+    model, optimizer = network(sharded)
+    if before is not None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    stepped(model, optimizer, steps)
+    if after is not None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(after))
+    return [p.detach() for p in model.parameters()] if not sharded else None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(tmp_path):
+    run(under_fsdp, 2, tmp_path, None, tmp_path / "a", 4)
+    run(under_fsdp, 4, tmp_path, tmp_path / "a", tmp_path / "b", 4)
+    got, want = under_fsdp(tmp_path / "b", None, 4, False), under_fsdp(None, None, 12, False)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def messages_on_shards():
+    """What noise and chains send: an optimizer's step under FSDP2, an update of a chain on DTensors."""
+    model, optimizer = network(True)
+    stepped(model, optimizer, 2)
+    params, state = begun("sghmc", "fsdp")
+    grads = {name: 0.5 * x for name, x in params.items()}
+    with CommDebugMode() as counted:
+        optimizer.step()
+        CHAINS["sghmc"]().update(grads, state, params=params)
+    return counted.get_total_counts()
+
+
+def test_noise_on_shards_sends_no_message(tmp_path):
+    assert run(messages_on_shards, 2, tmp_path) == [0, 0]
 
 
 @pytest.mark.parametrize(
