@@ -193,6 +193,30 @@ def test_a_chain_on_shards_goes_from_fsdp_on_two_ranks_to_tensor_parallelism_on_
             torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-12)
 
 
+def sampled(folder, before):
+    """Draws of a chain on shards, with a checkpoint every three steps."""
+    params, tx = spread_out({"w": start()["w"].double()}, "fsdp"), CHAINS["sghmc"]()
+    torch.manual_seed(KEY)
+    state = tx.init(params)
+    if before is not None:
+        bc.distributed.load(folder / before, tree_of(params, state))
+
+    def keep(it):
+        if it.step % 3 == 0 and before is None:
+            bc.distributed.save(folder / f"{it.step}", tree_of(it.params, it.state))
+
+    step, steps = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx), 8 if before is None else 5
+    draws = bc.sample(step, params, state, None, steps=steps, callbacks=[keep])
+    return draws.params["w"].full_tensor()
+
+
+def test_checkpoints_of_a_chain_on_shards_are_saved_from_a_callback(tmp_path):
+    straight = run(sampled, 2, tmp_path, tmp_path, None)
+    resumed = run(sampled, 2, tmp_path, tmp_path, "3")
+    for a, b in zip(straight, resumed):
+        assert len(b) == 5 and torch.equal(a[3:], b)
+
+
 def into_files(folder):
     mesh = init_device_mesh("cpu", (2,))
     params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
