@@ -6,7 +6,7 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,23 @@ def level(x: Tensor) -> int:
 def unwrapped(x: Tensor) -> Tensor:
     """The tensor below the outermost wrapper."""
     return _functorch.get_unwrapped(x)
+
+
+def gradients_of_columns(
+    outputs: Tensor, inputs: Sequence[Tensor], columns: Tensor, *, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """The gradients of several cotangents ``[M, *outputs.shape]`` at once, ``[M, *input.shape]``, None for an unused input.
+
+    ``torch.autograd.grad(is_grads_batched=True)`` without its walk over trees, which on a small model is half of its time.
+    """
+    level = _C._vmapmode_increment_nesting()
+    try:
+        batched = _functions._add_batch_dim(columns, 0, level)
+        found = torch.autograd.grad(outputs, inputs, batched, allow_unused=True, retain_graph=retain_graph)
+        count = columns.shape[0]
+        return [None if x is None else _functions._remove_batch_dim(x, level, count, 0) for x in found]
+    finally:
+        _C._vmapmode_decrement_nesting()
 
 
 def is_fake(x: Any) -> bool:

@@ -18,7 +18,7 @@ The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from bayesopt_chain import batches, tracing
 from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import splitmix64
 
 T = TypeVar("T")
@@ -155,10 +157,11 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         mesh: of one axis.
 
     Returns:
-        A tree of new tensors, each on the device of this rank's own; what is no tensor stays this rank's.
+        A tree of new tensors, each on the device of this rank's own; what is no tensor stays this rank's. Of DTensors that
+        are spread over another axis, the part that these ranks hold.
 
     Raises:
-        ValueError: a mesh of several axes; a DTensor among the leaves.
+        ValueError: a mesh of several axes; a DTensor of which the ranks hold different parts.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -167,14 +170,20 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         >>> params, state = bc.distributed.broadcast(start, mesh)     # doctest: +SKIP
     """
     require_one_axis(mesh, "broadcast")
-    _require_plain("broadcast", tree)
+    spread = {_shown(path): runs_of(x) for path, x in _leaves(tree) if is_dtensor(x)}
+    if spread and any(other != spread for other in gather_objects(spread, mesh)):
+        raise ValueError(
+            f"broadcast: {next(iter(spread))} is a DTensor, of which the ranks of this mesh hold different parts; pass the "
+            "mesh of the ranks that hold the same ones, or plain tensors"
+        )
 
     def sent(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        y = x.detach().to(_device(mesh), memory_format=torch.contiguous_format, copy=True)
+        part = local(x.detach())
+        y = part.to(_device(mesh), memory_format=torch.contiguous_format, copy=True)
         dist.broadcast(y, group=mesh.get_group(), group_src=0)
-        return y.to(x.device)
+        return like(x, y.to(part.device))
 
     everything: Any = tree
     copied: Any = optree.tree_map(sent, everything)
@@ -199,9 +208,7 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         ...         bc.distributed.require_replicas((it.params, it.state), mesh)
     """
     require_one_axis(mesh, who)
-    _require_plain(who, tree)
-    leaves = zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
-    mine = {_shown(path): digest(x) for path, x in leaves if isinstance(x, Tensor)}
+    mine = {_shown(path): digest(x) for path, x in _leaves(tree) if isinstance(x, Tensor)}
     every = gather_objects(mine, mesh)
     wrong = [name for name in mine if any(theirs.get(name) != mine[name] for theirs in every)]
     if wrong or any(theirs.keys() != mine.keys() for theirs in every):
@@ -216,8 +223,17 @@ def _shown(path: Any) -> str:
     return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
 
 
-def digest(x: Tensor) -> tuple[int, ...]:
-    """Shape and 64 bits of a hash of a tensor's bits: their sum, each times an odd number of its place, modulo 2^64."""
+def _leaves(tree: Any) -> Iterable[tuple[Any, Any]]:
+    return zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
+
+
+def digest(x: Tensor) -> tuple[Any, ...]:
+    """Shape and 64 bits of a hash of a tensor's bits: their sum, each times an odd number of its place, modulo 2^64.
+
+    Of a DTensor that of this rank's part, and the elements that it holds.
+    """
+    if is_dtensor(x):
+        return (runs_of(x), *digest(local(x.detach())))
     bits = x.detach().contiguous().reshape(-1)
     bits = bits if bits.dtype != torch.bool else bits.to(torch.uint8)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -303,14 +319,14 @@ class DataParallel:
         dtype = torch.float32
         for x in (*present, loss):
             dtype = torch.promote_types(dtype, x.dtype)
-        parts = [x.detach().reshape(-1).to(dtype) for x in (*present, loss)]
+        parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
         flat = torch.cat([*parts, parts[-1].new_ones(1)])
         flat = flat.mul_(weight) if weight else flat.zero_()  # the mean over no data is not a number
         dist.all_reduce(flat, group=self.mesh.get_group())
         self.messages += 1
         flat[:-1].div_(flat[-1].clone())
         pieces = iter(torch.split(flat, [*(x.numel() for x in parts), 1]))
-        new = [None if g is None else next(pieces).view(g.shape).to(g.dtype) for g in leaves]
+        new = [None if g is None else like(g, next(pieces).view(local(g).shape).to(g.dtype)) for g in leaves]
         return optree.tree_unflatten(spec, new), next(pieces).view(()).to(loss.dtype)
 
 
@@ -334,12 +350,6 @@ def data_of(batch: Any) -> int:
             "all data"
         )
     return sizes[0] if sizes else 1
-
-
-def _require_plain(who: str, tree: Any) -> None:
-    for x in optree.tree_leaves(tree):
-        if is_dtensor(x):
-            raise ValueError(f"{who}: a leaf is a DTensor, whose shards differ from rank to rank; pass plain tensors")
 
 
 def _device(mesh: Mesh) -> torch.device:

@@ -23,9 +23,9 @@ little of move towards their variance ``T / prior`` (``spread`` is the embedding
 the largest of the directions looked at), ``heating`` the variance that they add over the one at ``T`` in the worst
 direction, all by :func:`bayesopt_chain.diagnostics.heating` at the last parameters of the first chain, with the Hessian of
 ``hessian`` reviews. It is the law of a quadratic loss: where it says hundreds the loss is none over such a distance, and what
-it says is that the batches and not ``T`` set the width there. Two rows ask what epochs do about it: the serial chain at the
-first temperature goes on, and its draws in the middle of epochs stand beside those at their ends, where the noise of an
-epoch has summed to zero.
+it says is that the batches and not ``T`` set the width there. Two rows ask what epochs do about it: the draws of the serial
+chain at the first temperature in the middles of epochs beside those at their ends, where the noise of an epoch has summed to
+zero.
 
 A claim is a row with the difference of two mean test NLLs and its standard error over the test reviews, paired; it claims
 that the difference is below zero.
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool1d
 
 import bayesopt_chain as bc
-from benchmarks.experiments.cells import folder_of, kept, slug
+from benchmarks.experiments.cells import folder_of, kept, slug, spent
 from benchmarks.experiments.common import Experiment, Table, data_folder, verified
 
 SHA256 = "f95793fc7fed7bada1500cedf4f69344839d3e3d71c95bce833a83cfd17ffbc3"
@@ -200,10 +200,8 @@ class Work(NamedTuple):
 
     def halves(self, k: int, temperature: float) -> int:
         """How many half epochs the last stage of chain ``k`` has; the first one goes on for the serial rows."""
-        n, more = 2 * self.s["steps"] // self.epoch, self.s["members"] - 1
-        if k or not temperature:
-            return n
-        return n + more * (2 if temperature == self.s["temperatures"][0] else 1)
+        more = 0 if k or not temperature else self.s["members"] - 1
+        return 2 * self.s["steps"] // self.epoch + more
 
     def chain(self, k: int, temperature: float) -> bc.Draws:
         """Chain ``k``: its draws at every half epoch of the last stage."""
@@ -217,10 +215,14 @@ class Work(NamedTuple):
         """The parameters of every chain after ``steps``."""
         return [self.chain(k, temperature)[self.halves(1, temperature) - 1] for k in range(self.s["members"])]
 
-    def serial(self, temperature: float, *, first: int = 0, every: int = 1) -> list[dict[str, Tensor]]:
-        """Draws of the first chain, ``every`` half epochs, the first one ``first`` half epochs after ``steps``."""
-        draws, start = self.chain(0, temperature), self.halves(1, temperature) + first - 1
-        return [draws[start + every * j] for j in range(self.s["members"])]
+    def serial(self, temperature: float) -> list[dict[str, Tensor]]:
+        """Draws of the first chain at every half epoch from the end of ``steps`` on."""
+        return list(self.chain(0, temperature))[-self.s["members"] :]
+
+    def phase(self, temperature: float, ends: bool) -> list[dict[str, Tensor]]:
+        """Draws of the first chain at the ends of epochs or in their middles, equally many."""
+        draws = list(self.chain(0, temperature))
+        return draws[1::2] if ends else draws[: len(draws) // 2 * 2 : 2]
 
     def variational(self, temperature: float) -> bc.Gaussian:
         """Mean field, from standard deviations that grow with the temperature as the posterior's do."""
@@ -316,6 +318,16 @@ def log_mean(log_p: Tensor) -> Tensor:
     return log_p.logsumexp(0) - math.log(len(log_p))
 
 
+def cell_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a cell depends on: other temperatures make further cells beside those that are there."""
+    return {name: value for name, value in settings.items() if name != "temperatures"}
+
+
+def seconds(settings: Mapping[str, Any], seeds: Sequence[int]) -> float:
+    """Process time of a run's cells."""
+    return spent("imdb", cell_settings(settings), seeds)
+
+
 def at(method: str, temperature: float) -> str:
     """The name of a row."""
     return f"{method}, T = {temperature:g}"
@@ -347,8 +359,7 @@ def rows_at(w: Work, t: float) -> Table:
 
 def run(settings: Mapping[str, Any], seed: int) -> Table:
     """Every method at every temperature, then what the minibatches did, then the claims."""
-    same = {name: value for name, value in settings.items() if name != "temperatures"}
-    w = Work.make(settings, seed, folder_of("imdb", same) / f"seed-{seed}")
+    w = Work.make(settings, seed, folder_of("imdb", cell_settings(settings)) / f"seed-{seed}")
     table: Table = {
         "MLE": w.cell("MLE", lambda: (w.of_members([w.optimum(0.0)]), {})),
         "MAP": w.cell("MAP", lambda: (w.of_members([w.optimum(w.decay)]), {})),
@@ -360,10 +371,8 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
         table |= rows_at(w, t)
     for t in settings["temperatures"]:
         table[at("SGHMC parallel", t)] |= kept(w.folder, at("heating", t), lambda _, t=t: w.heating(t))
-    table[at(MIDDLES, first)] = w.cell(
-        at(MIDDLES, first), lambda: (w.of_members(w.serial(first, first=-1, every=2)), {})
-    )
-    table[at(ENDS, first)] = w.cell(at(ENDS, first), lambda: (w.of_members(w.serial(first, every=2)), {}))
+    for name, ends in ((at(MIDDLES, first), False), (at(ENDS, first), True)):
+        table[name] = w.cell(name, lambda ends=ends: (w.of_members(w.phase(first, ends)), {}))
     return table | claims(w, table)
 
 
@@ -467,4 +476,5 @@ EXPERIMENT = Experiment(
     {"smoke": 1, "small": 3, "full": 5},
     run,
     says,
+    seconds=seconds,
 )
