@@ -306,13 +306,16 @@ def test_an_optimizer_goes_on_exactly_from_torchs_own_checkpoint_before_its_firs
     assert torch.equal(trained(model, optimizer, 5), want)
 
 
-def network(sharded):
+def network(sharded, kind="sghmc"):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     noise = {"temperature": 0.01, "generator": bc.distributed.generator(0), "stream": "philox"}
-    return model, bc.optim.SGHMC(model.parameters(), 0.05, **noise)
+    if kind == "sghmc":
+        return model, bc.optim.SGHMC(model.parameters(), 0.05, **noise)
+    tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05))
+    return model, bc.optim.Optimizer(model.parameters(), lambda group: tx)
 
 
 def stepped(model, optimizer, steps):
@@ -323,8 +326,8 @@ def stepped(model, optimizer, steps):
         optimizer.step()
 
 
-def under_fsdp(before, after, steps, sharded=True):
-    model, optimizer = network(sharded)
+def under_fsdp(kind, before, after, steps, sharded=True):
+    model, optimizer = network(sharded, kind)
     if before is not None:
         weights, state = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
@@ -338,10 +341,11 @@ def under_fsdp(before, after, steps, sharded=True):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(tmp_path):
-    run(under_fsdp, 2, tmp_path, None, tmp_path / "a", 4)
-    run(under_fsdp, 4, tmp_path, tmp_path / "a", tmp_path / "b", 4)
-    got, want = under_fsdp(tmp_path / "b", None, 4, False), under_fsdp(None, None, 12, False)
+@pytest.mark.parametrize("kind", ["sghmc", "chain"])
+def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(kind, tmp_path):
+    run(under_fsdp, 2, tmp_path, kind, None, tmp_path / "a", 4)
+    run(under_fsdp, 4, tmp_path, kind, tmp_path / "a", tmp_path / "b", 4)
+    got, want = under_fsdp(kind, tmp_path / "b", None, 4, False), under_fsdp(kind, None, None, 12, False)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
