@@ -193,6 +193,35 @@ def test_a_chain_on_shards_goes_from_fsdp_on_two_ranks_to_tensor_parallelism_on_
             torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-12)
 
 
+def on_chains_and_shards(folder, before, after, shape):
+    """Chains over one axis of a mesh, each on shards over the other."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards")) if shape else None
+    tx, n = CHAINS["sghmc"](), 4
+    step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx)
+    chains = bc.parallel(step, n, loop=True, mesh=mesh and mesh["chains"])
+    one = start()["w"].double()
+    one = one if mesh is None else distribute_tensor(one, mesh["shards"], [Shard(0)])
+    params = chains.mine(bc.stack([{"w": one}] * n))
+    state = chains.init(tx, params, seed=1)
+    if before is not None:
+        bc.distributed.load(folder / before, tree_of(params, state), chains=chains.numbers)
+    for _ in range(3):
+        params, state, _ = chains(params, state, None)
+    if after is not None:
+        bc.distributed.save(folder / after, tree_of(params, state), chains=chains.numbers)
+    return params["w"] if mesh is None else None
+
+
+@pytest.mark.slow
+def test_chains_times_shards_go_on_on_another_mesh_and_in_one_process(tmp_path):
+    run(on_chains_and_shards, 4, tmp_path, tmp_path, None, "a", (2, 2))
+    run(on_chains_and_shards, 3, tmp_path, tmp_path, "a", "b", (1, 3))
+    got = on_chains_and_shards(tmp_path, "b", "c", None)
+    for before, after in ((None, "d"), ("d", "e"), ("e", None)):
+        want = on_chains_and_shards(tmp_path, before, after, None)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
 def sampled(folder, before):
     """Draws of a chain on shards, with a checkpoint every three steps."""
     params, tx = spread_out({"w": start()["w"].double()}, "fsdp"), CHAINS["sghmc"]()
@@ -406,3 +435,9 @@ def test_a_row_of_many_chains_is_written_alone(tmp_path):
 def test_with_chains_every_tensor_has_their_axis(tmp_path):
     with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
         bc.distributed.save(tmp_path / "step", {"w": torch.ones(3)}, chains=range(2))
+    assert all("spread as (Shard(dim=0),)" in said for said in run(chains_cut, 2, tmp_path, tmp_path / "cut"))
+
+
+def chains_cut(path):
+    x = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return message_of(lambda: bc.distributed.save(path, {"w": x}, chains=range(2)))
