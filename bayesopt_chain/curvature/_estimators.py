@@ -66,7 +66,7 @@ def ggn(
 ) -> Estimate:
     """Estimate the generalised Gauss-Newton matrix, exactly.
 
-    It costs one backward pass for every output of a datum, T C of them for T tokens and C classes; the last layer's
+    It costs one backward pass for every output of a datum, T (C - 1) for T tokens and C classes; the last layer's
     diagonal costs none. Where outputs are many, :func:`fisher` and ``probes`` cost one pass a sample.
 
     Args:

@@ -10,9 +10,8 @@ For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, an
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
 
-with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``. The matrix ``diag(p) - p p^T`` has the rank C - 1, and this
-is its Cholesky factor: of ``y ~ categorical(p)``, column k is what the answer to "is it k, if it is none of those before?" adds to
-the covariance. It saves a backward pass in C.
+with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
+C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
 """
 
 from __future__ import annotations

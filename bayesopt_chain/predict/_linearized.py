@@ -100,8 +100,8 @@ def linearized_by(
 
 
 def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases]) -> Tensor:
-    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and the
-    same of b. The output gradients are the unit vectors, those of one datum for all.
+    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and
+    likewise of b. The output gradients are the unit vectors, those of one datum for all.
     """
     uses, seen = forward.uses(params, x.to(wide(x.dtype)))
     units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
