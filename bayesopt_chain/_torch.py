@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _C: Any = torch._C  # the stubs of these two modules leave out what is used here
 _functions: Any = torch
 _functorch = _C._functorch
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def functorch_is_running() -> bool:
@@ -128,9 +129,24 @@ def proxies_are_recorded() -> bool:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compiler.disable`` makes of a function, without the import of torch's compiler, which takes longer than that
+    of this library: it is imported by the first call, as in torch's own optimizers."""
+    return _functions._compile._disable_dynamo(function)
+
+
 def set_grad_enabled(enabled: bool) -> None:
     """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
     _C._set_grad_enabled(enabled)
+
+
+def gradients(out: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of a real scalar, ``None`` for inputs that it does not depend on: the call of torch's engine that
+    ``torch.autograd.grad`` comes to, behind forty calls of Python for what else it might have been given."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.autograd.grad(out, inputs, allow_unused=True)
+    start = torch.ones_like(out)  # new at each call, since it may come back as a gradient
+    return _engine.run_backward((out,), (start,), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
 @contextmanager

@@ -220,10 +220,15 @@ def step(
         **{name: whole(x) for name, x in extra.items()},
     )
     new = [
-        x if x is None or known is None else old if x is part and is_dtensor(old) else dtensor_of(x, known)
-        for x, part, old, known in zip(spec.flatten_up_to(moves), mine, g, sharding.specs)
+        x if x is None or known is None else old if _is_of(x, old, known) else dtensor_of(x, known)
+        for x, old, known in zip(spec.flatten_up_to(moves), g, sharding.specs)
     ]
     return spec.unflatten(new), type(state)([entry.put(x) for entry, x in zip(entries, after)], state.layout)
+
+
+def _is_of(part: Tensor, x: Any, spec: Any) -> bool:
+    """Whether a tensor is the local one of this DTensor, and that is spread so."""
+    return is_dtensor(x) and local_of(x) is part and (spec_of(x) is spec or x.placements == spec.placements)
 
 
 class _Entry:
