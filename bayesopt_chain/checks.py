@@ -199,12 +199,14 @@ def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
     """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
     for i, leaf in enumerate(leaves):
+        if leaf is None or (type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point()):
+            continue
         if is_dtensor(leaf) and is_transformed():
             raise ValueError(
                 f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func "
                 "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
             )
-        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             continue
         path = name(optree.tree_paths(params, none_is_leaf=True)[i])
         if isinstance(leaf, torch.nn.Module):
@@ -241,10 +243,10 @@ def unsharded(leaf: Any, path: Any) -> None:
         )
 
 
-def dense(grads: Sequence[Any], wanted: Sequence[int], params: Any) -> None:
-    """Gradients as dense tensors: noise, momentum and curvature are."""
-    for i, g in zip(wanted, grads):
-        if g.layout is not torch.strided:
+def dense(grads: Sequence[Any], params: Any) -> None:
+    """Gradients as dense tensors: noise, momentum and curvature are. ``None`` stands for one that is absent."""
+    for i, g in enumerate(grads):
+        if g is not None and g.layout is not torch.strided:
             path = name(optree.tree_paths(params, none_is_leaf=True)[i])
             raise ValueError(
                 f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "

@@ -243,8 +243,8 @@ def project(rows: Tree, tree: Tree) -> Tensor:
 
 def gram(rows: Tree) -> Tensor:
     """Return the matrix ``[M, M]`` of inner products between rows."""
-    total: Any = 0
-    for row in optree.tree_leaves(rows):
-        flat = row.reshape(row.shape[0], math.prod(row.shape[1:]))
+    first, *others = [row.reshape(row.shape[0], math.prod(row.shape[1:])) for row in optree.tree_leaves(rows)]
+    total = first @ first.mT
+    for flat in others:
         total = total + flat @ flat.mT
     return total

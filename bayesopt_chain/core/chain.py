@@ -53,9 +53,9 @@ class Chain(GradientTransformation):
     def __new__(cls, links: Sequence[Link], lower: Lower | None = None) -> Self:
         self = super().__new__(
             cls,
-            lambda params, **k: shards.start(self._start, params, **k),
-            lambda *a, **k: shards.step(self._step, self.plan, *a, **k),
-        )  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            lambda params, **k: shards.start(self._start, params, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            lambda *a, **k: shards.step(self._step, self.plan, *a, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        )
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.accepts = frozenset[str]().union(*(x.accepts for x in self.links))
@@ -155,7 +155,7 @@ class Chain(GradientTransformation):
         layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, pieces)
         plan = self.plan(State((), layout))
         plan.spec = spec
-        if plan.shards is not None:
+        if whole is not None and plan.shards is not None:
             plan.shards.seen(whole, "params")
         if samples:
             noisy = plan.noisy or sorted(here)

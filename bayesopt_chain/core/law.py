@@ -88,7 +88,7 @@ def decay_spectrum(b: Sequence[float], numerator: Sequence[float]) -> Poly:
 
 def _excess(b: Sequence[float], numerator: Sequence[float], lead: int) -> Poly:
     """``(r_0, r_1, ...)`` of ``r = r_0 + sum_k r_k (z^k + z^{-k})`` for ``A = z^lead N(x) / b``."""
-    odd = [0.0] * (lead + len(b) + len(numerator))  # m_k - m_{-k} of M = z^lead N(x) b(z)
+    odd = [0.0] * max(lead + len(b), len(numerator) - lead)  # m_k - m_{-k} of M = z^lead N(x) b(z)
     for i, ni in enumerate(numerator):
         for k, bk in enumerate(b):
             power = lead - i + k
@@ -98,7 +98,7 @@ def _excess(b: Sequence[float], numerator: Sequence[float], lead: int) -> Poly:
         len(odd) - 1, 0, -1
     ):  # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}, so that r_{k-1} = odd_k + r_{k+1}
         r.insert(0, odd[k] + r[1])
-    return tuple(trim(r))
+    return tuple(r[:-2])
 
 
 def spectral_factor(r: Sequence[float]) -> Poly:

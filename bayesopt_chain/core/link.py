@@ -16,6 +16,7 @@ from torchopt.base import EmptyState
 
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Response
+from bayesopt_chain.core.state import edited
 from bayesopt_chain.distributed.shards import Spread
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Link:
 
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
 
-    velocity: ClassVar[str | None] = None  # the field of the state whose pole this link owns
+    velocity: ClassVar[str] = ""  # the field of the state whose pole this link owns; a ``whole`` link rescales itself
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
     rescales: ClassVar[bool] = False  # whether ``rescaled`` reaches all that it remembers, however many poles it has
     needs_params: ClassVar[bool] = False
@@ -142,9 +143,13 @@ class Link:
         """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
         raise NotImplementedError
 
-    def rescaled(self, state: Any, factor: Tensor) -> Any:
-        """Its state with all that it remembers of the gradients multiplied by a factor (a link of velocity ``ALL``)."""
-        raise NotImplementedError
+    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
+        """Its state with what it remembers of the gradients of its leaves numbered ``at`` multiplied by these factors."""
+        return edited(state, self.velocity, at, lambda v: op.mul(v, factors))
+
+    def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: Op) -> Any:
+        """Its state with the part of a noise that acts in the next step added to the velocity of these leaves."""
+        return edited(state, self.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:
         """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""

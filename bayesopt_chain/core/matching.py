@@ -31,7 +31,6 @@ from bayesopt_chain.core import law
 from bayesopt_chain.core.filters import Conditions, Filtered, Process, Rescaled, Scheduled
 from bayesopt_chain.core.link import Link, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
-from bayesopt_chain.core.state import ALL
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 Responses = Mapping[int, Any]  # by the number of the link
@@ -76,7 +75,8 @@ def match(
         ValueError: no noise makes this chain sample; the message says why and what would.
     """
     r: dict[int, Any] = {i: links[i].response for i in acting}
-    _check_own_noise(links, r)
+    if own := _of(r, OwnNoise):
+        _check_own_noise(links, r, own)
     if len(noises := _of(r, Noise)) > 1:
         raise ValueError(
             f"chain: {len(noises)} noise links act on one leaf ({_names(links, noises)}); keep one of them"
@@ -101,7 +101,7 @@ def match(
                 "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
                 "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
             )
-        memory = [i for i in _of(r, Linear) if r[i].has_memory]
+        memory = [i for i in _of(r, Linear) if any((*r[i].a[1:], *r[i].b[1:]))]
         at = _entrance(links, r, written, memory)
         whole = _whole(links, r, at)
         if whole is None:
@@ -120,12 +120,12 @@ def match(
         raise ValueError(f"chain: no noise can be matched to {whole}: {err}{hint}") from None
     mixing = [m for m in whole.metrics if not r[m].diagonal]
     if changing and (owner := whole.owner) is not None:
-        if links[owner].velocity is None:
+        if not (links[owner].velocity or links[owner].whole):
             raise ValueError(
                 f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it "
                 "does not say which of its state that is; use constants, or bc.add_momentum"
             )
-        mixing += [owner] if links[owner].velocity == ALL else []
+        mixing += [owner] if links[owner].whole else []
     if mixing and where[mixing[0]] != leaves:
         raise ValueError(f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them")
     carrier = r[at] if whole.owner == at and links[at].carries and len(parts) == 1 else None
@@ -156,10 +156,8 @@ def _site(
     return Site(whole, at, leaves, process, colours, rates, carried, constants)
 
 
-def _check_own_noise(links: Sequence[Link], r: Responses) -> None:
+def _check_own_noise(links: Sequence[Link], r: Responses, own: Sequence[int]) -> None:
     """In front of a link with noise of its own only what belongs to the loss: non-linear links and decay. Behind it nothing."""
-    if not (own := _of(r, OwnNoise)):
-        return
     if len(own) > 1:
         raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
     place, beside = list(r).index(own[0]), r[own[0]]

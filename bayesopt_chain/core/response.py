@@ -22,11 +22,6 @@ class Linear:
     b: tuple[float, ...] = (1.0,)
     a: tuple[float, ...] = (1.0,)
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether it depends on earlier gradients."""
-        return any((*self.a[1:], *self.b[1:]))
-
 
 @dataclass(frozen=True)
 class Metric(Linear):

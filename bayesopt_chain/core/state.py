@@ -6,7 +6,7 @@ another, and names every tensor by its link and the path of its leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -15,8 +15,6 @@ from torch.utils import _pytree
 
 from bayesopt_chain.distributed.shards import Pieces
 from bayesopt_chain.trees import flattened, spread_prefix
-
-ALL = "*"  # the velocity of a declared link: all its floating-point state
 
 
 class Layout(NamedTuple):
@@ -70,6 +68,14 @@ _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayes
 def is_by_leaf(field: Any, n: int) -> bool:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
+
+
+def edited(entry: Any, field: str, at: Sequence[int], change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+    """The entry with the tensors numbered ``at`` of a field by leaf changed."""
+    tensors = list(getattr(entry, field))
+    for k, t in zip(at, change([tensors[k] for k in at])):
+        tensors[k] = t
+    return entry._replace(**{field: tuple(tensors)})
 
 
 def unshared(new: State, old: State) -> State:

@@ -19,7 +19,7 @@ from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, is_by_leaf
+from bayesopt_chain.core.state import Layout, is_by_leaf
 from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
@@ -147,9 +147,7 @@ class Update:
     g: list[Any] = field(default_factory=lambda: [])
     extra: dict[str, Any] = field(default_factory=lambda: {})
     missing: bool = False  # whether a gradient is
-    learned: dict[int, dict[int, Any]] = field(
-        default_factory=lambda: {}
-    )  # by link and leaf, what it made of the gradient
+    learned: dict[int, dict[int, Any]] = field(default_factory=lambda: {})  # by link and leaf, what ``learn`` made
     noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
@@ -181,17 +179,11 @@ class Update:
                 new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
                 self.noises += new
         for x in self.noises:
-            if x.scale is not None and x.leaves:
-                self.rescale(x, x.scale)
-
-    def rescale(self, x: Injected, scale: Sequence[Tensor]) -> None:
-        """Multiply what the owner of the pole remembers of the leaves of a noise."""
-        i, dtypes = x.site.whole.owner, self.plan.layout.dtypes
-        if i is not None and (link := self.plan.links[i]).velocity == ALL:  # which tensor is whose is not known
-            rescaled = link.rescaled(self.entries[i], scale[0].to(dtypes[x.leaves[0]]))
-            self.entries[i] = self.op.keep(self.entries[i], rescaled)
-        else:
-            self.edit(x, lambda v: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+            if x.scale is not None and x.leaves and (i := x.site.whole.owner) is not None:
+                dtypes = self.plan.layout.dtypes
+                factors = [s.to(dtypes[j]) for s, j in zip(x.scale, x.leaves)]
+                at = self.positions(i, x.leaves)
+                self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
     def take(self, run: tuple[int, ...], link: Link) -> None:
         """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
@@ -214,7 +206,8 @@ class Update:
             self.g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
             if x.site.carried and x.site.whole.owner == i:
-                self.edit(x, lambda v, x=x: op.add(v, [e * x.site.carried for e in x.noise]))
+                waits, at = [e * x.site.carried for e in x.noise], self.positions(i, x.leaves)
+                self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, op)
 
     def enter(self, i: int) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it."""
@@ -234,15 +227,6 @@ class Update:
             if m in self.learned or m not in self.plan.learning:
                 e = self.plan.links[m].colour(e, power, self.part(m, leaves), At(self, m, tuple(leaves)))
         return e
-
-    def edit(self, x: Injected, change: Callable[[Leaves], Leaves]) -> None:
-        """Change the velocity of the leaves of a noise."""
-        i = x.site.whole.owner
-        if i is not None and (name := self.plan.links[i].velocity) is not None:
-            velocity, at = list(getattr(self.entries[i], name)), self.positions(i, x.leaves)
-            for k, v in zip(at, change([velocity[k] for k in at])):
-                velocity[k] = v
-            self.entries[i] = self.entries[i]._replace(**{name: tuple(velocity)})
 
     def part(self, i: int, leaves: Sequence[int]) -> Any:
         """What of the entry of link ``i`` belongs to these of its leaves; what belongs to no leaf is all there."""

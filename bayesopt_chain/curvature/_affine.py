@@ -2,8 +2,8 @@
 
     f = W x + b,    d f_o / d W_oi = x_i,    d f_o / d b_o = 1
 
-at every position. The gradient of a column s of the output root in the layer's output is s itself: the pair (x, s) is what a tap
-on the layer would see (``_taps.py``), without the forward pass that is watched and the checks of what was seen.
+at every position. A column s of the output root is its own gradient in the layer's output, so that (x, s) is the pair that a
+tap on the layer would give (``_taps.py``), and no forward pass has to be watched or checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Affine:
 
     def uses(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[list[Use], list[Tensor]]:
         """The uses of the parameters, all of the one tap 0, and what each sees of the inputs ``[b, *, I]``."""
-        numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
+        numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(dict(params)))}
         weight = params[self.weight]
         uses = [
             Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
@@ -50,13 +51,14 @@ FEW_DATA = 32  # a chunk may hold so many pairs of a datum and a column, unless 
 
 class Gradient(NamedTuple):
     """A leaf's gradients for a chunk of data and columns; ``x()`` and ``g()`` give them in the kind's form, see
-    ``_kinds.py``.
+    ``_kinds.py``. ``tap`` numbers the layer where ``g()`` is its output gradient as it stands: leaves of one tap have the same.
     """
 
     leaf: int
     kind: Kind
     x: Callable[[], Tensor]
     g: Callable[[], Tensor]
+    tap: int | None = None
 
 
 class Chunk(NamedTuple):
@@ -446,9 +448,6 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
     with torch.enable_grad():
         outputs, aux = run(zeros)
 
-    def pull_some(s: Tensor, **options: Any) -> Any:
-        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True, **options)
-
     def pull_many(columns: Tensor) -> list[Tensor]:
         # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
         return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
@@ -458,10 +457,10 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
             return [None] * len(zeros)
         if columns.shape[0] > 1:
             try:
-                return pull_some(columns, is_grads_batched=True)
+                return gradients_of_columns(outputs, zeros, columns, retain_graph=True)
             except UNSUPPORTED:
                 pass
-        rows = [pull_some(s) for s in columns]
+        rows = [torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True) for s in columns]
         return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
@@ -503,12 +502,15 @@ def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, 
     """Return the gradients of the tapped leaves that are not done."""
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
-        kind = pairs[0][0].kind
+        first = pairs[0][0]
+        kind, shape = first.kind, pulled[first.tap].shape
+        is_plain = len(pairs) == 1 and first.features_last and len(shape) == 3 and shape[1] == b  # one position
         return Gradient(
             leaf,
             kind,
             lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
             lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled[use.tap], b)) for use, x in pairs]),
+            first.tap if is_plain else None,
         )
 
     return [gradient(leaf, pairs) for leaf, pairs in _by_leaf(linear).items() if leaf not in done | plan.reasons.keys()]

@@ -162,12 +162,17 @@ class Embedding(NamedTuple):
     def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
         raise NotImplementedError("an embedding is never the last layer")
 
-    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that are not zero: their data and entries of the table ``[R]``, and what they hold ``[K, R, D]``."""
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
         sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
+        return pairs // self.shape[0], pairs % self.shape[0], sums
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        _, entries, sums = self.sums(x, g)
         total = g.new_zeros(self.shape) if total is None else total
-        return total.index_add_(0, pairs % self.shape[0], _summed_squares(sums))
+        return total.index_add_(0, entries, _summed_squares(sums))
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``: the whole of it under expand."""
@@ -180,7 +185,9 @@ class Embedding(NamedTuple):
         return _output_factor(g, sharing, total)
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
-        return _covariance(self.rows(x, g), variance)
+        data, entries, sums = self.sums(x, g)
+        each = torch.einsum("krd,lrd->rkl", sums * variance[entries], sums)
+        return each.new_zeros(x.shape[0], *each.shape[1:]).index_add_(0, data, each)
 
     def factors(self) -> list[tuple[int, int]]:
         return [(self.shape[0], 1), (self.shape[1], self.shape[1])]

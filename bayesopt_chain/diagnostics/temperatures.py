@@ -398,7 +398,7 @@ def _at_rest(link: Link, entry: Any) -> Any:
     """A link's state in float64, without velocity and remembered draws."""
     entry = optree.tree_map(lambda t: t.detach().double() if t.is_floating_point() else t, entry)
     field = "memory" if isinstance(link, LangevinNoise) else link.velocity
-    if field is None or not hasattr(entry, field):
+    if not hasattr(entry, field):
         return entry
     return entry._replace(**{field: tuple(torch.zeros_like(t) for t in getattr(entry, field))})
 

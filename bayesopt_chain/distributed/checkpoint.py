@@ -159,10 +159,11 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
     if chains is None:
         return out
     for name, x in out.items():
-        if is_dtensor(x) or x.ndim == 0 or len(x) != len(chains):
+        placements = tuple(getattr(x, "placements", ()))
+        if x.ndim == 0 or len(x) != len(chains) or any(getattr(p, "dim", None) == 0 for p in placements):
             raise ValueError(
-                f"{who}: {name} is of shape {tuple(x.shape)}{' and a DTensor' if is_dtensor(x) else ''}; with chains= "
-                f"axis 0 of every plain tensor counts the {len(chains)} chains of this rank"
+                f"{who}: {name} is of shape {tuple(x.shape)}{f', spread as {placements}' if placements else ''}; with chains= "
+                f"axis 0 of every tensor counts the {len(chains)} chains of this rank"
             )
     return {f"chain {number}/{name}": x[i] for i, number in enumerate(chains) for name, x in out.items()}
 

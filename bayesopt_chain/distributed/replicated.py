@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bayesopt_chain._torch import is_fully_sharded
 
+_AVAILABLE, _NOTHING = dist.is_available(), nullcontext()
 _seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were watched once
 
 
@@ -48,8 +49,8 @@ def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None
     Raises:
         ValueError: within, at the call.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
-        return nullcontext()
+    if not _AVAILABLE or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
+        return _NOTHING
     return _watched()
 
 

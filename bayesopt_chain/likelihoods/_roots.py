@@ -10,9 +10,8 @@ For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, an
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
 
-with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``. The matrix ``diag(p) - p p^T`` has the rank C - 1, and this
-is its Cholesky factor: of ``y ~ categorical(p)``, column k is what the answer to "is it k, if it is none of those before?" adds to
-the covariance. It saves a backward pass in C.
+with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
+C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
 """
 
 from __future__ import annotations
@@ -100,13 +99,14 @@ class Softmax(OutputRoot):
         d, d_over_q = self._scales(p)
         column = torch.arange(start, stop, device=p.device)
         position, label = column // self.labels - first, column % self.labels
-        classes_after = torch.arange(classes, device=p.device) - label[:, None]
-        here = (classes_after == 0).to(p.dtype)[:, None] * d[position, :, label][..., None]
-        after = (classes_after > 0).to(p.dtype)[:, None] * d_over_q[position, :, label][..., None]
-        columns = here - after * p[position]  # [k, b, C]
+        behind = torch.arange(classes, device=p.device) - label[:, None]
+        is_label, is_behind = ((mask[:, None]).to(p.dtype) for mask in (behind == 0, behind > 0))
         positions = self.p.shape[1:-1].numel()
         if positions == 1:
-            return columns.reshape(-1, *self.p.shape)
+            here, after = (scale[0].mT[start:stop, :, None] for scale in (d, d_over_q))
+            return (is_label * here - is_behind * after * p).reshape(-1, *self.p.shape)
+        here, after = (scale[position, :, label][..., None] for scale in (d, d_over_q))
+        columns = is_label * here - is_behind * after * p[position]  # [k, b, C]
         zeros = torch.zeros(stop - start, b, positions, classes, dtype=p.dtype, device=p.device)
         where = (position + first)[:, None, None, None].expand(stop - start, b, 1, classes)
         return zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape)

@@ -272,7 +272,6 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    checks.temperature(temperature)
     if order not in (1, 2) or isinstance(order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
     if noise not in ("gaussian", "rademacher", "three_point"):

@@ -27,6 +27,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import share_of, world
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.version import __version__
@@ -70,7 +71,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
 
     Raises:
-        TypeError: a leaf of another type.
+        TypeError: a leaf of another type, or a DTensor.
         OSError: the file cannot be written; what stood there before is untouched.
 
     Example:
@@ -84,6 +85,7 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         tensor([1., 1.])
     """
     tensors, scalars = flat(tree)
+    require_whole("save", tensors)
     rank, size = world()
     files = _files(Path(path), size)
     header = {"scalars": scalars, "chain": None if tx is None else repr(tx), **_streams(tree, tensors)}
@@ -290,6 +292,20 @@ def read(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], dict[st
     if verify and checksum(tensors) != about["checksum"]:
         raise ValueError(f"load: the data of {path} do not match their checksum: the file is damaged")
     return tensors, about
+
+
+def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse shards, of which each rank would write its own under one name.
+
+    Raises:
+        TypeError: a DTensor among the leaves.
+    """
+    for name, x in tensors.items():
+        if is_dtensor(x):
+            raise TypeError(
+                f"{who}: leaf {name} is a DTensor, of which a rank holds a shard: bc.distributed.save(folder, tree) writes "
+                "shards that any number of ranks reads, and x.full_tensor() is the whole"
+            )
 
 
 def header_of(path: Path) -> dict[str, Any]:

@@ -519,15 +519,17 @@ def _open_parts(path: Path, parts: Sequence[Part], like: Any) -> Draws:
 
 def _require_streams_of_their_own(parts: Sequence[Part]) -> None:
     """Refuse parts of different chains that drew the same noise."""
-    for i, part in enumerate(parts):
-        for other in parts[:i]:
-            apart = part.chains is None or other.chains is None or not {*part.chains} & {*other.chains}
-            if apart and {*part.index.get("keys", [])} & {*other.index.get("keys", [])}:
-                raise ValueError(
-                    f"Draws.open: {other.folder.name} and {part.folder.name} drew the same noise, since their ranks were "
-                    "seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
-                    "seed each rank differently"
-                )
+    seen: dict[int, list[Part]] = {}
+    for part in parts:
+        for key in part.index.get("keys", []):
+            for other in seen.setdefault(key, []):
+                if part.chains is None or other.chains is None or not {*part.chains} & {*other.chains}:
+                    raise ValueError(
+                        f"Draws.open: {other.folder.name} and {part.folder.name} drew the same noise, since their ranks were "
+                        "seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
+                        "seed each rank differently"
+                    )
+            seen[key].append(part)
 
 
 def shown(chains: range) -> str:

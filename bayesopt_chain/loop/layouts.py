@@ -103,10 +103,9 @@ def catch_up_name(chains: range) -> str:
     return f"catch-up-{chains.start:05d}-{chains.stop:05d}"
 
 
-def next_layout(path: Path) -> Path:
-    """The folder of the layout after the last one."""
-    last = layouts(path)[-1].folder
-    number = 0 if last == path else int(last.name.rpartition("-")[2])
+def next_layout(path: Path, last: Layout) -> Path:
+    """The folder of the layout after this one; the ranks of a launch have to agree on it, each on its own."""
+    number = 0 if last.folder == path else int(last.folder.name.rpartition("-")[2])
     return path / f"layout-{number + 1:05d}"
 
 

@@ -100,7 +100,7 @@ def _folder(path: Path, part: World, numbers: range | None, total: int | None) -
                 f"sample: {path} holds a run of {known.index['total']} chains by {ranks}, and {total} are to be run now: "
                 "resume with as many, or give this run a directory of its own"
             )
-    return next_layout(path) / part_name(*part)
+    return next_layout(path, there[-1]) / part_name(*part)
 
 
 def gather(draws: Draws, mesh: Any) -> Draws:

@@ -7,8 +7,9 @@ A run of ``steps`` steps draws after steps ``burn_in + thinning``, ``burn_in + 2
     index.json                       names the shards and the checkpoint that belong together; replaced last, in one step
     lock                             held while a process writes
 
-Whenever the process dies, the index names whole files, and steps after the checkpoint are run again. The state of a chain
-determines its noise, so they give the same draws, bit for bit, on the same machine with the same versions and threads.
+(:mod:`bayesopt_chain.loop.layouts` has the folders of several ranks.) Whenever the process dies, the index names whole files,
+and steps after the checkpoint are run again. The state of a chain determines its noise, so they give the same draws, bit for
+bit, on the same machine with the same versions and threads.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def sample(
         thinning: a draw is kept every so many steps.
         path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, and
             of ranks that share a chain the first one writes. Called again with the same arguments it goes on from its last
-            checkpoint, and returns at once when the run is complete; with more ``steps`` it makes the run longer.
+            checkpoint, and returns at once when the run is complete; with more ``steps`` it makes the run longer. Another
+            number of ranks goes on with chains of ``bc.parallel(step, n, mesh=mesh)``, and with one chain that ranks share.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
@@ -151,7 +153,8 @@ def sample(
 
     Raises:
         ValueError: arguments that make no run; a directory with another run, naming what differs.
-        RuntimeError: another process writes to ``path``.
+        TypeError: with ``path``, parameters that are DTensors.
+        RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
         OSError: the disk is full or read-only; what was committed stays whole.
 
     Example:

@@ -82,7 +82,9 @@ class Disk(Memory):
     def __init__(self, place: Place, run: Run, interval: float) -> None:
         super().__init__(run.params)
         self.place, self.path, self.steps, self.interval = place, place.folder, run.steps, interval
-        shapes = {n: [str(x.dtype), list(x.shape)] for n, x in checkpoint.flat((run.params, run.state))[0].items()}
+        tensors, _ = checkpoint.flat((run.params, run.state))
+        checkpoint.require_whole("sample: with path=", tensors)
+        shapes = {n: [str(x.dtype), list(x.shape)] for n, x in tensors.items()}
         chains = None if place.chains is None else [place.chains.start, place.chains.stop]
         self.identity = {
             "burn_in": run.burn_in, "thinning": run.thinning, "chains": run.chains, "numbers": chains, "total": place.total,

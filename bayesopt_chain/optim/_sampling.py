@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain._torch import foreach_add_, uncompiled
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.optim import _noise, _shards
@@ -213,7 +213,7 @@ class Sampling(torch.optim.Optimizer):
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
-    @torch.compiler.disable
+    @uncompiled
     def _noisy_step(self) -> None:
         plan: Plan | None = self.__dict__.get("_kept")
         if plan is None or not plan.holds(self):

@@ -136,7 +136,8 @@ class Laplace(PosteriorTransformation):
                 "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
                 "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
             )
-        entries, shapes = _entries(data)
+        entries = data.entries()
+        shapes = data.like if isinstance(data, Eigenbasis) else entries
         require_finite(entries, "laplace: the accumulated curvature")
         require_like(params, shapes, "params")
         _require_positive("likelihood_scale", likelihood_scale)
@@ -285,16 +286,6 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
         normaliser = (precision / (2 * math.pi)).log().expand(leaf.shape).sum()
         total = total + 0.5 * (normaliser - (precision * (leaf - mean).square()).sum())
     return total
-
-
-def _entries(data: Any) -> tuple[Tree, Tree]:
-    """What is finite, leaf by leaf, where the precision is, and a tree of the params' shapes: the diagonal, except for an
-    eigenbasis, whose diagonal takes matrix products.
-    """
-    if isinstance(data, Eigenbasis):
-        return data.values, data.like
-    diagonal = data.diag()
-    return diagonal, diagonal
 
 
 def _require_positive(name: str, value: float | Tensor) -> None:

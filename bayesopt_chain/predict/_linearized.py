@@ -100,8 +100,8 @@ def linearized_by(
 
 
 def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases]) -> Tensor:
-    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and the
-    same of b. The output gradients are the unit vectors, those of one datum for all.
+    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and
+    likewise of b. The output gradients are the unit vectors, those of one datum for all.
     """
     uses, seen = forward.uses(params, x.to(wide(x.dtype)))
     units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
@@ -120,7 +120,7 @@ def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
 def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
     """Sum the leaves' parts in the bases in which the precision is diagonal."""
     total: Any = 0
-    for leaf, kind, of_input, of_output in chunk.gradients:
+    for leaf, kind, of_input, of_output, _ in chunk.gradients:
         total = total + _in_basis(kind, of_input(), of_output(), bases[leaf])
     return total
 
@@ -135,7 +135,7 @@ def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
 def _by_rows(chunk: Chunk, params: Tree, precision: Precision) -> Tensor:
     """Solve for the Jacobian's rows."""
     leaves, structure = optree.tree_flatten(params)
-    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
+    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
     rows = optree.tree_unflatten(
         structure, [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
     )

@@ -166,7 +166,7 @@ def drawn(
     generator = seeded_generator(int(key), int(step))
     scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
     for part in parts:
-        e = scratch if part.total == len(scratch) else scratch[: part.total]
+        e = scratch if len(parts) == 1 else scratch[: part.total]
         yield part, e.normal_(0.0, scale, generator=generator)
 
 

@@ -59,6 +59,7 @@ def test_eight_chains_on_one_two_and_four_ranks_are_the_same_bit_for_bit(stream,
             assert same(bc.diagnostics.r_hat(every), bc.diagnostics.r_hat(alone[4]))
 
 
+@pytest.mark.slow
 def test_chains_all_at_once_differ_by_the_rounding_of_their_matrix_products_alone(tmp_path):
     (alone,), two = (run(sampled, size, tmp_path, "philox", {}) for size in (1, 2))
     for _, params, *_ in two:

@@ -9,7 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import bayesopt_chain as bc
 from tests.distributed.ranks import message_of, run
@@ -144,6 +146,121 @@ def test_shards_of_two_ranks_are_loaded_by_four_in_another_layout_and_by_one_pro
         assert all(torch.equal(got[name], params[name]) for name in params)
 
 
+CHAINS = {
+    "sghmc": lambda: bc.with_stream(bc.sghmc(0.1, temperature=0.05), "philox"),
+    "adam": lambda: bc.with_stream(bc.adam(0.01, temperature=0.05), "philox"),
+}
+KEY = 12
+
+
+def moved(kind, params, state, steps):
+    """Steps on parameters in any layout, with the gradient of a quadratic loss."""
+    tx = CHAINS[kind]()
+    for _ in range(steps):
+        updates, state = tx.update({name: 0.5 * x for name, x in params.items()}, state, params=params, inplace=False)
+        params = {name: x + updates[name] for name, x in params.items()}
+    return params, state
+
+
+def begun(kind, layout=None):
+    params = {name: x.double() for name, x in start().items()}
+    params = spread_out(params, layout) if layout else params
+    torch.manual_seed(KEY)
+    return params, CHAINS[kind]().init(params)
+
+
+def gone_on(folder, before, after, layout, steps):
+    """A launch: the chains of a checkpoint on DTensors, some steps, the next checkpoint."""
+    for kind in CHAINS:
+        params, state = begun(kind, layout)
+        if before is not None:
+            bc.distributed.load(folder / kind / before, tree_of(params, state))
+        params, state = moved(kind, params, state, steps)
+        bc.distributed.save(folder / kind / after, tree_of(params, state))
+
+
+@pytest.mark.slow
+def test_a_chain_on_shards_goes_from_fsdp_on_two_ranks_to_tensor_parallelism_on_four_to_one_process(tmp_path):
+    run(gone_on, 2, tmp_path, tmp_path, None, "a", "fsdp", 3)
+    run(gone_on, 4, tmp_path, tmp_path, "a", "b", "columns", 3)
+    run(gone_on, 4, tmp_path, tmp_path, "b", "c", "both", 3)
+    for kind in CHAINS:
+        params, state = begun(kind)
+        bc.distributed.load(tmp_path / kind / "c", tree_of(params, state))
+        got, _ = moved(kind, params, state, 3)
+        want, _ = moved(kind, *begun(kind), 12)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-12)
+
+
+def on_chains_and_shards(folder, before, after, shape):
+    """Chains over one axis of a mesh, each on shards over the other."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards")) if shape else None
+    tx, n = CHAINS["sghmc"](), 4
+    step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx)
+    chains = bc.parallel(step, n, loop=True, mesh=mesh and mesh["chains"])
+    one = start()["w"].double()
+    one = one if mesh is None else distribute_tensor(one, mesh["shards"], [Shard(0)])
+    params = chains.mine(bc.stack([{"w": one}] * n))
+    state = chains.init(tx, params, seed=1)
+    if before is not None:
+        bc.distributed.load(folder / before, tree_of(params, state), chains=chains.numbers)
+    for _ in range(3):
+        params, state, _ = chains(params, state, None)
+    if after is not None:
+        bc.distributed.save(folder / after, tree_of(params, state), chains=chains.numbers)
+    return params["w"] if mesh is None else None
+
+
+@pytest.mark.slow
+def test_chains_times_shards_go_on_on_another_mesh_and_in_one_process(tmp_path):
+    run(on_chains_and_shards, 4, tmp_path, tmp_path, None, "a", (2, 2))
+    run(on_chains_and_shards, 3, tmp_path, tmp_path, "a", "b", (1, 3))
+    got = on_chains_and_shards(tmp_path, "b", "c", None)
+    for before, after in ((None, "d"), ("d", "e"), ("e", None)):
+        want = on_chains_and_shards(tmp_path, before, after, None)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def sampled(folder, before):
+    """Draws of a chain on shards, with a checkpoint every three steps."""
+    params, tx = spread_out({"w": start()["w"].double()}, "fsdp"), CHAINS["sghmc"]()
+    torch.manual_seed(KEY)
+    state = tx.init(params)
+    if before is not None:
+        bc.distributed.load(folder / before, tree_of(params, state))
+
+    def keep(it):
+        if it.step % 3 == 0 and before is None:
+            bc.distributed.save(folder / f"{it.step}", tree_of(it.params, it.state))
+
+    step, steps = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 4, tx), 8 if before is None else 5
+    draws = bc.sample(step, params, state, None, steps=steps, callbacks=[keep])
+    return draws.params["w"].full_tensor()
+
+
+def test_checkpoints_of_a_chain_on_shards_are_saved_from_a_callback(tmp_path):
+    straight = run(sampled, 2, tmp_path, tmp_path, None)
+    resumed = run(sampled, 2, tmp_path, tmp_path, "3")
+    for a, b in zip(straight, resumed):
+        assert len(b) == 5 and torch.equal(a[3:], b)
+
+
+def into_files(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+    step, tx = bc.make_step(loss, bc.sgd(0.1)), bc.sgd(0.1)
+    sample = lambda: bc.sample(step, params, tx.init(params), None, steps=3, path=folder / "run")  # noqa: E731
+    return message_of(lambda: bc.save(folder / "w.safetensors", params)), message_of(sample)
+
+
+def test_shards_are_not_written_into_the_files_of_one_rank(tmp_path):
+    for saving, sampling in run(into_files, 2, tmp_path, tmp_path / "out"):
+        assert "leaf w is a DTensor" in saving and "bc.distributed.save(folder, tree)" in saving
+        assert "sample: with path=: leaf 0/w is a DTensor" in sampling
+    assert not (tmp_path / "out").exists()
+
+
 # what torch.distributed.checkpoint loses without a word
 
 
@@ -218,6 +335,66 @@ def test_an_optimizer_goes_on_exactly_from_torchs_own_checkpoint_before_its_firs
     assert torch.equal(trained(model, optimizer, 5), want)
 
 
+def network(sharded, kind="sghmc"):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    noise = {"temperature": 0.01, "generator": bc.distributed.generator(0), "stream": "philox"}
+    if kind == "sghmc":
+        return model, bc.optim.SGHMC(model.parameters(), 0.05, **noise)
+    tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(**noise), bc.scale_by_neg_lr(0.05))
+    return model, bc.optim.Optimizer(model.parameters(), lambda group: tx)
+
+
+def stepped(model, optimizer, steps):
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def under_fsdp(kind, before, after, steps, sharded=True):
+    model, optimizer = network(sharded, kind)
+    if before is not None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(before))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    stepped(model, optimizer, steps)
+    if after is not None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(after))
+    return [p.detach() for p in model.parameters()] if not sharded else None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["sghmc", "chain"])
+def test_an_optimizer_under_fsdp2_on_two_ranks_goes_on_under_four_and_in_one_process(kind, tmp_path):
+    run(under_fsdp, 2, tmp_path, kind, None, tmp_path / "a", 4)
+    run(under_fsdp, 4, tmp_path, kind, tmp_path / "a", tmp_path / "b", 4)
+    got, want = under_fsdp(kind, tmp_path / "b", None, 4, False), under_fsdp(kind, None, None, 12, False)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def messages_on_shards():
+    """What noise and chains send: an optimizer's step under FSDP2, an update of a chain on DTensors."""
+    model, optimizer = network(True)
+    stepped(model, optimizer, 2)
+    params, state = begun("sghmc", "fsdp")
+    grads = {name: 0.5 * x for name, x in params.items()}
+    with CommDebugMode() as counted:
+        optimizer.step()
+        CHAINS["sghmc"]().update(grads, state, params=params)
+    return counted.get_total_counts()
+
+
+def test_noise_on_shards_sends_no_message(tmp_path):
+    assert run(messages_on_shards, 2, tmp_path) == [0, 0]
+
+
 @pytest.mark.parametrize(
     "other, says",
     [
@@ -258,3 +435,9 @@ def test_a_row_of_many_chains_is_written_alone(tmp_path):
 def test_with_chains_every_tensor_has_their_axis(tmp_path):
     with pytest.raises(ValueError, match=r"w is of shape \(3,\); with chains= axis 0 .* counts the 2 chains"):
         bc.distributed.save(tmp_path / "step", {"w": torch.ones(3)}, chains=range(2))
+    assert all("spread as (Shard(dim=0),)" in said for said in run(chains_cut, 2, tmp_path, tmp_path / "cut"))
+
+
+def chains_cut(path):
+    x = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return message_of(lambda: bc.distributed.save(path, {"w": x}, chains=range(2)))

@@ -130,6 +130,30 @@ def test_a_step_sends_one_message_and_the_noise_none(tmp_path):
         assert list(counts.values()) == [5] and "allreduce" in next(iter(counts)).replace("_", "")
 
 
+def sizes_of_messages():
+    """How many numbers a step sends, and what is sent besides."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tx = bc.sghmc(0.05, temperature=0.01)
+    step = bc.make_step(loss, tx, mesh=mesh)
+    params, state = bc.distributed.broadcast((start(), tx.init(start())), mesh)
+    params, state, _ = step(params, state, batches(1)[0])
+    sent, real = [], dist.all_reduce
+    dist.all_reduce = lambda x, **options: (sent.append(x.numel()), real(x, **options))[1]
+    try:
+        step(params, state, batches(1)[0])
+        with CommDebugMode() as noise:
+            tx.update(start(), state, params=params)
+    finally:
+        dist.all_reduce = real
+    return sent, noise.get_total_counts()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_message_of_a_step_is_the_gradient_and_two_numbers_on_any_number_of_ranks(size, tmp_path):
+    parameters = sum(x.numel() for x in start().values())
+    assert run(sizes_of_messages, size, tmp_path) == [([parameters + 2], 0)] * size
+
+
 # chains times data
 
 

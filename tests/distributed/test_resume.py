@@ -313,10 +313,10 @@ def test_batches_of_other_data_are_refused_where_they_are_shared_out_anew(tmp_pa
         spread(path, 9, loader=True, total=30)
 
 
-def on_a_square(path, steps):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("chains", "data"))
+def on_a_square(path, steps, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "data"))
     x, y = regression()
-    rows = slice(mesh["data"].get_local_rank(), None, 2)
+    rows = slice(mesh["data"].get_local_rank(), None, shape[1])
     tx = bc.sghmc(0.1, temperature=0.01)
     chains = bc.parallel(bc.make_step(column, tx, mesh=mesh["data"]), 4, loop=True, mesh=mesh["chains"])
     params = {"w": torch.zeros(chains.n, 3, dtype=torch.float64)}
@@ -333,13 +333,16 @@ def in_one_process(path, steps):
 
 
 @pytest.mark.slow
-def test_a_mesh_of_chains_and_data_goes_on_in_one_process_and_back(tmp_path):
+def test_a_mesh_of_chains_and_data_goes_on_in_one_process_and_on_other_meshes(tmp_path):
     path = tmp_path / "draws"
-    run(on_a_square, 4, tmp_path, path, (5, 3))
+    run(on_a_square, 4, tmp_path, path, (5, 3), (2, 2))
     torch.testing.assert_close(in_one_process(path, 8), in_one_process(None, 8), rtol=0, atol=1e-12)
-    want = in_one_process(None, 10)
-    for numbers, w in run(on_a_square, 4, tmp_path, path, (10, 10)):
-        torch.testing.assert_close(w, want[:, numbers], rtol=0, atol=1e-12)
+    for shape, steps in (((2, 2), (12, 10)), ((1, 3), (14,))):
+        ranks = run(on_a_square, shape[0] * shape[1], tmp_path, path, steps, shape)
+        for numbers, w in ranks:
+            want = in_one_process(None, len(w))
+            torch.testing.assert_close(w, want[:, numbers], rtol=0, atol=1e-12)
+    assert list(path.glob("layout-00003/catch-up-00002-00004")), "three ranks caught up together"
 
 
 # killed
@@ -399,6 +402,7 @@ def killed_twenty_times(function, folder, path, steps, n, evaluations):
 def test_chains_killed_twenty_times_on_changing_numbers_of_ranks_are_the_uninterrupted_run(tmp_path):
     path, n = tmp_path / "draws", 4
     assert killed_twenty_times(fatal_chains, tmp_path, path, 6, n, 12) >= 15
+    assert 10 <= len(list(path.glob("layout-*"))) <= 20 and list(path.glob("layout-*/catch-up-*/index.json"))
     require_the_uninterrupted_run(path, run(ranked, 2, tmp_path, path, 130, n, 0), 130, n, 0)
 
 

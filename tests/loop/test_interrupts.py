@@ -17,6 +17,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """Python's own handler, which a run in the background (``nohup``, ``&``) is started without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class InterruptAt(TorchDispatchMode):
     """Ctrl-C during operation ``n``; counts them."""
 

@@ -12,7 +12,16 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 ALLOWED = {"os", "sys", "warnings", "matplotlib", "torch", "torchopt", "optree", "bayesopt_chain", "benchmarks"}
-DATA = {"pima": "pima/pima-indians-diabetes.data.csv", "a_network_one_trusts": "mnist/mnist.npz"}
+DATA = {
+    "pima": "pima/pima-indians-diabetes.data.csv",
+    "a_network_one_trusts": "mnist/mnist.npz",
+    "imdb": "imdb/imdb_20k_100.npz",
+}
+PACKAGES = {
+    "pima": ["pyro", "posteriors"],
+    "a_network_one_trusts": ["torchmetrics", "sklearn"],
+    "imdb": ["torchmetrics"],
+}
 
 
 def read(name):
@@ -62,15 +71,16 @@ def test_it_imports_the_library_the_experiments_and_no_helpers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_at_smoke_scale(name, monkeypatch):
+def test_it_runs_at_smoke_scale(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    for package in {"pima": ["pyro", "posteriors"], "a_network_one_trusts": ["torchmetrics", "sklearn"]}.get(name, []):
+    for package in PACKAGES.get(name, []):
         pytest.importorskip(package)
     data = os.environ.get("BAYESOPT_CHAIN_DATA", "")
     if name in DATA and not (data and (Path(data) / DATA[name]).exists()):
         pytest.skip(f"set BAYESOPT_CHAIN_DATA to a folder with {DATA[name]}")
     monkeypatch.setenv("BAYESOPT_CHAIN_SCALE", "smoke")
+    monkeypatch.setenv("BAYESOPT_CHAIN_RUNS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     resources = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(read(name), timeout=600, kernel_name="python3", resources=resources).execute()
