@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -219,7 +219,9 @@ def step(
         params = structure.unflatten(local_parts(leaves))
     own = local_parts(g)
     mine = sharding.gradients(g, own)
-    entries = [_Entry(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+    entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
+    if entries is None:
+        entries = [_Entry.of(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
     moves, after = update(
         spec.unflatten(mine),
         type(state)([entry.parts for entry in entries], state.layout),
@@ -231,27 +233,41 @@ def step(
         old if x is part else x if x is None or known is None else dtensor_of(x, known)
         for x, part, old, known in zip(spec.flatten_up_to(moves), own, g, sharding.specs)
     ]
-    return spec.unflatten(new), type(state)([entry.put(x) for entry, x in zip(entries, after)], state.layout)
+    entries = [entry.put(x) for entry, x in zip(entries, after)]
+    made = type(state)([entry.whole for entry in entries], state.layout)
+    made.taken_apart = entries
+    return spec.unflatten(new), made
 
 
-class _Entry:
-    """An entry of a state, as this rank's parts; one that a link keeps as it likes stays."""
+class _Entry(NamedTuple):
+    """An entry of a state, its leaves, and the same as this rank's parts; one that a link keeps as it likes stays."""
 
-    def __init__(self, entry: Any, stays: bool) -> None:
-        self.whole = entry
-        self.old, self.spec = ([], None) if stays else optree.tree_flatten(entry)
-        self.mine = local_parts(self.old)
-        self.parts = entry if self.spec is None else self.spec.unflatten(self.mine)
+    whole: Any
+    leaves: list[Any]
+    parts: Any
+    mine: list[Any]
+    stays: bool
 
-    def put(self, entry: Any) -> Any:
+    @staticmethod
+    def of(entry: Any, stays: bool) -> _Entry:
+        """Take an entry apart."""
+        if stays:
+            return _Entry(entry, [], entry, [], stays)
+        leaves, spec = optree.tree_flatten(entry)
+        mine = local_parts(leaves)
+        return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
+
+    def put(self, parts: Any) -> _Entry:
         """What became of it, spread as it was."""
-        if self.spec is None:
-            return entry
-        new, spec = optree.tree_flatten(entry)
-        if all(map(is_, new, self.mine)):
-            return self.whole
-        old = zip(self.old, specs_of(self.old), self.mine, new, strict=True)
-        return spec.unflatten([x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in old])
+        if self.stays:
+            return _Entry(parts, [], parts, [], True)
+        mine: list[Any]
+        mine, spec = optree.tree_flatten(parts)
+        if all(map(is_, mine, self.mine)):
+            return self
+        every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
+        leaves = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
+        return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
