@@ -6,7 +6,7 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,26 @@ def local_of(x: Any) -> Tensor:
     return part if type(part) is Tensor or not hasattr(part, "wait") else part.wait()
 
 
+def local_parts(leaves: Iterable[Any]) -> list[Any]:
+    """This rank's parts of the DTensors among leaves, as :func:`local_of` gives them; anything else as it is."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    recorded = torch.is_grad_enabled()
+    return [
+        x
+        if type(x) is not kind and not isinstance(x, kind)
+        else part
+        if type(part := x._local_tensor) is Tensor and not (recorded and x.requires_grad)
+        else local_of(x)
+        for x in leaves
+    ]
+
+
+def specs_of(leaves: Iterable[Any]) -> list[Any]:
+    """How the DTensors among leaves are laid out; ``None`` for anything else."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return [x._spec if type(x) is kind or isinstance(x, kind) else None for x in leaves]
+
+
 def is_fully_sharded(module: Any) -> bool:
     """Whether ``fully_shard`` was called on a module or on one inside it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -100,7 +120,8 @@ def dtensor_of(part: Tensor, spec: Any) -> Any:
         return module.DTensor.from_local(
             part, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    return module.DTensor(part, spec, requires_grad=False)
+    kind = module.DTensor  # whose __init__ does nothing, behind a wrapper that costs more than the rest
+    return kind.__new__(kind, part, spec, requires_grad=False)
 
 
 def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from operator import is_
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, spec_of, stacked_spec
+from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, spec_of, specs_of, stacked_spec
 from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.pieces import Runs
@@ -64,6 +65,8 @@ class Sharding:
         self.pieces: Pieces = layout.pieces
         self.paths, self.where, self.links = layout.paths, layout.where, links
         self.specs: list[Any] = [None] * len(self.pieces)
+        self.alike: list[Any] = [None] * len(self.pieces)  # the same of the last gradients that lay as their parameters
+        self.met = False  # whether every leaf was seen
         for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
             if here and link.spread == "refused":
@@ -84,11 +87,11 @@ class Sharding:
         Raises:
             ValueError: naming the leaf.
         """
-        for j, x in enumerate(leaves):
-            if x is None:
-                continue
-            spec = spec_of(x) if is_dtensor(x) else None
-            if spec is self.specs[j] and (spec is None) == (self.pieces[j] is None):
+        specs = specs_of(leaves)
+        if self.met and all(map(is_, specs, self.specs)):
+            return
+        for j, (x, spec) in enumerate(zip(leaves, specs)):
+            if x is None or (spec is self.specs[j] and (spec is None) == (self.pieces[j] is None)):
                 continue
             if (spec is None) != (self.pieces[j] is None) or (spec is not None and runs_of(x) != self.pieces[j]):
                 came = "a plain tensor" if spec is None else f"spread as {spec.placements}"
@@ -97,26 +100,29 @@ class Sharding:
                     "made for; call init with these parameters"
                 )
             self.specs[j] = spec
+        self.met = all([(spec is None) == (mine is None) for spec, mine in zip(self.specs, self.pieces)])
 
-    def gradients(self, g: Sequence[Any]) -> list[Any]:
-        """The local gradients, each brought to its parameter's placements first.
+    def gradients(self, g: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """The local gradients, each brought to its parameter's placements first; ``own`` are the parts that are here.
 
         Raises:
             ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
         """
-        out = list(g)
-        for j, x in enumerate(g):
+        specs = specs_of(g)
+        if self.met and (all(map(is_, specs, self.specs)) or all(map(is_, specs, self.alike))):
+            return list(own)
+        out = list(own)
+        for j, (x, came) in enumerate(zip(g, specs)):
             if x is None:
                 continue
             spec = self.specs[j]
-            if is_dtensor(x) and spec is not None:
-                if spec_of(x) is not spec and (x.placements != spec.placements or x.device_mesh != spec.mesh):
-                    x = x.redistribute(spec.mesh, spec.placements)
-                out[j] = local_of(x)
+            if came is not None and spec is not None:
+                if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
+                    self.alike[j] = came
+                else:
+                    out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
             elif is_dtensor(x) or self.pieces[j] is not None:
                 self.seen([None] * j + [x], "updates")
-                self.specs[j] = spec = spec_of(x)
-                out[j] = local_of(x)
         return out
 
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
@@ -183,7 +189,7 @@ def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if not any([isinstance(x, kind) for x in leaves]):
         return init(params) if like is None else init(params, like=like)
-    return init(spec.unflatten([local(x) for x in leaves]), like=optree.tree_map(local, like), whole=leaves)
+    return init(spec.unflatten(local_parts(leaves)), like=optree.tree_map(local, like), whole=leaves)
 
 
 def step(
@@ -208,10 +214,14 @@ def step(
     sharding: Sharding = plan(state).shards
     g, spec = optree.tree_flatten(updates, none_is_leaf=True)
     if params is not None:
-        sharding.seen(optree.tree_leaves(params, none_is_leaf=True), "params")
-        params = optree.tree_map(local, params)
-    mine = sharding.gradients(g)
-    entries = [_Entry(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+        leaves, structure = optree.tree_flatten(params, none_is_leaf=True)
+        sharding.seen(leaves, "params")
+        params = structure.unflatten(local_parts(leaves))
+    own = local_parts(g)
+    mine = sharding.gradients(g, own)
+    entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
+    if entries is None:
+        entries = [_Entry.of(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
     moves, after = update(
         spec.unflatten(mine),
         type(state)([entry.parts for entry in entries], state.layout),
@@ -220,36 +230,44 @@ def step(
         **{name: whole(x) for name, x in extra.items()},
     )
     new = [
-        x if x is None or known is None else old if _is_of(x, old, known) else dtensor_of(x, known)
-        for x, old, known in zip(spec.flatten_up_to(moves), g, sharding.specs)
+        old if x is part else x if x is None or known is None else dtensor_of(x, known)
+        for x, part, old, known in zip(spec.flatten_up_to(moves), own, g, sharding.specs)
     ]
-    return spec.unflatten(new), type(state)([entry.put(x) for entry, x in zip(entries, after)], state.layout)
+    entries = [entry.put(x) for entry, x in zip(entries, after)]
+    made = type(state)([entry.whole for entry in entries], state.layout)
+    made.taken_apart = entries
+    return spec.unflatten(new), made
 
 
-def _is_of(part: Tensor, x: Any, spec: Any) -> bool:
-    """Whether a tensor is the local one of this DTensor, and that is spread so."""
-    return is_dtensor(x) and local_of(x) is part and (spec_of(x) is spec or x.placements == spec.placements)
+class _Entry(NamedTuple):
+    """An entry of a state, its leaves, and the same as this rank's parts; one that a link keeps as it likes stays."""
 
+    whole: Any
+    leaves: list[Any]
+    parts: Any
+    mine: list[Any]
+    stays: bool
 
-class _Entry:
-    """An entry of a state, as this rank's parts; one that a link keeps as it likes stays."""
+    @staticmethod
+    def of(entry: Any, stays: bool) -> _Entry:
+        """Take an entry apart."""
+        if stays:
+            return _Entry(entry, [], entry, [], stays)
+        leaves, spec = optree.tree_flatten(entry)
+        mine = local_parts(leaves)
+        return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
 
-    def __init__(self, entry: Any, stays: bool) -> None:
-        self.old, self.spec = ([], None) if stays else optree.tree_flatten(entry)
-        self.mine = [local(x) for x in self.old]
-        self.parts = entry if self.spec is None else self.spec.unflatten(self.mine)
-
-    def put(self, entry: Any) -> Any:
+    def put(self, parts: Any) -> _Entry:
         """What became of it, spread as it was."""
-        if self.spec is None:
-            return entry
-        new, spec = optree.tree_flatten(entry)
-        return spec.unflatten(
-            [
-                y if not is_dtensor(old) else old if y is x else dtensor_of(y, spec_of(old))
-                for old, x, y in zip(self.old, self.mine, new, strict=True)
-            ]
-        )
+        if self.stays:
+            return _Entry(parts, [], parts, [], True)
+        mine: list[Any]
+        mine, spec = optree.tree_flatten(parts)
+        if all(map(is_, mine, self.mine)):
+            return self
+        every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
+        leaves = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
+        return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
@@ -283,14 +301,12 @@ def like(x: Any, part: Any) -> Any:
     return dtensor_of(part, spec_of(x)) if is_dtensor(x) else part
 
 
-def add(p: Tensor, update: Tensor, inplace: bool) -> Tensor:
-    """``p + update``; of DTensors on this rank's parts."""
-    if not is_dtensor(p):
-        return p.add_(update) if inplace else p.add(update)
+def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:
+    """``p + update``, where there is one; of DTensors on this rank's parts."""
+    moves = zip(params, local_parts(params), local_parts(updates))
     if inplace:
-        local_of(p).add_(local(update))
-        return p
-    return dtensor_of(local_of(p).add(local(update)), spec_of(p))
+        return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
+    return [p if u is None else x.add(u) if x is p else dtensor_of(x.add(u), spec_of(p)) for p, x, u in moves]
 
 
 def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:

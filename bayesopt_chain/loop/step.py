@@ -412,7 +412,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
     """``params + updates``; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
-    new = [p if u is None else shards.add(p, u, inplace) for p, u in zip(leaves, moves)]
+    new = shards.add(leaves, moves, inplace)
     return params if inplace else optree.tree_unflatten(spec, new)
 
 

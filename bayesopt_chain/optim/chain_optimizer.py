@@ -142,9 +142,7 @@ class _Built:
         if all(g is None for g in grads):
             return
         updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
-        for p, u in zip(params, updates):
-            if u is not None:
-                add(p, u, inplace=True)
+        add(params, updates, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
         mine = optree.tree_leaves(self.state)

@@ -153,7 +153,7 @@ def _fresh(
     key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Room for the elements one behind the other; keys or steps with further axes, one for each chain, give it these axes."""
-    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape)
+    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
     return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
 
 
