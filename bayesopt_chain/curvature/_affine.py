@@ -35,9 +35,9 @@ class Affine:
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
         return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])
 
-    def uses(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[list[Use], list[Tensor]]:
+    def uses(self, params: Any, x: Tensor) -> tuple[list[Use], list[Tensor]]:
         """The uses of the parameters, all of the one tap 0, and what each sees of the inputs ``[b, *, I]``."""
-        numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(dict(params)))}
+        numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
         weight = params[self.weight]
         uses = [
             Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)

@@ -133,6 +133,8 @@ class BlockSum(Structure):
 
 
 class RootRows(Structure):
+    few_data = 2**40  # the rows are the result: formed in one chunk, as far as it may go, they need not be put together
+
     def __init__(self, params: Tree):
         super().__init__(params)
         self.rows: list[list[Tensor]] = []
@@ -142,7 +144,8 @@ class RootRows(Structure):
         self.rows.append([row.flatten(0, 1) for row in rows])
 
     def finish(self, count: Tensor) -> Root:
-        return Root(self.to_tree([torch.cat(rows) for rows in zip(*self.rows)]), count)
+        first, *others = self.rows
+        return Root(self.to_tree([torch.cat(rows) for rows in zip(*self.rows)] if others else first), count)
 
 
 class LowRankSum(Structure):

@@ -10,6 +10,7 @@ two (as the embedding and the head of a language model), is left to the caller w
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -166,9 +167,12 @@ class Taps(TorchFunctionMode):
 
 
 def _bound(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    arguments = inspect.signature(function).bind(*args, **kwargs)
+    arguments = _signature(function).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.arguments
+
+
+_signature = functools.cache(inspect.signature)
 
 
 def _has_tensor(result: Any) -> bool:
