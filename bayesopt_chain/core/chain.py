@@ -151,8 +151,7 @@ class Chain(GradientTransformation):
         masks = {id(mask): selected(mask, seen) for x in self.links for mask in x.masks}
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
-        pieces = None if whole is None else shards.pieces_of(whole)
-        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, pieces)
+        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
         plan = self.plan(State((), layout))
         plan.spec = spec
         if whole is not None and plan.shards is not None:

@@ -65,7 +65,8 @@ class Sharding:
         self.pieces: Pieces = layout.pieces
         self.paths, self.where, self.links = layout.paths, layout.where, links
         self.specs: list[Any] = [None] * len(self.pieces)
-        self.alike: list[Any] = [None] * len(self.pieces)  # the same of the last gradients that lay as their parameters
+        # the same of the last gradients that lay as their parameters; of a spread leaf never that of a plain tensor
+        self.alike: list[Any] = [None if mine is None else () for mine in self.pieces]
         self.met = False  # whether every leaf was seen
         for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
@@ -222,6 +223,7 @@ def step(
     entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
     if entries is None:
         entries = [_Entry.of(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+    moves: Any
     moves, after = update(
         spec.unflatten(mine),
         type(state)([entry.parts for entry in entries], state.layout),
@@ -229,9 +231,10 @@ def step(
         inplace=inplace,
         **{name: whole(x) for name, x in extra.items()},
     )
+    flat: list[Any] = spec.flatten_up_to(moves)
     new = [
         old if x is part else x if x is None or known is None else dtensor_of(x, known)
-        for x, part, old, known in zip(spec.flatten_up_to(moves), own, g, sharding.specs)
+        for x, part, old, known in zip(flat, own, g, sharding.specs)
     ]
     entries = [entry.put(x) for entry, x in zip(entries, after)]
     made = type(state)([entry.whole for entry in entries], state.layout)
@@ -266,7 +269,7 @@ class _Entry(NamedTuple):
         if all(map(is_, mine, self.mine)):
             return self
         every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
-        leaves = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
+        leaves: list[Any] = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
         return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
 
 
