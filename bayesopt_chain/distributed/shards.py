@@ -16,7 +16,6 @@ reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -187,8 +186,7 @@ class Sharding:
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
     """``init`` for parameters of which some are DTensors: on this rank's parts."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    if not any([isinstance(x, kind) for x in leaves]):
+    if not any(map(is_dtensor, leaves)):
         return init(params) if like is None else init(params, like=like)
     return init(spec.unflatten(local_parts(leaves)), like=optree.tree_map(local, like), whole=leaves)
 
