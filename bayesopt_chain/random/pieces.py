@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import box_muller, philox, require_in_range, three_point
+from bayesopt_chain.random.philox import box_muller, has_triton, philox, require_in_range, three_point
 from bayesopt_chain.random.philox_cpu import pieces_kernel
 
 Runs = tuple[tuple[int, int], ...]  # (start, length) of consecutive elements, ascending
@@ -172,8 +172,23 @@ def _on_cpu(
     return out
 
 
+def _on_cuda(
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The Triton kernel in float32; tensor operations in float64, or where there is no Triton."""
+    if dtype != torch.float32 or not has_triton():
+        return in_tensors(key, step, starts, lengths, draws, dtype)
+    from bayesopt_chain.random.philox_cuda import fill_pieces
+
+    out = _fresh(key, step, starts, lengths, draws, dtype)
+    if key.ndim or step.ndim:
+        key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
+    fill_pieces(out, key, step, starts, lengths, draws)
+    return out
+
+
 _OPS.impl("philox_pieces", _on_cpu, "CPU")
-_OPS.impl("philox_pieces", in_tensors, "CUDA")
+_OPS.impl("philox_pieces", _on_cuda, "CUDA")
 _library.register_fake("bayesopt_chain::philox_pieces", _fresh, lib=_OPS)
 
 
