@@ -6,7 +6,7 @@ Each was read in torch 2.11 to 2.13. Whoever needs to know whether a tensor may 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _C: Any = torch._C  # the stubs of these two modules leave out what is used here
 _functions: Any = torch
 _functorch = _C._functorch
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def functorch_is_running() -> bool:
@@ -44,6 +45,23 @@ def unwrapped(x: Tensor) -> Tensor:
     return _functorch.get_unwrapped(x)
 
 
+def gradients_of_columns(
+    outputs: Tensor, inputs: Sequence[Tensor], columns: Tensor, *, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """The gradients of several cotangents ``[M, *outputs.shape]`` at once, ``[M, *input.shape]``, None for an unused input.
+
+    ``torch.autograd.grad(is_grads_batched=True)`` without its walk over trees, which on a small model is half of its time.
+    """
+    level = _C._vmapmode_increment_nesting()
+    try:
+        batched = _functions._add_batch_dim(columns, 0, level)
+        found = torch.autograd.grad(outputs, inputs, batched, allow_unused=True, retain_graph=retain_graph)
+        count = columns.shape[0]
+        return [None if x is None else _functions._remove_batch_dim(x, level, count, 0) for x in found]
+    finally:
+        _C._vmapmode_decrement_nesting()
+
+
 def is_fake(x: Any) -> bool:
     """Whether a tensor has a shape and no numbers, as during a trace."""
     return isinstance(x, FakeTensor)
@@ -55,14 +73,101 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def local_of(x: Any) -> Tensor:
+    """This rank's part of a DTensor, no copy; differentiable where gradients are recorded."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.to_local()
+    part = x._local_tensor
+    return part if type(part) is Tensor or not hasattr(part, "wait") else part.wait()
+
+
+def local_parts(leaves: Iterable[Any]) -> list[Any]:
+    """This rank's parts of the DTensors among leaves, as :func:`local_of` gives them; anything else as it is."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    recorded = torch.is_grad_enabled()
+    return [
+        x
+        if type(x) is not kind and not isinstance(x, kind)
+        else part
+        if type(part := x._local_tensor) is Tensor and not (recorded and x.requires_grad)
+        else local_of(x)
+        for x in leaves
+    ]
+
+
+def specs_of(leaves: Iterable[Any]) -> list[Any]:
+    """How the DTensors among leaves are laid out; ``None`` for anything else."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return [x._spec if type(x) is kind or isinstance(x, kind) else None for x in leaves]
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was called on a module or on one inside it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+
+
+def spec_of(x: Any) -> Any:
+    """Mesh, placements and global shape of a DTensor."""
+    return x._spec
+
+
+def dtensor_of(part: Tensor, spec: Any) -> Any:
+    """The DTensor of which this rank has ``part``; nothing is sent or compared."""
+    module: Any = sys.modules["torch.distributed.tensor"]
+    if part.requires_grad:
+        meta = spec.tensor_meta
+        return module.DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
+    kind = module.DTensor  # whose __init__ does nothing, behind a wrapper that costs more than the rest
+    return kind.__new__(kind, part, spec, requires_grad=False)
+
+
+def stacked_spec(spec: Any, part: Tensor, axes: int) -> Any:
+    """The description of a tensor that is spread like another one, with ``axes`` further axes in front, on every rank."""
+    meta = spec.tensor_meta
+    if not axes and part.dtype == meta.dtype:
+        return spec
+    shape = torch.Size((*part.shape[:axes], *meta.shape))
+    inner: int = meta.shape.numel()
+    stride = (*(inner * part.shape[i + 1 : axes].numel() for i in range(axes)), *meta.stride)
+    return type(spec)(
+        spec.mesh, tuple([_shifted(p, axes) for p in spec.placements]), type(meta)(shape, stride, part.dtype)
+    )
+
+
+def _shifted(placement: Any, axes: int) -> Any:
+    if not hasattr(placement, "dim"):
+        return placement
+    if hasattr(placement, "split_factor"):
+        return type(placement)(placement.dim + axes, split_factor=placement.split_factor)
+    return type(placement)(placement.dim + axes)
+
+
 def proxies_are_recorded() -> bool:
     """Whether ``make_fx`` records the operations."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compiler.disable`` makes of a function, without the import of torch's compiler, which takes longer than that
+    of this library: it is imported by the first call, as in torch's own optimizers."""
+    return _functions._compile._disable_dynamo(function)
+
+
 def set_grad_enabled(enabled: bool) -> None:
     """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
     _C._set_grad_enabled(enabled)
+
+
+def gradients(out: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of a real scalar, ``None`` for inputs that it does not depend on: the call of torch's engine that
+    ``torch.autograd.grad`` comes to, behind forty calls of Python for what else it might have been given."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.autograd.grad(out, inputs, allow_unused=True)
+    start = torch.ones_like(out)  # new at each call, since it may come back as a gradient
+    return _engine.run_backward((out,), (start,), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
 @contextmanager

@@ -199,9 +199,14 @@ def own_key(key: Tensor, g: Sequence[Tensor]) -> None:
 def differentiable(leaves: Sequence[Any], params: Any) -> None:
     """Parameters that a gradient can be taken in: real floating-point tensors; ``None`` stands for one that is absent."""
     for i, leaf in enumerate(leaves):
-        if is_dtensor(leaf):
-            unsharded(leaf, optree.tree_paths(params, none_is_leaf=True)[i])
-        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+        if leaf is None or (type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_floating_point()):
+            continue
+        if is_dtensor(leaf) and is_transformed():
+            raise ValueError(
+                f"params: leaf {name(optree.tree_paths(params, none_is_leaf=True)[i])} is a DTensor, which vmap and torch.func "
+                "cannot transform; run several chains with bc.parallel(step, n, loop=True)"
+            )
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             continue
         path = name(optree.tree_paths(params, none_is_leaf=True)[i])
         if isinstance(leaf, torch.nn.Module):
@@ -224,24 +229,24 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
 
 
 def unsharded(leaf: Any, path: Any) -> None:
-    """Refuse a DTensor: the links see whole leaves, and noise on shards has to be numbered by the whole leaf.
+    """Refuse a DTensor, where whole leaves are needed.
 
     Raises:
         ValueError: naming the leaf.
     """
     if is_dtensor(leaf):
         raise ValueError(
-            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), and sharded parameters are not built yet: "
-            "their noise, norms and steps would be wrong on the shards. Keep whole parameters on every rank and spread the "
-            "data (bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where whole "
+            "parameters are needed. Keep whole parameters on every rank and spread the data "
+            "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
             "gathers one"
         )
 
 
-def dense(grads: Sequence[Any], wanted: Sequence[int], params: Any) -> None:
-    """Gradients as dense tensors: noise, momentum and curvature are."""
-    for i, g in zip(wanted, grads):
-        if g.layout is not torch.strided:
+def dense(grads: Sequence[Any], params: Any) -> None:
+    """Gradients as dense tensors: noise, momentum and curvature are. ``None`` stands for one that is absent."""
+    for i, g in enumerate(grads):
+        if g is not None and g.layout is not torch.strided:
             path = name(optree.tree_paths(params, none_is_leaf=True)[i])
             raise ValueError(
                 f"loss: the gradient of leaf {path} is sparse ({g.layout}); noise and momentum are dense: build the layer with "

@@ -13,15 +13,16 @@ from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Keyed, Link
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.response import Decay, Linear, Nonlinear, Response
-from bayesopt_chain.core.state import spread_prefix
 from bayesopt_chain.fused.lower import lower
 from bayesopt_chain.links.foreign import Foreign, keywords_of
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
 from bayesopt_chain.random.stream import STREAMS, Stream
+from bayesopt_chain.trees import spread_prefix
 
 
 def chain(*links: GradientTransformation) -> Chain:
@@ -151,7 +152,7 @@ def with_response(
     """
     if not isinstance(link, GradientTransformation):
         raise TypeError(f"with_response: link is {link!r}, not a gradient transformation")
-    if not isinstance(response, (Linear, Nonlinear, Decay)):
+    if type(response) not in (Linear, Nonlinear, Decay):
         raise TypeError(f"with_response: response is {response!r}; use one of bc.response.Linear, Nonlinear, Decay")
     if rescale is not None and not callable(rescale):
         raise TypeError(f"with_response: rescale is {rescale!r}, not a function (state, factor) -> state")

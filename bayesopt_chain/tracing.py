@@ -38,7 +38,9 @@ def is_readable(x: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether tensors hold numbers at addresses now: nothing is being transformed, traced or compiled."""
-    return not is_transformed() and not is_traced() and not any(x.is_meta or _torch.is_fake(x) for x in tensors)
+    if is_transformed() or is_traced():
+        return False
+    return not any([x.is_meta or _torch.is_fake(x) for x in tensors])
 
 
 def is_traced() -> bool:

@@ -24,6 +24,28 @@ def paths(tree: Tree) -> list[str]:
     return [".".join(map(str, path)) or "parameters" for path in optree.tree_paths(tree)]
 
 
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """Return the leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor. ``None`` counts as a leaf."""
+    return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
+
+
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """Return the tensors of a tree, and the structure that puts them back."""
+    return optree.tree_flatten(tree)
+
+
+def spread_prefix(prefix: Any, tree: Any) -> list[Any]:
+    """Return the leaf of ``prefix`` that stands above each leaf of ``tree``.
+
+    Raises:
+        ValueError: the structures do not fit.
+    """
+    try:
+        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
+    except ValueError as err:
+        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
+
+
 def size(tree: Tree) -> int:
     """Count the numbers in a tree."""
     return sum(leaf.numel() for leaf in optree.tree_leaves(tree))
@@ -221,8 +243,8 @@ def project(rows: Tree, tree: Tree) -> Tensor:
 
 def gram(rows: Tree) -> Tensor:
     """Return the matrix ``[M, M]`` of inner products between rows."""
-    total: Any = 0
-    for row in optree.tree_leaves(rows):
-        flat = row.reshape(row.shape[0], math.prod(row.shape[1:]))
+    first, *others = [row.reshape(row.shape[0], math.prod(row.shape[1:])) for row in optree.tree_leaves(rows)]
+    total = first @ first.mT
+    for flat in others:
         total = total + flat @ flat.mT
     return total

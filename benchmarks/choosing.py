@@ -1,6 +1,6 @@
 """The two measurements of docs/choosing.md: temperature and calibration, and where a sampler starts.
 
-    python -m benchmarks.choosing
+    python -m benchmarks.choosing              # writes benchmarks/results/choosing.md
 
 Digits of scikit-learn with clean labels, 400 to train on and 1,000 to test. A network 64-64-10, five chains of SGHMC
 from the ends of five trainings; and an LSTM over the eight rows of an image, sampled from random weights and from a
@@ -8,6 +8,9 @@ training's end.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -17,6 +20,8 @@ from torch.nn.functional import cross_entropy
 import bayesopt_chain as bc
 
 N, CHAINS = 400, 5
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "choosing.md"
 
 
 class Rows(nn.Module):
@@ -96,5 +101,22 @@ def of_start(steps: int = 1000) -> list[str]:
     return lines
 
 
+def of_mnist() -> str:
+    """NLL of a network, of posteriors at T = 1 / N and a tenth of it, and of an ensemble, from the record on MNIST."""
+    record = json.loads((HERE / "experiments" / "results" / "mnist-small.json").read_text())
+    methods = "SGD", "SGHMC, T = 1/N", "SGHMC, T = 0.1/N", "deep ensemble"
+
+    def nll(labels: str, method: str) -> float:
+        values = [table[method][f"{labels} nll"] for table in record["tables"]]
+        return sum(values) / len(values)
+
+    clean, noisy = ([f"{nll(labels, method):.3f}" for method in methods] for labels in ("clean", "noisy"))
+    return (
+        f"NLL {clean[0]} for one network, {clean[1]} at `T = 1 / N`, {clean[2]} at a tenth of it, {clean[3]} for an ensemble; "
+        f"with wrong labels {noisy[0]}, {noisy[1]}, {noisy[2]} and {noisy[3]}"
+    )
+
+
 if __name__ == "__main__":
-    print("\n".join([*of_temperature(), "", *of_start()]))
+    RESULTS.write_text("\n".join([*of_temperature(), "", *of_start(), ""]))
+    print(RESULTS.read_text(), of_mnist(), sep="\n")

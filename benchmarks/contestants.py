@@ -46,9 +46,9 @@ def torch_optim(params, grads, **how) -> Callable:
 def fused(tx, params, grads) -> Callable:
     """What ``make_step(..., inplace=True)`` does once it has its gradients."""
     state, form = tx.init(params), sweep.recognise(tx)
-    assert form.fits(params, grads, state)
     with torch.no_grad():
-        return lambda: form.advance(params, grads, state)
+        assert form.move(params, grads, state) is not None
+        return lambda: form.move(params, grads, state)
 
 
 def captured(tx, params, grads) -> Callable:

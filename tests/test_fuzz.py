@@ -236,6 +236,7 @@ def test_the_list_of_factories_is_whole():
         assert is_finite(run(name, hot(name, function(**sound)))), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_senseless_argument_is_refused_by_name_or_harmless(name):
     assert not failures_of(name)

@@ -36,6 +36,7 @@ def test_it_obeys_the_law_at_temperature_zero(row, law):
     holds(row, law, lambda: (row.cold or row.build)(0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", LIMITED, ids=str)
 def test_at_temperature_zero_it_is_its_optimizer(row):
     assert_zero_temperature_limit(row.cold or row.build, row.limit)

@@ -1,17 +1,25 @@
-"""The figures of the README and of the page on speed are those of the files that the benchmarks wrote."""
+"""The figures of the README and of the pages on speed and on choosing are those of the files that the benchmarks wrote."""
 
 from pathlib import Path
 
+from benchmarks.choosing import RESULTS, of_mnist
 from benchmarks.table import short, table, when
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
 
 
 def test_the_tables_of_speed_are_the_measured_ones():
     assert short() in README, "run `python -m benchmarks.table` and put its first table into the README"
     assert table() in SPEED, "run `python -m benchmarks.table` and put its last table into docs/speed.md"
+
+
+def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():
+    assert of_mnist() in CHOOSING, "run `python -m benchmarks.choosing` and put its last line into docs/choosing.md"
+    temperature, start = RESULTS.read_text().strip().split("\n\n")
+    assert temperature in CHOOSING and start in CHOOSING
 
 
 def test_machine_and_date_are_those_of_the_measurement():

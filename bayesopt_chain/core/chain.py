@@ -19,9 +19,11 @@ from bayesopt_chain.core.link import ANY, At, Link, show
 from bayesopt_chain.core.matching import describe
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.response import Noise
-from bayesopt_chain.core.state import Layout, State, paths_of, selected, unshared, warm_start
+from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.tracing import is_traced
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +51,11 @@ class Chain(GradientTransformation):
     compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
 
     def __new__(cls, links: Sequence[Link], lower: Lower | None = None) -> Self:
-        self = super().__new__(cls, lambda params, **k: self._start(params, **k), lambda *a, **k: self._step(*a, **k))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        self = super().__new__(
+            cls,
+            lambda params, **k: shards.start(self._start, params, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            lambda *a, **k: shards.step(self._step, self.plan, *a, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        )
         self.links, self.lower = tuple(links), lower
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.accepts = frozenset[str]().union(*(x.accepts for x in self.links))
@@ -130,22 +136,26 @@ class Chain(GradientTransformation):
         update = Update(self.plan(state), PURE, spec, leaves, list(state))
         return At(update, i, where), [leaves[j] for j in where]
 
-    def _start(self, params: Any, *, like: Any = None) -> State:
+    def _start(self, params: Any, *, like: Any = None, whole: Any = None) -> State:
         """State for ``params``; ``like``: of an optimizer, or another temperature, to take over what both remember.
 
         The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts. Keys are new.
+        ``whole`` are the DTensors of which ``params`` are this rank's parts.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)
         for x in self.links if samples else ():
             check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
-        masks = {id(mask): selected(mask, params) for x in self.links for mask in x.masks}
+        seen = params if whole is None else spec.unflatten(whole)
+        masks = {id(mask): selected(mask, seen) for x in self.links for mask in x.masks}
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
-        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where)
+        layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
         plan = self.plan(State((), layout))
         plan.spec = spec
+        if whole is not None and plan.shards is not None:
+            plan.shards.seen(whole, "params")
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
@@ -153,9 +163,10 @@ class Chain(GradientTransformation):
         for i, (x, w) in enumerate(zip(self.links, where)):
             update.entries.append(x.init([leaves[j] for j in w], At(update, i, w)))
         for i, strength in update.strengths().items():
-            plan.noise[i].link.started(plan.noise[i], strength, update)
+            plan.noise[i].started(strength, update)
         state = State(update.entries, layout)
-        return state if like is None else warm_start(state, like)
+        state = state if like is None else warm_start(state, like)
+        return state if plan.shards is None else State(plan.shards.spread(state, leaves, plan.noise), layout)
 
     def _step(self, updates: Any, state: Any, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         """Transformed updates and the next state. See ``torchopt.base.GradientTransformation``."""

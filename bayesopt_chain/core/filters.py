@@ -59,22 +59,14 @@ class Filtered:
     def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
         """The noise and the new memory; the ``fresh`` draw may be overwritten."""
         (xi,) = fresh
-        if not memory:
-            return xi.mul_(c[0]) if isinstance(c[0], float) else xi * c[0], []
-        constant = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
-        first = xi.mul_(c[0]) if constant else xi * c[0]
-        y = first + memory[0]
+        alike = isinstance(c[0], float) and all(v == c[0] for v in c)  # then the draw itself is not needed again
+        first = xi.mul_(c[0]) if alike else xi * c[0]
+        y = first + memory[0] if memory else first
         new: list[Tensor] = []
         for k in range(1, len(memory) + 1):
-            if k < len(c):
-                w = first if c[k] is c[0] or (isinstance(c[k], float) and c[k] == c[0]) else xi * c[k]
-            else:
-                w = torch.zeros_like(xi)
-            if k < len(self.d):
-                w = w - self.d[k] * y
-            if k < len(memory):
-                w = w + memory[k]
-            new.append(w)
+            w = torch.zeros_like(xi) if k >= len(c) else first if alike else xi * c[k]
+            w = w - self.d[k] * y if k < len(self.d) else w
+            new.append(w + memory[k] if k < len(memory) else w)
         return y, new
 
 

@@ -78,30 +78,27 @@ def is_stable(p: Sequence[float]) -> bool:
 
 def spectrum(b: Sequence[float], a: Sequence[float]) -> Poly:
     """The factor ``r`` of a chain with ``F = b / a`` and no decay, ``A = (z - 1) / F``."""
-    numerator: dict[int, float] = {}
-    for k, ak in enumerate(a):
-        numerator[1 - k] = numerator.get(1 - k, 0.0) + ak
-        numerator[-k] = numerator.get(-k, 0.0) - ak
-    return _excess(b, numerator)
+    return _excess(b, multiply((1.0, -1.0), a), 1)
 
 
 def decay_spectrum(b: Sequence[float], numerator: Sequence[float]) -> Poly:
     """What weight decay ``w / H`` adds to ``r``, written over the denominator ``b``."""
-    return _excess(b, {-k: v for k, v in enumerate(numerator)})
+    return _excess(b, numerator, 0)
 
 
-def _excess(b: Sequence[float], numerator: dict[int, float]) -> Poly:
-    """``(r_0, r_1, ...)`` of ``r = r_0 + sum_k r_k (z^k + z^{-k})`` for ``A = N / b``, ``N`` by the powers of ``z``."""
-    odd: dict[int, float] = {}  # m_k - m_{-k} of M = N b(z)
-    for power, value in numerator.items():
+def _excess(b: Sequence[float], numerator: Sequence[float], lead: int) -> Poly:
+    """``(r_0, r_1, ...)`` of ``r = r_0 + sum_k r_k (z^k + z^{-k})`` for ``A = z^lead N(x) / b``."""
+    odd = [0.0] * max(lead + len(b), len(numerator) - lead)  # m_k - m_{-k} of M = z^lead N(x) b(z)
+    for i, ni in enumerate(numerator):
         for k, bk in enumerate(b):
-            if n := power + k:
-                odd[abs(n)] = odd.get(abs(n), 0.0) + math.copysign(1.0, n) * value * bk
-    out = [0.0] * max(odd, default=1)
-    for k, value in odd.items():
-        for power in range(k - 1, -1, -2):  # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}
-            out[power] += value
-    return tuple(out)
+            power = lead - i + k
+            odd[abs(power)] += math.copysign(1.0, power) * ni * bk
+    r = [0.0, 0.0]
+    for k in range(
+        len(odd) - 1, 0, -1
+    ):  # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}, so that r_{k-1} = odd_k + r_{k+1}
+        r.insert(0, odd[k] + r[1])
+    return tuple(r[:-2])
 
 
 def spectral_factor(r: Sequence[float]) -> Poly:
@@ -125,12 +122,8 @@ def spectral_factor(r: Sequence[float]) -> Poly:
     n = len(r)
     q = [math.sqrt(r[0])] + [0.0] * (n - 1)
     for _ in range(200):
-        rows = [[0.0] * n for _ in range(n)]
+        rows = [[(q[j - k] if j >= k else 0.0) + (q[j + k] if j + k < n else 0.0) for j in range(n)] for k in range(n)]
         rhs = [r[k] + sum(q[j] * q[j + k] for j in range(n - k)) for k in range(n)]
-        for k in range(n):
-            for j in range(n - k):
-                rows[k][j + k] += q[j]
-                rows[k][j] += q[j + k]
         new = _solve(rows, rhs)
         if max(abs(x - y) for x, y in zip(new, q)) <= 1e-16 * math.sqrt(scale):
             return tuple(new)

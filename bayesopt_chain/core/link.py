@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain import checks
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Noise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
-from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.core.response import Linear, Response
+from bayesopt_chain.core.state import edited
+from bayesopt_chain.distributed.shards import Spread
 
 if TYPE_CHECKING:
-    from bayesopt_chain.core.injection import Injection, Strength
-    from bayesopt_chain.core.update import Plan, Update
+    from bayesopt_chain.core.matching import Site
+    from bayesopt_chain.core.update import Injection, Plan, Update
 
 
 @dataclass(slots=True)
@@ -62,16 +60,15 @@ class At:
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     @property
-    def learned(self) -> Sequence[Any]:
+    def learned(self) -> list[Any]:
         """What the link's ``learn`` gave for each of these leaves in this step."""
-        present, made = self.update.learned[self.i]
-        if present == self.present:
-            return made
-        by_leaf = dict(zip(present, made))
+        by_leaf = self.update.learned[self.i]
         return [by_leaf[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
+        if self.plan.shards is not None:
+            leaves = self.plan.shards.whole(self.present, leaves)
         if len(self.present) == self.update.spec.num_leaves:
             return self.update.spec.unflatten(leaves)
         shapes = self.plan.layout.shapes
@@ -83,7 +80,11 @@ class At:
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves that are there, of a tree like the user's."""
         flat = self.update.spec.flatten_up_to(tree)
-        return [flat[j] for j in self.present]
+        return self.parts([flat[j] for j in self.present])
+
+    def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
+        """Of what was given for each leaf that is there, the part that belongs to this rank."""
+        return values if self.plan.shards is None else self.plan.shards.parts(self.present, values, what)
 
 
 ANY = "**"  # among the keywords of a link that takes every keyword
@@ -99,24 +100,22 @@ class Link:
 
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
 
-    velocity: ClassVar[str | None] = None  # the field of the state whose pole this link owns
+    velocity: ClassVar[str] = ""  # the field of the state whose pole this link owns; a ``whole`` link rescales itself
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
+    rescales: ClassVar[bool] = False  # whether ``rescaled`` reaches all that it remembers, however many poles it has
     needs_params: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
     coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
+    spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
+    instead: ClassVar[str] = ""  # where it refuses them, what to take
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
 
     @property
     def response(self) -> Response | None:
         """What it does to the gradient; ``None`` where nobody said."""
         return Linear()
-
-    @property
-    def rescales(self) -> bool:
-        """Whether ``rescaled`` reaches all that it remembers of the gradients, however many poles it has."""
-        return False
 
     @property
     def accepts(self) -> frozenset[str]:
@@ -144,12 +143,20 @@ class Link:
         """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
         raise NotImplementedError
 
-    def rescaled(self, state: Any, factor: Tensor) -> Any:
-        """Its state with all that it remembers of the gradients multiplied by a factor (a link of velocity ``ALL``)."""
-        raise NotImplementedError
+    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
+        """Its state with what it remembers of the gradients of its leaves numbered ``at`` multiplied by these factors."""
+        return edited(state, self.velocity, at, lambda v: op.mul(v, factors))
+
+    def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: Op) -> Any:
+        """Its state with the part of a noise that acts in the next step added to the velocity of these leaves."""
+        return edited(state, self.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:
         """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""
+        raise NotImplementedError
+
+    def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
+        """What draws the noise of these sites, for a link whose response is ``Noise``."""
         raise NotImplementedError
 
     def sample(self, state: Any, params: Leaves, at: At) -> Any:
@@ -160,70 +167,9 @@ class Link:
         """What a step that took its gradient at a draw says about itself; ``None`` for loss and aux alone."""
         return None
 
-    def __str__(self) -> str:
-        return repr(self)
-
 
 def show(link: Link) -> str:
     """A link with its masks."""
     if not link.masks:
         return str(link)
     return f"masked({link}, {', '.join(str(getattr(mask, 'label', '...')) for mask in link.masks)})"
-
-
-@dataclass(frozen=True)
-class Keyed(Link):
-    """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
-
-    exacting = True
-
-    generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
-    stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
-
-    def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
-        """A fresh key and a count of zero, on the parameters' device."""
-        checks.samplable(leaves, at.paths)
-        device = leaves[0].device
-        return keyed_stream.new_key(self.generator, device), torch.zeros((), dtype=torch.int64, device=device)
-
-    def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
-        """``draws`` variables like every gradient, for this step of the state's stream."""
-        checks.own_key(state.key, g)
-        given, layout = dict(zip(at.present, g)), at.plan.layout
-        like = [
-            given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
-            for j in at.index
-        ]
-        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
-        xi = keyed_stream.normals(
-            state.key, state.count, templates, [draws] * len(like), kind, self.stream, numbers=numbers
-        )
-        return [x for j, x in zip(at.index, xi) if j in given]
-
-
-@dataclass(frozen=True)
-class NoiseLink(Keyed):
-    """The link that injects matched noise: its temperature, order and kind of increments. The chain does the rest."""
-
-    temperature: ScalarOrSchedule
-    order: int = 2
-    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
-    momentum: float = 0.0
-    noise: str = "gaussian"
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the temperature is a number."""
-        return isinstance(self.temperature, (int, float))
-
-    @property
-    def response(self) -> Response:
-        return Linear() if is_zero(self.temperature) else Noise()
-
-    def init(self, leaves: Leaves, at: At) -> Any:
-        if is_zero(self.temperature):
-            return EmptyState()
-        return at.plan.noise[at.i].start(at.update.params or [])
-
-    def started(self, injection: Injection, strength: Strength, update: Update) -> None:
-        """Look at the first step's noise when a state is made."""

@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 
 from bayesopt_chain.core import law
 from bayesopt_chain.core.filters import Conditions, Filtered, Process, Rescaled, Scheduled
-from bayesopt_chain.core.link import Link, NoiseLink, show
+from bayesopt_chain.core.link import Link, show
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
+Responses = Mapping[int, Any]  # by the number of the link
 
 
 class Whole(NamedTuple):
@@ -62,68 +63,108 @@ class Site(NamedTuple):
     carried: float  # what the velocity holds back of this noise for the next step
     constants: list[float] | None  # its coefficients, if nothing changes with time
 
-    @property
-    def gain(self) -> float:
-        """What a unit of this noise moves the parameter by in one step, changing gains apart."""
-        return self.whole.b[0] / self.whole.a[0] / self.whole.head
 
-
-def match(links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...]) -> tuple[int | None, list[Site]]:
+def match(
+    links: Sequence[Link], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
+) -> tuple[int | None, list[Site]]:
     """The noise link of the leaves on which the links numbered ``acting`` act, and its sites.
+
+    ``where`` are the leaves that each link acts on.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what would.
     """
-    noise = [i for i in acting if isinstance(links[i].response, Noise)]
-    own = [i for i in acting if isinstance(links[i].response, OwnNoise)]
-    if own:
-        _check_own_noise(links, acting, own)
-    if not noise:
+    r: dict[int, Any] = {i: links[i].response for i in acting}
+    if own := _of(r, OwnNoise):
+        _check_own_noise(links, r, own)
+    if len(noises := _of(r, Noise)) > 1:
+        raise ValueError(
+            f"chain: {len(noises)} noise links act on one leaf ({_names(links, noises)}); keep one of them"
+        )
+    if not noises:
         return None, []
-    if len(noise) > 1:
-        raise ValueError(f"chain: {len(noise)} noise links act on one leaf ({_names(links, noise)}); keep one of them")
-    written, link = noise[0], links[noise[0]]
-    assert isinstance(link, NoiseLink)
-    r = {i: links[i].response for i in acting if i != written}
-    if link.lr is not None:
+    at = written = noises[0]
+    noise: Noise = r.pop(written)
+    rescales = False
+    if noise.told is not None:
         if r:
             raise ValueError(
                 "inject_langevin_noise: lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; "
                 "here the noise is matched to its neighbours: leave them out"
             )
-        whole = Whole((link.lr,), (1.0, -link.momentum))
-        return written, _sites(links, whole, _processes(whole, link.order, False, False), link, written, leaves)
-    for i in r:
-        _require_known(links[i])
-    if not r:
-        raise ValueError(
-            "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
-            "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
-        )
-    memory = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any((*x.a[1:], *x.b[1:]))]
-    at = _entrance(links, r, written, memory)
-    whole = _whole(links, r, at)
-    if whole is None:
-        return written, []
-    rescales = memory == [whole.owner] and links[memory[0]].rescales
+        whole = Whole(noise.told.b, noise.told.a)
+    else:
+        for i, x in r.items():
+            _require_known(links[i], x)
+        if not r:
+            raise ValueError(
+                "inject_langevin_noise: no other link is in sight, so there is nothing to match the noise to. Compose with "
+                "bc.chain; inside torchopt.chain give it lr= (and momentum=) and write it before the momentum"
+            )
+        memory = [i for i in _of(r, Linear) if any((*r[i].a[1:], *r[i].b[1:]))]
+        at = _entrance(links, r, written, memory)
+        whole = _whole(links, r, at)
+        if whole is None:
+            return written, []
+        rescales = memory == [whole.owner] and links[memory[0]].rescales
+    changing = noise.told is None and (bool(whole.rates) or noise.temperature is None)
     try:
-        parts = _processes(whole, link.order, bool(whole.rates) or not link.is_static, rescales)
+        parts = _processes(whole, noise.order, changing, rescales)
     except law.NoMatchedNoise as err:
-        raise ValueError(f"chain: no noise can be matched to {whole}: {err}{_two_momenta(r)}") from None
-    return written, _sites(links, whole, parts, link, at, leaves)
+        hint = ""
+        if len(whole.a) == 3 and len(whole.b) == 1:
+            hint = (
+                ". Two cascaded momenta admit no matched noise once 1 - mu1 - mu2 - 3 mu1 mu2 < 0 "
+                f"(here {sum(whole.a) - 4 * whole.a[2]:.3g}); lower one of them"
+            )
+        raise ValueError(f"chain: no noise can be matched to {whole}: {err}{hint}") from None
+    mixing = [m for m in whole.metrics if not r[m].diagonal]
+    if changing and (owner := whole.owner) is not None:
+        if not (links[owner].velocity or links[owner].whole):
+            raise ValueError(
+                f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it "
+                "does not say which of its state that is; use constants, or bc.add_momentum"
+            )
+        mixing += [owner] if links[owner].whole else []
+    if mixing and where[mixing[0]] != leaves:
+        raise ValueError(f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them")
+    carrier = r[at] if whole.owner == at and links[at].carries and len(parts) == 1 else None
+    return written, [
+        _site(whole, at, leaves, *part, carrier, None if changing else noise.temperature) for part in parts
+    ]
 
 
-def _check_own_noise(links: Sequence[Link], acting: Sequence[int], own: Sequence[int]) -> None:
+def _site(
+    whole: Whole,
+    at: int,
+    leaves: tuple[int, ...],
+    met: tuple[int, ...],
+    process: Process,
+    carrier: Linear | None,
+    temperature: float | None,
+) -> Site:
+    """The place of a noise whose spectrum is divided by the metrics ``met``; ``carrier`` is the velocity that it enters."""
+    carried = 0.0
+    if carrier is not None and len(carrier.b) == 1 and isinstance(process, Filtered) and process.d == (1.0,):
+        mu, c = -carrier.a[1], process.c
+        if mu >= LEAST_MOMENTUM and len(c) == 2 and c[0] == c[1]:  # the mean of two draws
+            carried, process = carrier.b[0] / mu, Filtered(c[:1], process.d)
+    still = None if temperature is None else Conditions(temperature)
+    constants = None if still is None else process.coefficients(still, still)[0]
+    colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
+    rates = tuple([i for i in whole.rates if i < at]), tuple([i for i in whole.rates if i >= at])
+    return Site(whole, at, leaves, process, colours, rates, carried, constants)
+
+
+def _check_own_noise(links: Sequence[Link], r: Responses, own: Sequence[int]) -> None:
     """In front of a link with noise of its own only what belongs to the loss: non-linear links and decay. Behind it nothing."""
     if len(own) > 1:
         raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
-    place, response = list(acting).index(own[0]), links[own[0]].response
-    assert isinstance(response, OwnNoise)
-    for n, i in enumerate(acting):
-        x = links[i].response
-        if place - response.before <= n <= place + response.behind or x == Linear():
+    place, beside = list(r).index(own[0]), r[own[0]]
+    for n, (i, x) in enumerate(r.items()):
+        if place - beside.before <= n <= place + beside.behind or x == Linear():
             continue
-        _require_known(links[i])
+        _require_known(links[i], x)
         who = f"chain: {show(links[own[0]])} brings noise of its own, matched to nothing else"
         if isinstance(x, Noise):
             raise ValueError(f"{who}; leave inject_langevin_noise out of this chain")
@@ -135,59 +176,63 @@ def _check_own_noise(links: Sequence[Link], acting: Sequence[int], own: Sequence
             )
 
 
-def _require_known(link: Link) -> None:
-    response = link.response
-    if response is None:
-        raise ValueError(
-            f"chain: nobody declared what {show(link)} does to the gradient, so no noise can be matched to it. "
-            "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
-            "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
-        )
-    if isinstance(response, Refused):
-        raise ValueError(f"chain: temperature > 0 is refused with {show(link)}: {response.reason}")
-    if isinstance(response, (Linear, Metric)) and not law.is_stable(response.a):
-        raise ValueError(f"chain: {show(link)} has the unstable response 1 / {response.a}: momentum must lie in [0, 1)")
-    if isinstance(response, Decay) and not isfinite(response.weight_decay):
-        raise ValueError(f"chain: {show(link)} has a weight decay that is not finite")
+def _require_known(link: Link, response: Any) -> None:
+    match response:
+        case None:
+            why = (
+                f"nobody declared what {show(link)} does to the gradient, so no noise can be matched to it. "
+                "Declare it: bc.with_response(link, bc.response.Linear(b, a)) for a linear filter b(1/z)/a(1/z), "
+                "bc.response.Nonlinear() for a memoryless function of the gradient; or set temperature=0"
+            )
+        case Refused(reason):
+            why = f"temperature > 0 is refused with {show(link)}: {reason}"
+        case Linear(_, a) if not law.is_stable(a):
+            why = f"{show(link)} has the unstable response 1 / {a}: momentum must lie in [0, 1)"
+        case Decay(weight_decay) if not isfinite(weight_decay):
+            why = f"{show(link)} has a weight decay that is not finite"
+        case _:
+            return
+    raise ValueError(f"chain: {why}")
 
 
-def _entrance(links: Sequence[Link], r: Mapping[int, Any], written: int, memory: Sequence[int]) -> int:
+def _entrance(links: Sequence[Link], r: Responses, written: int, memory: Sequence[int]) -> int:
     """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
-    learning = [i for i, x in r.items() if isinstance(x, Metric) and x.learns]
+    learning = [i for i in _of(r, Metric) if r[i].learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
-    if curved:
-        last = curved[-1]
-        rest = [i for i in r if i not in curved and i not in memory]
-        order = [*curved, *(i for i in memory if i not in curved), written, *rest]
-        works = "; this order works: " + ", ".join(show(links[i]).split("(")[0] for i in order)
-        if learning and (len(learning) > 1 or last != learning[0]):
-            raise ValueError(
-                f"chain: noise has to enter the adaptive {show(links[learning[0]])} with its own preconditioner, which "
-                f"{show(links[last])} behind it would distort; write the non-linear links first and keep one adaptive link"
-            )
-        if early := [i for i in memory if i < last]:
-            raise ValueError(
-                f"chain: {show(links[early[0]])} stands before the non-linear {show(links[last])}, so that no noise behind it "
-                f"can be matched{works}"
-            )
-        if written < last:
-            raise ValueError(
-                f"chain: the noise is written before the non-linear {show(links[last])}, which would distort it{works}"
-            )
-        if learning and any(last < i < m and isinstance(x, Rate) for m in memory for i, x in r.items()):
-            raise ValueError(
-                f"chain: write the changing learning rate behind the momentum that follows {show(links[last])}"
-            )
+    if not curved:
+        return memory[0] if memory else written
+    last = curved[-1]
+    order = [*curved, *(i for i in memory if i not in curved), written]
+    order += [i for i in r if i not in order]
+    works = "; this order works: " + ", ".join(show(links[i]).split("(")[0] for i in order)
+    if learning and (len(learning) > 1 or last != learning[0]):
+        raise ValueError(
+            f"chain: noise has to enter the adaptive {show(links[learning[0]])} with its own preconditioner, which "
+            f"{show(links[last])} behind it would distort; write the non-linear links first and keep one adaptive link"
+        )
+    if memory and memory[0] < last:
+        raise ValueError(
+            f"chain: {show(links[memory[0]])} stands before the non-linear {show(links[last])}, so that no noise behind it "
+            f"can be matched{works}"
+        )
+    if written < last:
+        raise ValueError(
+            f"chain: the noise is written before the non-linear {show(links[last])}, which would distort it{works}"
+        )
+    if learning and any(last < i < m for m in memory for i in _of(r, Rate)):
+        raise ValueError(
+            f"chain: write the changing learning rate behind the momentum that follows {show(links[last])}"
+        )
     return learning[0] if learning else memory[0] if memory else written
 
 
-def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None:
+def _whole(links: Sequence[Link], r: Responses, at: int) -> Whole | None:
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
-    metrics, rates = ([i for i, x in r.items() if isinstance(x, kind)] for kind in (Metric, Rate))
+    metrics, rates, poles = _of(r, Metric), _of(r, Rate), [i for i in _of(r, Linear) if any(r[i].a[1:])]
     decays: list[tuple[int, law.Poly]] = []
     for i, x in r.items():
-        if isinstance(x, (Linear, Metric)):
+        if isinstance(x, Linear):
             b, a = law.multiply(b, x.b), law.multiply(a, x.a)
             decays = [(j, law.multiply(n, x.b)) for j, n in decays]
             head *= abs(x.b[0] / x.a[0]) if i < at else 1.0
@@ -208,44 +253,16 @@ def _whole(links: Sequence[Link], r: Mapping[int, Any], at: int) -> Whole | None
         raise ValueError(
             "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
         )
-    if len(metrics) > 1 and not all(r[i].diagonal for i in metrics):
-        raise ValueError(
-            f"chain: two preconditioners ({_names(links, metrics)}), one of them not diagonal, need not commute; keep one"
-        )
-    if early := [i for i in metrics if i >= at and not r[i].diagonal]:
-        raise ValueError(f"chain: write {show(links[early[0]])} before the momentum and the noise")
-    poles = [i for i, x in r.items() if isinstance(x, (Linear, Metric)) and any(x.a[1:])]
+    if dense := [i for i in metrics if not r[i].diagonal]:
+        if len(metrics) > 1:
+            raise ValueError(
+                f"chain: two preconditioners ({_names(links, metrics)}), one of them not diagonal, need not commute; keep one"
+            )
+        if dense[0] >= at:
+            raise ValueError(f"chain: write {show(links[dense[0]])} before the momentum and the noise")
+    descent = [(i, tuple([-sign * v for v in n])) for i, n in decays]
     owner = poles[0] if len(poles) == 1 else None
-    decays = [(i, tuple([-sign * v for v in n])) for i, n in decays]
-    return Whole(tuple([-sign * v for v in b]), a, head, tuple(metrics), tuple(rates), decays, owner)
-
-
-def _sites(
-    links: Sequence[Link],
-    whole: Whole,
-    parts: Sequence[tuple[tuple[int, ...], Process]],
-    noise: NoiseLink,
-    at: int,
-    leaves: tuple[int, ...],
-) -> list[Site]:
-    """The places of the noises, split by the metrics that colour them."""
-    owner, changing = whole.owner, bool(whole.rates) or not noise.is_static
-    if changing and owner is not None and links[owner].velocity is None:
-        raise ValueError(
-            f"chain: a changing learning rate or temperature has to rescale what {show(links[owner])} remembers, and it does "
-            "not say which of its state that is; use constants, or bc.add_momentum"
-        )
-    rates = tuple([i for i in whole.rates if i < at]), tuple([i for i in whole.rates if i >= at])
-    out: list[Site] = []
-    for met, process in parts:
-        carried, constants = 0.0, None
-        if owner == at and links[at].carries and len(parts) == 1:
-            carried, process = _carried(links[at].response, process)
-        if isinstance(noise.temperature, (int, float)) and not changing:
-            constants = process.coefficients(still := Conditions(float(noise.temperature)), still)[0]
-        colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
-        out.append(Site(whole, at, leaves, process, colours, rates, carried, constants))
-    return out
+    return Whole(tuple([-sign * v for v in b]), a, head, tuple(metrics), tuple(rates), descent, owner)
 
 
 def _processes(whole: Whole, order: int, changing: bool, rescales: bool) -> list[tuple[tuple[int, ...], Process]]:
@@ -261,70 +278,45 @@ def _processes(whole: Whole, order: int, changing: bool, rescales: bool) -> list
         met = tuple([m for m in whole.metrics if m < i])
         rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))
     main, extra = law.spectrum(b, a), rest.get(whole.metrics)
-    scheduled = Scheduled.of(b, a, whole.head, order) if changing else None
-    if scheduled is not None:
-        process: Process = scheduled
-        direct, other = scheduled.direct, scheduled.momentum_gain
-        if 0.0 in (direct, other) and extra is not None and len(extra) == 1:
+    process: Process | None = Scheduled.of(b, a, whole.head, order) if changing else None
+    if process is not None:
+        if 0.0 in (process.direct, process.momentum_gain) and extra is not None and len(extra) == 1:
             if not whole.rates and main[0] + extra[0] < 0.0:
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
-            process = replace(scheduled, decay_level=extra[0] / main[0] / (direct + other))
+            process = replace(process, decay_level=extra[0] / main[0] / (process.direct + process.momentum_gain))
             del rest[whole.metrics]
     elif whole.rates and (rest or not rescales):
         raise law.NoMatchedNoise(
             f"{whole} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
             "use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
         )
-    elif whole.rates:
-        constant = filtered(main)
-        process = Rescaled(constant.c, constant.d)
     else:
-        process = filtered(main if extra is None else law.add(main, extra))
-        rest.pop(whole.metrics, None)
+        process = filtered(law.add(main, rest.pop(whole.metrics, ())))
+        process = Rescaled(process.c, process.d) if whole.rates else process
     return [(whole.metrics, process), *((met, filtered(r)) for met, r in rest.items())]
-
-
-def _carried(response: Any, process: Process) -> tuple[float, Process]:
-    """What a velocity ``v = mu v + b g`` carries of the mean of two draws, and the white noise that is left to draw."""
-    mu = -response.a[1]
-    if len(response.b) > 1 or mu < LEAST_MOMENTUM or not isinstance(process, Filtered) or process.d != (1.0,):
-        return 0.0, process
-    if len(process.c) != 2 or process.c[0] != process.c[1]:
-        return 0.0, process
-    return response.b[0] / mu, Filtered(process.c[:1], process.d)
 
 
 def describe(links: Sequence[Link], i: int) -> str:
     """The note that ``repr`` puts behind a noise link: where it acts and what it is matched to."""
-    noise = links[i]
-    if not isinstance(noise, NoiseLink) or not isinstance(noise.response, Noise):
+    noise = links[i].response
+    if not isinstance(noise, Noise):
         return ""
-    alike = tuple(k for k, other in enumerate(links) if not other.masks or other.masks == links[i].masks)
+    alike = [k for k, other in enumerate(links) if not other.masks or other.masks == links[i].masks]
     try:
-        _, sites = match(links, alike, (0,))
+        _, sites = match(links, alike, (0,), [(0,)] * len(links))
     except ValueError as err:
         return f"  # unmatched: {str(err).removeprefix('chain: ')}"
     if not sites:
         return "  # F = 0, so that nothing moves"
-    at, where = sites[0].enters, "acts here"
-    if at != i:
-        inside = isinstance(x := links[at].response, Metric) and x.learns
-        where = f"acts {'inside' if inside else 'before'} {show(links[at]).split('(')[0]}"
-    to = f"{sites[0].whole}" + (" x lr(t)" if sites[0].whole.rates else "")
-    if noise.lr is not None:
-        to = f"lr={noise.lr}, momentum={noise.momentum} as given"
-    return f"  # {where}, matched to {to}"
+    at, whole = sites[0].enters, sites[0].whole
+    inside = isinstance(x := links[at].response, Metric) and x.learns
+    where = "here" if at == i else f"{'inside' if inside else 'before'} {show(links[at]).split('(')[0]}"
+    to = f"{whole} as given" if noise.told else f"{whole} x lr(t)" if whole.rates else f"{whole}"
+    return f"  # acts {where}, matched to {to}"
 
 
-def _two_momenta(r: Mapping[int, Any]) -> str:
-    poles = [-x.a[1] for x in r.values() if isinstance(x, (Linear, Metric)) and len(x.a) == 2]
-    if len(poles) != 2:
-        return ""
-    m1, m2 = poles
-    return (
-        f". Two cascaded momenta admit no matched noise once 1 - mu1 - mu2 - 3 mu1 mu2 < 0 "
-        f"(here {1 - m1 - m2 - 3 * m1 * m2:.3g}); lower one of them"
-    )
+def _of(r: Responses, kind: type) -> list[int]:
+    return [i for i, x in r.items() if isinstance(x, kind)]
 
 
 def _names(links: Sequence[Link], numbers: Sequence[int]) -> str:

@@ -113,20 +113,16 @@ def owned(g: Sequence[Any]) -> list[Any]:
 
     Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
     """
-    seen: set[int] = set()
+    seen, out = set[int](), list[Any]()
     plain = is_plain(*(x for x in g if x is not None))  # vmap does not tell where a tensor lies
-
-    def own(x: Tensor) -> Tensor:
-        if x.layout is not torch.strided:
-            return x
-        where = x.untyped_storage().data_ptr() if plain else id(x)
-        if where in seen or (0 in x.stride() and x.numel() > 1):
-            return x.clone(memory_format=torch.contiguous_format)
-        if where:
+    for x in g:
+        if x is not None and x.layout is torch.strided:
+            where = (x.untyped_storage().data_ptr() if plain else 0) or id(x)
+            if where in seen or (0 in x.stride() and x.numel() > 1):
+                x = x.clone(memory_format=torch.contiguous_format)
             seen.add(where)
-        return x
-
-    return [None if x is None else own(x) for x in g]
+        out.append(x)
+    return out
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:

@@ -24,15 +24,13 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Metric:
+class Metric(Linear):
     """A positive definite gain ``P``, followed by the filter ``b / a``.
 
     Where it ``learns`` from the gradient, noise enters inside it, behind what it learns from. One that is not
     ``diagonal`` couples leaves or elements; it composes with no other.
     """
 
-    b: tuple[float, ...] = (1.0,)
-    a: tuple[float, ...] = (1.0,)
     learns: bool = False
     diagonal: bool = True
 
@@ -58,7 +56,14 @@ class Nonlinear:
 
 @dataclass(frozen=True)
 class Noise:
-    """The link that injects the noise that is matched to the others."""
+    """The noise that is matched to the other links, of order 1 (white) or 2.
+
+    ``temperature`` if it is a number, which never changes; ``told``: what it is matched to where it cannot see the others.
+    """
+
+    order: int = 2
+    temperature: float | None = None
+    told: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -76,4 +81,4 @@ class Refused:
     reason: str
 
 
-Response = Linear | Metric | Rate | Decay | Nonlinear | Noise | OwnNoise | Refused
+Response = Linear | Rate | Decay | Nonlinear | Noise | OwnNoise | Refused

@@ -6,25 +6,27 @@ another, and names every tensor by its link and the path of its leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-ALL = "*"  # the velocity of a declared link: all its floating-point state
+from bayesopt_chain.distributed.shards import Pieces
+from bayesopt_chain.trees import flattened, spread_prefix
 
 
 class Layout(NamedTuple):
-    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, and the leaves each link acts on."""
+    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, the leaves each link acts on, and, of
+    parameters spread over ranks, whose shapes are this rank's, the elements that it holds."""
 
     kinds: tuple[str, ...]
     paths: tuple[str, ...]
     shapes: tuple[Any, ...]
     dtypes: tuple[Any, ...]
     where: tuple[tuple[int, ...], ...]
+    pieces: Pieces | None = None
 
 
 class State(tuple[Any, ...]):
@@ -63,33 +65,17 @@ _trees.register_pytree_node(
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
 
 
-def part(entry: Any, keep: Sequence[int], n: int) -> Any:
-    """What of an entry belongs to these of its link's ``n`` leaves; what belongs to no leaf is all there."""
-    if not hasattr(entry, "_fields"):
-        return entry
-    return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
-
-
-def put_back(entry: Any, keep: Sequence[int], n: int, new: Any) -> Any:
-    """The entry with that part replaced."""
-    if not hasattr(entry, "_fields"):
-        return new
-    fields = list(new)
-    for f, (old, mine) in enumerate(zip(entry, new)):
-        if is_by_leaf(old, n):
-            changed = dict(zip(keep, mine))
-            fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
-    return type(entry)(*fields)
-
-
 def is_by_leaf(field: Any, n: int) -> bool:
     """Whether a field of an entry has one tensor for each of ``n`` leaves."""
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
 
 
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The tensors of a state or entry, and the structure that puts them back."""
-    return optree.tree_flatten(tree)
+def edited(entry: Any, field: str, at: Sequence[int], change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+    """The entry with the tensors numbered ``at`` of a field by leaf changed."""
+    tensors = list(getattr(entry, field))
+    for k, t in zip(at, change([tensors[k] for k in at])):
+        tensors[k] = t
+    return entry._replace(**{field: tuple(tensors)})
 
 
 def unshared(new: State, old: State) -> State:
@@ -98,43 +84,15 @@ def unshared(new: State, old: State) -> State:
     seen = {id(t) for t in flattened(old)[0]}
     out: list[Any] = []
     for t in leaves:
-        if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
-            t = t.clone()
-        seen.add(id(t))
-        out.append(t)
+        shared = isinstance(t, Tensor) and (id(t) in seen or t._is_view())
+        out.append(t.clone() if shared else t)
+        seen.add(id(out[-1]))
     return spec.unflatten(out)
 
 
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
     return {j for j, bit in enumerate(spread_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
-
-
-def spread_prefix(prefix: Any, tree: Any) -> list[Any]:
-    """The leaf of ``prefix`` that stands above each leaf of ``tree``.
-
-    Raises:
-        ValueError: the structures do not fit.
-    """
-    try:
-        return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
-    except ValueError as err:
-        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
-
-
-def paths_of(tree: Any) -> tuple[str, ...]:
-    """The leaves' paths as text: ``['layer']['weight']``; empty for a bare tensor."""
-    return tuple(["".join([f"[{part!r}]" for part in path]) for path in optree.tree_paths(tree, none_is_leaf=True)])
-
-
-def zeros(leaves: Sequence[Tensor], value: float = 0.0, requires_grad: bool = False) -> tuple[Tensor, ...]:
-    """A tensor filled with ``value`` like each leaf."""
-    return tuple([torch.full_like(p, value, requires_grad=requires_grad) for p in leaves])
-
-
-def new_counts(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A counter for each leaf, at zero."""
-    return tuple([torch.zeros((), dtype=torch.int64, device=p.device) for p in leaves])
 
 
 NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew
@@ -152,23 +110,19 @@ def warm_start(fresh: State, like: Any) -> State:
         tensors, _ = flattened(donor)
         if not tensors or type(donor).__name__ in NOISE:
             continue
-        fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _alike(mine, donor)]
-        if fits:
-            taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
-            out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
-        else:
+        fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _remembered(mine) == _remembered(donor)]
+        if not fits:
             raise ValueError(
                 f"init: like= holds {type(donor).__name__}, which no link of this chain remembers in that shape; "
                 "build the chain from the same links as the optimizer, or leave that entry out: like=[the others]"
             )
+        taken = flattened(fresh[fits[0]])[1].unflatten([t.detach().clone() for t in tensors])
+        out[fits[0]] = taken._replace(key=out[fits[0]].key) if hasattr(taken, "key") else taken
     return State(out, fresh.layout)
 
 
-def _alike(mine: Any, donor: Any) -> bool:
-    """Whether two states are of one kind, by name and fields; fields without tensors do not count."""
-    names, others = ([f for f in getattr(s, "_fields", ()) if flattened(getattr(s, f))[0]] for s in (mine, donor))
-    if type(mine).__name__ != type(donor).__name__ or names != others:
-        return False
-    a, b = flattened(mine)[0], flattened(donor)[0]
-    same = [isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b)]
-    return len(a) == len(b) and all(same)
+def _remembered(entry: Any) -> Any:
+    """What an entry is: the names of its kind and of the fields that hold tensors, and the tensors' shapes and dtypes."""
+    fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
+    tensors: list[Any] = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in flattened(entry)[0]]
+    return type(entry).__name__, fields, tensors

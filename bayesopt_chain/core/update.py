@@ -8,24 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.injection import Injected, Injection, Strength
-from bayesopt_chain.core.link import At, Link, NoiseLink, show
+from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.matching import Site, match
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import ALL, Layout, part, paths_of, put_back
+from bayesopt_chain.core.state import Layout, is_by_leaf
+from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.trees import paths_of
 
 Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
 # proposes, by its first link, every run of links that can be swept at once
 Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
+Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a link is now, by leaf
+
+
+class Injected(NamedTuple):
+    """A site's noise of this step, for those of its leaves that have a gradient."""
+
+    site: Site
+    leaves: list[int]
+    noise: Leaves
+    scale: list[Tensor] | None  # what the velocity is multiplied by before the step
+    hot: Tensor | None  # false where a changing temperature is zero: those gradients keep their bits
+
+
+class Injection:
+    """What draws for a noise link: the noise of all its sites, on the leaves numbered ``leaves``."""
+
+    sites: Sequence[Site]
+    leaves: Sequence[int]
+
+    def start(self, leaves: Sequence[Any]) -> Any:
+        """The link's first state, given all leaves of the parameters."""
+        raise NotImplementedError
+
+    def strength(self, state: Any, rates: Rates) -> Any:
+        """What is known of a step before anything is drawn; refuses values out of range before anything is changed."""
+        raise NotImplementedError
+
+    def draw(self, state: Any, strength: Any, g: Sequence[Any], op: Op) -> tuple[list[Injected], Any]:
+        """The noise of every site, for the leaves whose gradient is there, and the link's next state."""
+        raise NotImplementedError
+
+    def started(self, strength: Any, update: Update) -> None:
+        """Look at the first step's noise when a state is made."""
 
 
 class Plan:
@@ -34,37 +68,30 @@ class Plan:
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
+        self.shards = None if layout.pieces is None else Sharding(layout, links)
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
-        self.noise = {i: Injection(x, sites, self.numbers) for i, (x, sites) in self.matched().items()}
+        self.noise = {i: links[i].injection(sites, self) for i, sites in self.matched().items()}
         self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
         self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self) if lower else {})
+        self.drawn = self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run}  # not in a run
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
-    def matched(self) -> dict[int, tuple[NoiseLink, list[Site]]]:
-        """Every noise link with its sites."""
-        links = self.links
+    def matched(self) -> dict[int, list[Site]]:
+        """The sites of every noise link."""
         groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
         for j in sorted({j for w in self.where for j in w}):
             groups.setdefault(tuple([i for i, w in enumerate(self.where) if j in w]), []).append(j)
-        out = {i: (x, list[Site]()) for i, x in enumerate(links) if isinstance(x, NoiseLink) and i not in self.order}
+        out = {i: list[Site]() for i in range(len(self.links)) if i not in self.order}
         for acting, leaves in groups.items():
-            n, found = match(links, acting, tuple(leaves))
-            for site in found:
-                mixing = [m for m, _ in site.colours if isinstance(x := links[m].response, Metric) and not x.diagonal]
-                if site.constants is None and (i := site.whole.owner) is not None and links[i].velocity == ALL:
-                    mixing.append(i)
-                if mixing := [m for m in mixing if self.where[m] != site.leaves]:
-                    raise ValueError(
-                        f"chain: {show(links[mixing[0]])} mixes its leaves, so the same links must act on all of them"
-                    )
+            n, found = match(self.links, acting, tuple(leaves), self.where)
             if n is not None:
-                out[n][1].extend(found)
+                out[n].extend(found)
         return out
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:
@@ -78,9 +105,6 @@ class Plan:
                 run, lowered = (i,), link
             taken |= set(run)
             stages.append((run, lowered))
-        self.drawn = self.noise.keys() - {
-            k for run, _ in stages if len(run) > 1 for k in run
-        }  # by the chain, not in a run
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
@@ -123,9 +147,7 @@ class Update:
     g: list[Any] = field(default_factory=lambda: [])
     extra: dict[str, Any] = field(default_factory=lambda: {})
     missing: bool = False  # whether a gradient is
-    learned: dict[int, tuple[tuple[int, ...], Sequence[Any]]] = field(
-        default_factory=lambda: {}
-    )  # by link: for which leaves, what
+    learned: dict[int, dict[int, Any]] = field(default_factory=lambda: {})  # by link and leaf, what ``learn`` made
     noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
@@ -134,11 +156,12 @@ class Update:
             self.draw()
         for run, link in self.plan.stages:
             self.take(run, link)
+        dtypes = self.plan.layout.dtypes
         for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
-            if (x := self.g[j]) is not None and x.dtype != self.plan.layout.dtypes[j]:
-                self.g[j] = x.to(self.plan.layout.dtypes[j])
+            if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
+                self.g[j] = x.to(dtypes[j])
 
-    def strengths(self) -> dict[int, Strength]:
+    def strengths(self) -> dict[int, Any]:
         """That of every noise link; refuses values out of range before anything is changed."""
         return {i: noise.strength(self.entries[i], self.rates) for i, noise in self.plan.noise.items()}
 
@@ -151,50 +174,40 @@ class Update:
 
     def draw(self) -> None:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
-        for i, strength in [x for x in self.strengths().items() if x[0] in self.plan.drawn]:
-            new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
-            self.noises += new
+        for i, strength in self.strengths().items():
+            if i in self.plan.drawn:
+                new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
+                self.noises += new
         for x in self.noises:
-            if x.scale is not None and x.leaves:
-                self.rescale(x, x.scale)
-
-    def rescale(self, x: Injected, scale: Sequence[Tensor]) -> None:
-        """Multiply what the owner of the pole remembers of the leaves of a noise."""
-        i = x.site.whole.owner
-        if (
-            i is not None and self.plan.links[i].velocity == ALL
-        ):  # which tensor is whose is not known: one factor for all
-            factor = scale[0].to(self.plan.layout.dtypes[x.leaves[0]])
-            self.entries[i] = self.op.keep(self.entries[i], self.plan.links[i].rescaled(self.entries[i], factor))
-        else:
-            self.edit(x, lambda v: self.op.mul(v, [s.to(t.dtype) for s, t in zip(scale, v)]))
+            if x.scale is not None and x.leaves and (i := x.site.whole.owner) is not None:
+                dtypes = self.plan.layout.dtypes
+                factors = [s.to(dtypes[j]) for s, j in zip(x.scale, x.leaves)]
+                at = self.positions(i, x.leaves)
+                self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
     def take(self, run: tuple[int, ...], link: Link) -> None:
         """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
-        i, g, op = run[0], self.g, self.op
-        where = self.plan.where[i]
-        present = tuple([j for j in where if g[j] is not None]) if self.missing and not link.whole else where
+        i, op, where = run[0], self.op, self.plan.where[run[0]]
+        present = tuple([j for j in where if self.g[j] is not None]) if self.missing and not link.whole else where
         if where and not present:
             return
         at = At(self, i, present)
         if i in self.plan.learning:
-            after, made = link.learn([g[j] for j in present], self.part(i, present), op, at)
-            self.put_back(i, present, after)
-            self.learned[i] = present, made
+            entry, made = link.learn([self.g[j] for j in present], self.part(i, present), op, at)
+            self.put_back(i, present, entry)
+            self.learned[i] = dict(zip(present, made))
         if i in self.plan.entering:
             self.enter(i)
-        if len(run) == 1:
-            new, after = link.update([g[j] for j in present], self.part(i, present), op, at)
-            self.put_back(i, present, after)
-        else:
-            new, entries = link.update([g[j] for j in present], [self.part(k, present) for k in run], op, at)
-            for k, after in zip(run, entries):
-                self.put_back(k, present, after)
+        states = [self.part(k, present) for k in run]
+        new, after = link.update([self.g[j] for j in present], states if len(run) > 1 else states[0], op, at)
+        for k, entry in zip(run, after if len(run) > 1 else [after]):
+            self.put_back(k, present, entry)
         for j, y in zip(present, new):
-            g[j] = y
+            self.g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
             if x.site.carried and x.site.whole.owner == i:
-                self.edit(x, lambda v, x=x: op.add(v, [e * x.site.carried for e in x.noise]))
+                waits, at = [e * x.site.carried for e in x.noise], self.positions(i, x.leaves)
+                self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, op)
 
     def enter(self, i: int) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it."""
@@ -216,27 +229,27 @@ class Update:
         return e
 
     def part(self, i: int, leaves: Sequence[int]) -> Any:
-        """What of the entry of link ``i`` belongs to these of its leaves."""
-        n = len(self.plan.where[i])
-        if len(leaves) == n:
-            return self.entries[i]
-        return part(self.entries[i], self.positions(i, leaves), n)
+        """What of the entry of link ``i`` belongs to these of its leaves; what belongs to no leaf is all there."""
+        entry, n = self.entries[i], len(self.plan.where[i])
+        if len(leaves) == n or not hasattr(entry, "_fields"):
+            return entry
+        keep = self.positions(i, leaves)
+        return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
 
     def put_back(self, i: int, leaves: Sequence[int], new: Any) -> None:
         """Replace that part."""
         n = len(self.plan.where[i])
-        self.entries[i] = new if len(leaves) == n else put_back(self.entries[i], self.positions(i, leaves), n, new)
+        if len(leaves) < n and hasattr(new, "_fields"):
+            keep = self.positions(i, leaves)
+            fields = list[Any](new)
+            for f, old in enumerate(self.entries[i]):
+                if is_by_leaf(old, n):
+                    changed = dict(zip(keep, new[f]))
+                    fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
+            new = type(new)(*fields)
+        self.entries[i] = new
 
     def positions(self, i: int, leaves: Sequence[int]) -> list[int]:
         """The numbers of these leaves among those of link ``i``."""
         position = self.plan.position[i]
         return [position[j] for j in leaves]
-
-    def edit(self, x: Injected, change: Callable[[Leaves], Leaves]) -> None:
-        """Change the velocity of the leaves of a noise."""
-        i = x.site.whole.owner
-        if i is not None and (name := self.plan.links[i].velocity) is not None:
-            velocity, at = list(getattr(self.entries[i], name)), self.positions(i, x.leaves)
-            for k, v in zip(at, change([velocity[k] for k in at])):
-                velocity[k] = v
-            self.entries[i] = self.entries[i]._replace(**{name: tuple(velocity)})

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import gradients_of_columns
+from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._autodiff import (
     UNSUPPORTED,
     vjp,
@@ -49,13 +51,14 @@ FEW_DATA = 32  # a chunk may hold so many pairs of a datum and a column, unless 
 
 class Gradient(NamedTuple):
     """A leaf's gradients for a chunk of data and columns; ``x()`` and ``g()`` give them in the kind's form, see
-    ``_kinds.py``.
+    ``_kinds.py``. ``tap`` numbers the layer where ``g()`` is its output gradient as it stands: leaves of one tap have the same.
     """
 
     leaf: int
     kind: Kind
     x: Callable[[], Tensor]
     g: Callable[[], Tensor]
+    tap: int | None = None
 
 
 class Chunk(NamedTuple):
@@ -132,6 +135,8 @@ def part(batch: Any, start: int, stop: int) -> Any:
 def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
     """Run the last datum through ``forward`` and see how each parameter is used."""
     n = batch_size(batch)
+    if isinstance(forward, Affine):
+        return _affine_plan(forward, params, part(batch, n - 1, n))
     leaves, structure, names = _fresh(params)
     is_open = not is_transformed() and not any(map(is_hidden, leaves))
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -167,6 +172,13 @@ def make_plan(forward: Forward, params: Tree, batch: Any) -> Plan:
         outputs.detach(),
         direct if is_open else None,
     )
+
+
+def _affine_plan(forward: Affine, params: Any, datum: Any) -> Plan:
+    """The plan of a model whose uses are known: there is nothing to watch and nothing to compare."""
+    outputs = forward(params, datum)
+    uses, _ = forward.uses(params, datum[0])
+    return Plan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None)
 
 
 def require_separate(forward: Forward, params: Tree, batch: Any, plan: Plan) -> None:
@@ -206,6 +218,7 @@ def pull_back(
     or says that it need not.
     """
     check = check or Check()
+    check.is_done |= isinstance(forward, Affine)
     accepts(plan)
     n = batch_size(batch)
     columns = root_of(plan.probe, part(targets, n - 1, n)).columns
@@ -297,6 +310,9 @@ def _linearise(
     forward: Forward, params: Tree, chunk: Any, plan: Plan, compare: bool, check: Check
 ) -> tuple[Linear, Plan]:
     """Run a chunk through ``forward``, tapped."""
+    if isinstance(forward, Affine):
+        known: Any = params
+        return Linear(forward(known, chunk), *forward.uses(known, chunk[0]), lambda s: [s], 0), plan
     leaves, structure, _ = _fresh(params)
     b = batch_size(chunk)
     zeros = [
@@ -432,9 +448,6 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
     with torch.enable_grad():
         outputs, aux = run(zeros)
 
-    def pull_some(s: Tensor, **options: Any) -> Any:
-        return torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True, **options)
-
     def pull_many(columns: Tensor) -> list[Tensor]:
         # an output that is not used has no gradient; autograd's own zeros would lack the axis of the columns
         return [z.new_zeros((len(columns), *z.shape)) if g is None else g for g, z in zip(found_in(columns), zeros)]
@@ -444,10 +457,10 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
             return [None] * len(zeros)
         if columns.shape[0] > 1:
             try:
-                return pull_some(columns, is_grads_batched=True)
+                return gradients_of_columns(outputs, zeros, columns, retain_graph=True)
             except UNSUPPORTED:
                 pass
-        rows = [pull_some(s) for s in columns]
+        rows = [torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True) for s in columns]
         return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
@@ -489,12 +502,15 @@ def _tapped_gradients(linear: Linear, pulled: list[Tensor], plan: Plan, b: int, 
     """Return the gradients of the tapped leaves that are not done."""
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
-        kind = pairs[0][0].kind
+        first = pairs[0][0]
+        kind, shape = first.kind, pulled[first.tap].shape
+        is_plain = len(pairs) == 1 and first.features_last and len(shape) == 3 and shape[1] == b  # one position
         return Gradient(
             leaf,
             kind,
             lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
             lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled[use.tap], b)) for use, x in pairs]),
+            first.tap if is_plain else None,
         )
 
     return [gradient(leaf, pairs) for leaf, pairs in _by_leaf(linear).items() if leaf not in done | plan.reasons.keys()]

@@ -66,7 +66,7 @@ def ggn(
 ) -> Estimate:
     """Estimate the generalised Gauss-Newton matrix, exactly.
 
-    It costs one backward pass for every output of a datum, T C of them for T tokens and C classes; the last layer's
+    It costs one backward pass for every output of a datum, T (C - 1) for T tokens and C classes; the last layer's
     diagonal costs none. Where outputs are many, :func:`fisher` and ``probes`` cost one pass a sample.
 
     Args:
@@ -107,7 +107,7 @@ def ggn(
     if probes is not None:
         _require_probed_diagonal(structure, probes)
         return _probed(forward, likelihood.root, probes, generator, chunk_bytes, targets)
-    return _estimator(forward, likelihood.root, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(forward, likelihood.root, structure, chunk_bytes, Options(rank, sharing, basis), targets)
 
 
 def fisher(
@@ -152,7 +152,7 @@ def fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.sampled_factors(outputs, samples, generator))
 
-    return _estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
 
 
 def empirical_fisher(
@@ -191,7 +191,7 @@ def empirical_fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.empirical_factors(outputs, labels))
 
-    return _estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
 
 
 def hessian(
@@ -267,49 +267,62 @@ def hessian(
     return estimate
 
 
-def _estimator(
-    forward: Forward,
-    root_of: RootOf,
-    structure: str,
-    chunk_bytes: int | None,
-    options: Options,
-    targets: TargetsOf,
-) -> Estimate:
-    _require_structure(structure)
-    checks, labels_of = Checks(), picked(targets, pair_targets)
+class Estimator:
+    """``estimate(params, batch)``, a precision made of a root of the output Hessian; what has been checked it remembers."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        root_of: RootOf,
+        structure: str,
+        chunk_bytes: int | None,
+        options: Options,
+        targets: TargetsOf,
+    ) -> None:
+        _require_structure(structure)
+        self.forward, self.root_of, self.structure = forward, root_of, structure
+        self.chunk_bytes, self.options = chunk_bytes, options
+        self.checks, self.labels_of = Checks(), picked(targets, pair_targets)
+
+    def __call__(self, params: Tree, batch: Any) -> Precision:
+        return self._run(params, batch, None)
+
+    def with_outputs(self, params: Tree, batch: Any) -> tuple[Precision, Tensor]:
+        """The same and the outputs that it saw, ``[B, *event]``."""
+        seen: list[Tensor] = []
+        precision = self._run(params, batch, seen)
+        return precision, torch.cat(seen[::-1])  # chunks come last data first
 
     @torch.no_grad()
-    def estimate(params: Tree, batch: Any) -> Precision:
-        labels = labels_of(batch)
-        return checks.run(
-            params,
-            batch,
-            lambda: make_plan(forward, params, batch),
-            lambda plan, check: summed(params, batch, labels, plan, check),
-        )
+    def _run(self, params: Tree, batch: Any, seen: list[Tensor] | None) -> Precision:
+        labels = self.labels_of(batch)
 
-    def summed(params: Tree, batch: Any, labels: Any, plan: Plan, check: Check) -> Precision:
-        total = structure_sum(structure, params, options)
-        for chunk in pull_back(
-            forward,
-            params,
-            batch,
-            labels,
-            root_of,
-            plan,
-            chunk_bytes,
-            total.formed(),
-            total.held(),
-            total.accepts,
-            sums_last_layer=total.sums_last_layer,
-            few_data=total.few_data,
-            check=check,
-        ):
-            total.add(chunk)
-            del chunk  # before the next one is made
-        return total.finish(as_count(batch_size(batch), plan.probe.device))
+        def work(plan: Plan, check: Check) -> Precision:
+            if seen:
+                seen.clear()  # those of a run that was given up, since the program was another one
+            total = structure_sum(self.structure, params, self.options)
+            for chunk in pull_back(
+                self.forward,
+                params,
+                batch,
+                labels,
+                self.root_of,
+                plan,
+                self.chunk_bytes,
+                total.formed(),
+                total.held(),
+                total.accepts,
+                sums_last_layer=total.sums_last_layer,
+                few_data=total.few_data,
+                check=check,
+            ):
+                total.add(chunk)
+                if seen is not None and chunk.first:
+                    seen.append(chunk.outputs)
+                del chunk  # before the next one is made
+            return total.finish(as_count(batch_size(batch), plan.probe.device))
 
-    return estimate
+        return self.checks.run(params, batch, lambda: make_plan(self.forward, params, batch), work)
 
 
 def _probed(

@@ -58,8 +58,9 @@ class Matrix(NamedTuple):
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add ``sum x x^T``, ``[I, I]``, per datum the mean over positions (expand) or of their mean (reduce)."""
-        flat = (x * x.shape[1] ** -0.5).flatten(0, 1) if sharing == "expand" and x.shape[1] > 1 else x.mean(1)
-        return plus_gram(total, flat)
+        if sharing == "expand":
+            return plus_gram(total, x.flatten(0, 1), 1 / x.shape[1])
+        return plus_gram(total, x.mean(1))
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add ``sum g g^T``, ``[O, O]``, over factors, data and (expand) positions."""
@@ -69,8 +70,9 @@ class Matrix(NamedTuple):
         """Return ``sum_ij r_kij v_ij r_lij`` of the gradients r for given variances v ``[d0, d1]``: ``[b, K, K]``."""
         if x.shape[1] > 1:
             return _covariance(self.rows(x, g), variance)
-        of_output = (variance.mT if self.transposed else variance) @ x[:, 0].square().mT
-        return torch.einsum("kbo,ob,lbo->bkl", g[:, :, 0], of_output, g[:, :, 0])
+        of_output = x[:, 0].square() @ (variance if self.transposed else variance.mT)
+        rows = g[:, :, 0].transpose(0, 1)
+        return (rows * of_output[:, None]) @ rows.mT
 
     def factors(self) -> list[tuple[int, int]]:
         """Return the shapes of the two Kronecker factors."""
@@ -117,17 +119,17 @@ class Grouped(NamedTuple):
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         x = x if sharing == "expand" else x.mean(1, keepdim=True)
-        x = x * (x.shape[1] * self.groups) ** -0.5
-        return self._blocks(x, total) if self.transposed else plus_gram(total, x.flatten(0, 2))
+        weight = 1 / (x.shape[1] * self.groups)
+        return self._blocks(x, total, weight) if self.transposed else plus_gram(total, x.flatten(0, 2), weight)
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         g = (g if sharing == "expand" else g.sum(2, keepdim=True)).flatten(0, 1)
         return plus_gram(total, g.flatten(0, 2)) if self.transposed else self._blocks(g, total)
 
-    def _blocks(self, some: Tensor, total: Tensor | None) -> Tensor:
-        """Add one Gram matrix a group, ``[d0, d0]``, of ``[n, T, G, m]``."""
+    def _blocks(self, some: Tensor, total: Tensor | None, weight: float = 1.0) -> Tensor:
+        """Add one Gram matrix a group, weighted, ``[d0, d0]``, of ``[n, T, G, m]``."""
         each = some.flatten(0, 1).transpose(0, 1)
-        return _plus(total, torch.block_diag(*(each.mT @ each)))
+        return _plus(total, weight * torch.block_diag(*(each.mT @ each)))
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
         return _covariance(self.rows(x, g), variance)
@@ -160,12 +162,17 @@ class Embedding(NamedTuple):
     def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
         raise NotImplementedError("an embedding is never the last layer")
 
-    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that are not zero: their data and entries of the table ``[R]``, and what they hold ``[K, R, D]``."""
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
         sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
+        return pairs // self.shape[0], pairs % self.shape[0], sums
+
+    def squares(self, x: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        _, entries, sums = self.sums(x, g)
         total = g.new_zeros(self.shape) if total is None else total
-        return total.index_add_(0, pairs % self.shape[0], _summed_squares(sums))
+        return total.index_add_(0, entries, _summed_squares(sums))
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``: the whole of it under expand."""
@@ -178,7 +185,9 @@ class Embedding(NamedTuple):
         return _output_factor(g, sharing, total)
 
     def covariance(self, x: Tensor, g: Tensor, variance: Tensor) -> Tensor:
-        return _covariance(self.rows(x, g), variance)
+        data, entries, sums = self.sums(x, g)
+        each = torch.einsum("krd,lrd->rkl", sums * variance[entries], sums)
+        return each.new_zeros(x.shape[0], *each.shape[1:]).index_add_(0, data, each)
 
     def factors(self) -> list[tuple[int, int]]:
         return [(self.shape[0], 1), (self.shape[1], self.shape[1])]
@@ -274,19 +283,21 @@ def _plus(total: Tensor | None, new: Tensor) -> Tensor:
     return new if total is None else total.add_(new)
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    return a @ b if total is None else total.addmm_(a, b)
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, weight: float = 1.0) -> Tensor:
+    if total is None:
+        return a @ b if weight == 1 else (a @ b).mul_(weight)
+    return total.addmm_(a, b, alpha=weight)
 
 
-def plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
-    """Add ``rows^T rows``, ``[n, n]``, to ``total``: only the blocks on and above the diagonal, until ``mirrored``."""
+def plus_gram(total: Tensor | None, rows: Tensor, weight: float = 1.0) -> Tensor:
+    """Add ``weight rows^T rows``, ``[n, n]``, to ``total``: only the blocks on and above the diagonal, until ``mirrored``."""
     n = rows.shape[1]
     if n <= GRAM_BLOCK or is_wrapped(rows):
-        return _plus_product(total, rows.mT, rows)
+        return _plus_product(total, rows.mT, rows, weight)
     total = rows.new_zeros((n, n)) if total is None else total
     for start in range(0, n, GRAM_BLOCK):
         block = slice(start, start + GRAM_BLOCK)
-        total[block, start:].addmm_(rows[:, block].mT, rows[:, start:])
+        total[block, start:].addmm_(rows[:, block].mT, rows[:, start:], alpha=weight)
     return total
 
 

@@ -81,9 +81,9 @@ class DiagonalSum(Structure):
         return 0
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, x, g in chunk.gradients:
+        for leaf, kind, x, g, _ in chunk.gradients:
             self.sums[leaf] = kind.squares(x(), g(), self.sums.get(leaf))
-        for leaf, kind, x, d in chunk.summed:
+        for leaf, kind, x, d, _ in chunk.summed:
             self.sums[leaf] = kind.summed_squares(x(), d(), self.sums.get(leaf))
 
     def finish(self, count: Tensor) -> Diagonal:
@@ -133,6 +133,8 @@ class BlockSum(Structure):
 
 
 class RootRows(Structure):
+    few_data = 2**40  # the rows are the result: formed in one chunk, as far as it may go, they need not be put together
+
     def __init__(self, params: Tree):
         super().__init__(params)
         self.rows: list[list[Tensor]] = []
@@ -142,7 +144,8 @@ class RootRows(Structure):
         self.rows.append([row.flatten(0, 1) for row in rows])
 
     def finish(self, count: Tensor) -> Root:
-        return Root(self.to_tree([torch.cat(rows) for rows in zip(*self.rows)]), count)
+        first, *others = self.rows
+        return Root(self.to_tree([torch.cat(rows) for rows in zip(*self.rows)] if others else first), count)
 
 
 class LowRankSum(Structure):
@@ -210,11 +213,17 @@ class KroneckerSum(TappedSum):
                 require_factor_fits(plan.names[index], rows, columns, wide(leaf.dtype), leaf.device)
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, x, g in chunk.gradients:
+        of_taps: dict[int, Tensor] = {}  # a layer's weight and bias have one factor of its output gradients
+        for leaf, kind, x, g, tap in chunk.gradients:
             self.kinds[leaf] = kind
             if chunk.first:
                 self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf))
-            self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
+            if tap not in of_taps:
+                self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
+            else:
+                self.outputs[leaf] = of_taps[tap]
+            if tap is not None:
+                of_taps[tap] = self.outputs[leaf]
 
     def finish(self, count: Tensor) -> Kronecker:
         pairs = [
@@ -240,7 +249,7 @@ class EigenbasisSum(TappedSum):
         self.sums: dict[int, Tensor] = {}
 
     def add(self, chunk: Chunk) -> None:
-        for leaf, kind, x, g in chunk.gradients:
+        for leaf, kind, x, g, _ in chunk.gradients:
             kind, of_input, of_output = kind.rotated(x(), g(), *self.pairs[leaf])
             self.sums[leaf] = kind.squares(of_input, of_output, self.sums.get(leaf))
 
@@ -250,7 +259,7 @@ class EigenbasisSum(TappedSum):
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:
     """Return the gradients of every leaf as rows, ``[K b, *leaf.shape]``."""
-    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
+    rows = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
     return [rows[index].reshape(-1, *leaf.shape) for index, leaf in enumerate(leaves)]
 
 

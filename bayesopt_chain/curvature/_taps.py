@@ -10,6 +10,7 @@ two (as the embedding and the head of a language model), is left to the caller w
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -166,9 +167,12 @@ class Taps(TorchFunctionMode):
 
 
 def _bound(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    arguments = inspect.signature(function).bind(*args, **kwargs)
+    arguments = _signature(function).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.arguments
+
+
+_signature = functools.cache(inspect.signature)
 
 
 def _has_tensor(result: Any) -> bool:
@@ -204,11 +208,14 @@ def _matrix_use(taps: Taps, x: Tensor, weight: Tensor, transposed: bool) -> Cand
         return None
     transposed ^= taps.is_transposed(weight)
     rows, columns = weight.mT.shape if taps.is_transposed(weight) else weight.shape
+    return Candidate(weight, x, Matrix(transposed, (rows, columns)), linear_canonical(), features_last=True)
 
-    canonical = Canonical(
+
+def linear_canonical() -> Canonical:
+    """The form of a linear layer's (x, g): positions on one axis."""
+    return Canonical(
         lambda x, b: x.reshape(b, -1, x.shape[-1]), lambda x, g, b: g.reshape(g.shape[0], b, -1, g.shape[-1])
     )
-    return Candidate(weight, x, Matrix(transposed, (rows, columns)), canonical, features_last=True)
 
 
 def _convolution(
@@ -383,13 +390,18 @@ def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[t
 
 
 def _columns(x: Tensor, kernel: torch.Size, stride: tuple, pads: list[tuple[int, int]], dilation: tuple) -> Tensor:
-    """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``."""
-    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``.
+
+    In memory the positions come last, as in the image: so they are copied a row of it at a time, and every product over
+    positions finds them together.
+    """
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else x
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
     spatial = len(kernel)
-    positions = x.permute(0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial))
-    return positions.reshape(x.shape[0], math.prod(x.shape[2 : 2 + spatial]), x.shape[1] * math.prod(kernel))
+    patches = x.permute(1, *range(2 + spatial, 2 + 2 * spatial), 0, *range(2, 2 + spatial))
+    data, positions = x.shape[0], math.prod(x.shape[2 : 2 + spatial])
+    return patches.reshape(x.shape[1] * math.prod(kernel), data * positions).mT.unflatten(0, (data, positions))
 
 
 def _embedding(
@@ -483,8 +495,12 @@ def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...], features_last
     """Use of a parameter that is added; ``aligned`` is its shape as it broadcasts against the output, from the right."""
     if parameter is None:
         return None
-    canonical = Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
-    return Candidate(parameter, None, Vector((parameter.numel(), 1)), canonical, features_last)
+    return Candidate(parameter, None, Vector((parameter.numel(), 1)), shift_canonical(aligned), features_last)
+
+
+def shift_canonical(aligned: tuple[int, ...]) -> Canonical:
+    """The form of the (x, g) of a parameter that is added, ``aligned`` as for its use."""
+    return Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
 
 
 def _scale_use(parameter: Tensor, x: Tensor, aligned: tuple[int, ...]) -> Candidate:

@@ -24,8 +24,9 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics.temperatures import estimate
 from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.loop.feed import Feed
 from bayesopt_chain.loop.parallel import parallel, stack
-from bayesopt_chain.loop.sample import Feed, iterate
+from bayesopt_chain.loop.sample import iterate
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.samplers.langevin import sghmc
 

@@ -34,14 +34,16 @@ from torch import Tensor
 
 from bayesopt_chain.core import law
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, NoiseLink
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
-from bayesopt_chain.core.scalar_or_schedule import now
-from bayesopt_chain.core.state import State, paths_of
+from bayesopt_chain.core.state import State
+from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
+from bayesopt_chain.schedules import now
 from bayesopt_chain.testing import NormalProbe
+from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.loop.draws import Draws
@@ -236,7 +238,9 @@ class Thermometer:
         if isinstance(inner, Chain):
             _require_matched_noise(inner)
             changing = (isinstance(x.response, Rate) or _learns(x.response) for x in inner.links)
-            self.is_constant = not any(changing) and all(x.is_static for x in inner.links if isinstance(x, NoiseLink))
+            self.is_constant = not any(changing) and all(
+                x.is_static for x in inner.links if isinstance(x, LangevinNoise)
+            )
         elif not isinstance(inner, Thermal):
             raise TypeError(
                 f"Thermometer: tx is {type(tx).__name__}, not a chain of this library and not an optimizer of bc.optim"
@@ -393,8 +397,8 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
 def _at_rest(link: Link, entry: Any) -> Any:
     """A link's state in float64, without velocity and remembered draws."""
     entry = optree.tree_map(lambda t: t.detach().double() if t.is_floating_point() else t, entry)
-    field = "memory" if isinstance(link, NoiseLink) else link.velocity
-    if field is None or not hasattr(entry, field):
+    field = "memory" if isinstance(link, LangevinNoise) else link.velocity
+    if not hasattr(entry, field):
         return entry
     return entry._replace(**{field: tuple(torch.zeros_like(t) for t in getattr(entry, field))})
 
@@ -412,7 +416,8 @@ def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float
     """The temperature of each leaf that noise enters."""
     plan, out = tx.plan(state), dict[str, float]()
     for i, noise in plan.noise.items():
-        level = float(now(noise.link.temperature, state[i].count)) if temperature is None else temperature
+        link: Any = tx.links[i]
+        level = float(now(link.temperature, state[i].count)) if temperature is None else temperature
         out |= {name(state.layout.paths[j]): level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
         out = {name(path): temperature for path in state.layout.paths}
@@ -427,7 +432,7 @@ def _white(tx: Chain, state: Any) -> list[float]:
         for link, where in zip(tx.links, state.layout.where):
             if j not in where:
                 continue
-            if isinstance(link, NoiseLink):
+            if isinstance(link, LangevinNoise):
                 white |= link.order == 1
             if isinstance(x := link.response, (Linear, Metric)):
                 b, a = law.multiply(b, x.b), law.multiply(a, x.a)

@@ -1,10 +1,12 @@
 """Several processes, launched by ``torchrun``: chains spread over ranks, and gradients averaged over them.
 
 ``bc.parallel(step, n, mesh=mesh)`` runs ``n`` chains on the ranks of a mesh, ``bc.make_step(loss, tx, mesh=mesh)`` one
-chain whose batches are spread over them; here is what both need besides.
+chain whose batches are spread over them; here is what both need besides, and
+``save`` and ``load`` for parameters and states that are spread over them.
 """
 
+from bayesopt_chain.distributed.checkpoint import load, save
 from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.ranks import World, broadcast, generator, require_replicas, world
 
-__all__ = ["World", "broadcast", "generator", "require_replicas", "runs_of", "world"]
+__all__ = ["World", "broadcast", "generator", "load", "require_replicas", "runs_of", "save", "world"]

@@ -18,7 +18,7 @@ The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from bayesopt_chain import batches, tracing
 from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import splitmix64
 
 T = TypeVar("T")
@@ -83,11 +85,16 @@ def chains_of(n: int, mesh: Mesh) -> range:
         ValueError: a rank that would have none.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
-    each, more = divmod(n, size)
-    if not each:
+    if n < size:
         raise ValueError(
             f"parallel: {n} chains on {size} ranks leave some without one; run at least {size} chains, or fewer ranks"
         )
+    return share_of(n, rank, size)
+
+
+def share_of(n: int, rank: int, size: int) -> range:
+    """Which of ``n`` chains are those of a rank among ``size``."""
+    each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
@@ -116,7 +123,7 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(chain_seed(seed, chain))
 
 
-def require_named_chain(who: str, generator: torch.Generator | None) -> None:
+def require_named_chain(who: str, generator: torch.Generator | None, instead: str = "give it") -> None:
     """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would
     drift apart or chains coincide.
 
@@ -127,7 +134,7 @@ def require_named_chain(who: str, generator: torch.Generator | None) -> None:
     if generator is None and size > 1:
         raise ValueError(
             f"{who}: {size} ranks run, and nothing says whether this one is a replica of the others or a chain of its own: "
-            "give it generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
+            f"{instead} generator=bc.distributed.generator(seed) on replicas (DistributedDataParallel), and "
             "generator=bc.distributed.generator(seed, chain=rank) for a chain on each rank"
         )
 
@@ -150,10 +157,11 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         mesh: of one axis.
 
     Returns:
-        A tree of new tensors, each on the device of this rank's own; what is no tensor stays this rank's.
+        A tree of new tensors, each on the device of this rank's own; what is no tensor stays this rank's. Of DTensors that
+        are spread over another axis, the part that these ranks hold.
 
     Raises:
-        ValueError: a mesh of several axes; a DTensor among the leaves.
+        ValueError: a mesh of several axes; a DTensor of which the ranks hold different parts.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -162,14 +170,20 @@ def broadcast(tree: T, mesh: Mesh) -> T:
         >>> params, state = bc.distributed.broadcast(start, mesh)     # doctest: +SKIP
     """
     require_one_axis(mesh, "broadcast")
-    _require_plain("broadcast", tree)
+    spread = {_shown(path): runs_of(x) for path, x in _leaves(tree) if is_dtensor(x)}
+    if spread and any(other != spread for other in gather_objects(spread, mesh)):
+        raise ValueError(
+            f"broadcast: {next(iter(spread))} is a DTensor, of which the ranks of this mesh hold different parts; pass the "
+            "mesh of the ranks that hold the same ones, or plain tensors"
+        )
 
     def sent(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        y = x.detach().to(_device(mesh), memory_format=torch.contiguous_format, copy=True)
+        part = local(x.detach())
+        y = part.to(_device(mesh), memory_format=torch.contiguous_format, copy=True)
         dist.broadcast(y, group=mesh.get_group(), group_src=0)
-        return y.to(x.device)
+        return like(x, y.to(part.device))
 
     everything: Any = tree
     copied: Any = optree.tree_map(sent, everything)
@@ -194,9 +208,7 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
         ...         bc.distributed.require_replicas((it.params, it.state), mesh)
     """
     require_one_axis(mesh, who)
-    _require_plain(who, tree)
-    leaves = zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
-    mine = {_shown(path): digest(x) for path, x in leaves if isinstance(x, Tensor)}
+    mine = {_shown(path): digest(x) for path, x in _leaves(tree) if isinstance(x, Tensor)}
     every = gather_objects(mine, mesh)
     wrong = [name for name in mine if any(theirs.get(name) != mine[name] for theirs in every)]
     if wrong or any(theirs.keys() != mine.keys() for theirs in every):
@@ -211,8 +223,17 @@ def _shown(path: Any) -> str:
     return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
 
 
-def digest(x: Tensor) -> tuple[int, ...]:
-    """Shape and 64 bits of a hash of a tensor's bits: their sum, each times an odd number of its place, modulo 2^64."""
+def _leaves(tree: Any) -> Iterable[tuple[Any, Any]]:
+    return zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
+
+
+def digest(x: Tensor) -> tuple[Any, ...]:
+    """Shape and 64 bits of a hash of a tensor's bits: their sum, each times an odd number of its place, modulo 2^64.
+
+    Of a DTensor that of this rank's part, and the elements that it holds.
+    """
+    if is_dtensor(x):
+        return (runs_of(x), *digest(local(x.detach())))
     bits = x.detach().contiguous().reshape(-1)
     bits = bits if bits.dtype != torch.bool else bits.to(torch.uint8)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -226,14 +247,16 @@ def digest(x: Tensor) -> tuple[int, ...]:
     return (*x.shape, int(total))
 
 
-def gather_objects(value: T, mesh: Mesh) -> list[T]:
-    """What every rank of a mesh holds, by rank, on each of them; for small things, which are pickled."""
-    out: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(out, value, group=mesh.get_group())
+def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
+    """What every rank of a mesh holds, or every rank there is, on each of them; for small things, which are pickled."""
+    if mesh is None and (world().size == 1 or not dist.is_initialized()):
+        return [value]
+    out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
+    dist.all_gather_object(out, value, group=None if mesh is None else mesh.get_group())
     return out
 
 
-def together(mesh: Mesh, what: Callable[[], T]) -> T:
+def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
     """Run something on every rank; where it fails on one, it fails on all, instead of leaving the others waiting.
 
     Raises:
@@ -249,7 +272,7 @@ def together(mesh: Mesh, what: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if other := next(((rank, text) for rank, text in enumerate(said) if text is not None), None):
-        raise RuntimeError(f"rank {other[0]} of the mesh failed: {other[1]}")
+        raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
     return value
 
 
@@ -296,14 +319,14 @@ class DataParallel:
         dtype = torch.float32
         for x in (*present, loss):
             dtype = torch.promote_types(dtype, x.dtype)
-        parts = [x.detach().reshape(-1).to(dtype) for x in (*present, loss)]
+        parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
         flat = torch.cat([*parts, parts[-1].new_ones(1)])
         flat = flat.mul_(weight) if weight else flat.zero_()  # the mean over no data is not a number
         dist.all_reduce(flat, group=self.mesh.get_group())
         self.messages += 1
         flat[:-1].div_(flat[-1].clone())
         pieces = iter(torch.split(flat, [*(x.numel() for x in parts), 1]))
-        new = [None if g is None else next(pieces).view(g.shape).to(g.dtype) for g in leaves]
+        new = [None if g is None else like(g, next(pieces).view(local(g).shape).to(g.dtype)) for g in leaves]
         return optree.tree_unflatten(spec, new), next(pieces).view(()).to(loss.dtype)
 
 
@@ -327,12 +350,6 @@ def data_of(batch: Any) -> int:
             "all data"
         )
     return sizes[0] if sizes else 1
-
-
-def _require_plain(who: str, tree: Any) -> None:
-    for x in optree.tree_leaves(tree):
-        if is_dtensor(x):
-            raise ValueError(f"{who}: a leaf is a DTensor, whose shards differ from rank to rank; pass plain tensors")
 
 
 def _device(mesh: Mesh) -> torch.device:

@@ -1,7 +1,8 @@
-"""DistributedDataParallel sums gradients where ``loss.backward()`` fills ``.grad``, and nowhere else.
+"""DistributedDataParallel and ``fully_shard`` see ``loss.backward()`` and ``.grad``, and nothing else.
 
-Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass its hooks by: without a message and without an
-error each rank would follow the gradient of its own data. A loss that calls such a module is therefore refused.
+Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass the hooks of the first by: without a
+message and without an error each rank would follow the gradient of its own data. The second puts the parameters that it
+gathered in the place of those that ``torch.func.functional_call`` hands over. A loss that calls such a module is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from bayesopt_chain._torch import is_fully_sharded
+
+_AVAILABLE, _NOTHING = dist.is_available(), nullcontext()
 _seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were watched once
 
 
@@ -31,14 +35,22 @@ REFUSAL = (
 )
 
 
+FULLY_SHARDED = (
+    "the module is under fully_shard and computes with the parameters that it gathers itself, not with those it is handed. "
+    "Train it by loss.backward() and an optimizer of bc.optim, such as bc.optim.SGHMC(model.parameters(), lr, temperature=T, "
+    "generator=bc.distributed.generator(seed))"
+)
+
+
 def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Around the first evaluation of a loss on several ranks: refuse a call of a DistributedDataParallel module.
+    """Around the first evaluation of a loss on several ranks: refuse a call of a module under DistributedDataParallel or
+    ``fully_shard``.
 
     Raises:
         ValueError: within, at the call.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
-        return nullcontext()
+    if not _AVAILABLE or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
+        return _NOTHING
     return _watched()
 
 
@@ -58,6 +70,8 @@ def _watched() -> Iterator[None]:
     def refuse(module: torch.nn.Module, args: Any) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ValueError(f"loss: {REFUSAL}")
+        if is_fully_sharded(module):
+            raise ValueError(f"loss: {FULLY_SHARDED}")
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(refuse)
     try:

@@ -12,7 +12,7 @@ the expansion is made, and the hyperparameters are tuned with the maximum a post
 it the parameters are taken for that maximum (MacKay, 1992).
 
 For Gaussian noise ``log p_s = -s R / 2 + m log(s) / 2 + const`` with the whitened residual sum of squares R and m target
-entries. A trial costs one pass over the eigenvalues.
+entries. A trial costs one pass over the eigenvalues of all groups.
 """
 
 from __future__ import annotations
@@ -188,48 +188,91 @@ def _evidence(
 ) -> Callable[[Any], Tensor]:
     leaves = optree.tree_leaves(params)
     slopes = None if gradient is None else optree.tree_leaves(gradient)
-    prepared = []
+    device = groups[0].values.device
+    eigenvalues = _Eigenvalues([group.values.to(torch.float64) for group in groups])
+    entries = torch.tensor([group.entries for group in groups], dtype=torch.float64, device=device)
+    zeros = entries - torch.tensor(eigenvalues.sizes, dtype=torch.float64, device=device)
+    norms, pulls = [], []
     for group in groups:
         mine = [leaves[i].detach().to(torch.float64) for i in group.leaves]
-        squares = torch.stack([x.square().sum() for x in mine]).sum()
-        along = group.coordinates(mine).to(torch.float64)
-        pull: _Pull | None = None
+        norms.append(torch.stack([x.square().sum() for x in mine]).sum())
         if slopes is not None:
+            along = group.coordinates(mine).to(torch.float64)
             down = [slopes[i].detach().to(torch.float64) for i in group.leaves]
-            pull = _pull(group.coordinates(down).to(torch.float64), down, along, mine)
-        prepared.append((group.values.to(torch.float64), group.entries, squares, along, pull))
+            pulls.append(_pull(group.coordinates(down).to(torch.float64), down, along, mine))
+    squares, log_likelihood = torch.stack(norms), log_likelihood.to(torch.float64)
 
     def evidence(h: Any) -> Tensor:
         if any(bool(((x < LOWEST) | (x > HIGHEST)).any()) for x in h.values()):
             raise ValueError(f"a hyperparameter is outside {LOWEST:g} ... {HIGHEST:g}")
-        scale = h.get("scale", torch.ones((), dtype=torch.float64))
-        total = log_likelihood.to(torch.float64)
+        delta, scale = h["prior"], h.get("scale", torch.ones((), dtype=torch.float64, device=device))
+        total = log_likelihood + 0.5 * ((entries - zeros) * delta.log() - delta * squares).sum()
+        total = total - 0.5 * eigenvalues.log_sum(scale, delta)
         if residual is not None:
             total = total + 0.5 * residual.squares.to(torch.float64) * (1 - scale)
             total = total + 0.5 * residual.entries * scale.log()
-        for delta, (values, entries, squares, along, pull) in zip(h["prior"], prepared):
-            zero = entries - values.numel()
-            stiff = scale * values + delta
-            total = total + 0.5 * (entries * delta.log() - delta * squares - stiff.log().sum() - zero * delta.log())
-            if pull is not None:
-                total = total + 0.5 * ((scale * pull.along + delta * along).square() / stiff).sum()
-                if zero:
-                    rest = scale**2 * pull.rest / delta + 2 * scale * pull.mixed
-                    total = total + 0.5 * (rest + delta * (squares - along.square().sum()))
+        for d, values, pull in zip(delta if pulls else (), eigenvalues.values.split(eigenvalues.sizes), pulls):
+            total = total + 0.5 * pull.gain(d, scale, values)
         return total
 
     return evidence
 
 
-class _Pull(NamedTuple):
-    """The gradient of one group: along the eigenvectors; across them, its square and its product with the parameters."""
+class _Eigenvalues:
+    """The eigenvalues of all groups in one vector, so that a trial costs the same few operations for any number of them."""
 
-    along: Tensor
-    rest: Tensor
-    mixed: Tensor
+    def __init__(self, groups: list[Tensor]) -> None:
+        self.sizes = [group.numel() for group in groups]
+        self.values = torch.cat(groups)
+
+    def log_sum(self, scale: Tensor, delta: Tensor) -> Tensor:
+        """``sum_gi log(scale values_gi + delta_g)``, 0-d, for ``delta`` ``[groups]``; differentiable in both."""
+        result: Any = _LogSum.apply(scale, delta, self.values, self.sizes)
+        return result
+
+
+class _LogSum(torch.autograd.Function):
+    """See :meth:`_Eigenvalues.log_sum`; a group's derivative is one sum, where indexing would add up entry by entry."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, delta: Tensor, values: Tensor, sizes: list[int]) -> Tensor:
+        each = torch.cat([d.expand(n) for d, n in zip(delta, sizes)])
+        stiff = each.addcmul_(values, scale)
+        ctx.save_for_backward(stiff, values)
+        ctx.sizes = sizes
+        return stiff.log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stiff, values = ctx.saved_tensors
+        inverse = stiff.reciprocal()
+        of_scale = grads[0] * (values @ inverse) if ctx.needs_input_grad[0] else None
+        return of_scale, grads[0] * torch.stack([part.sum() for part in inverse.split(ctx.sizes)]), None, None
+
+
+class _Pull(NamedTuple):
+    """What the maximum gains over the parameters in one group.
+
+    ``gradient`` and ``params``: along the eigenvectors; ``gradients``, ``products``, ``squares``: across them, the gradient's
+    square, its product with the parameters, and the parameters' square.
+    """
+
+    gradient: Tensor
+    params: Tensor
+    gradients: Tensor
+    products: Tensor
+    squares: Tensor
+
+    def gain(self, delta: Tensor, scale: Tensor, values: Tensor) -> Tensor:
+        """``b^T Lambda^-1 b`` for the gradient b of the log joint."""
+        along = ((scale * self.gradient + delta * self.params).square() / (scale * values + delta)).sum()
+        return along + scale**2 * self.gradients / delta + 2 * scale * self.products + delta * self.squares
 
 
 def _pull(down: Tensor, gradient: list[Tensor], along: Tensor, params: list[Tensor]) -> _Pull:
-    squares = torch.stack([x.square().sum() for x in gradient]).sum()
-    product = torch.stack([(x * y).sum() for x, y in zip(gradient, params)]).sum()
-    return _Pull(down, (squares - down.square().sum()).clamp_min(0), product - down @ along)
+    across = down.numel() < sum(x.numel() for x in params)  # without, what is left is rounding
+    squares = torch.stack([x.square().sum() for x in gradient]).sum() - down.square().sum()
+    product = torch.stack([(x * y).sum() for x, y in zip(gradient, params)]).sum() - down @ along
+    rest = torch.stack([x.square().sum() for x in params]).sum() - along.square().sum()
+    zero = torch.zeros_like(squares)
+    return _Pull(down, along, *((squares.clamp_min(0), product, rest) if across else (zero, zero, zero)))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.modules.functional import Forward
 
 Body = Mapping[str, tuple[Tensor, int]]
@@ -104,22 +104,7 @@ class Features:
         return HeadBatch(seen[-1], batch[1])
 
 
-@dataclass(frozen=True)
-class Head:
-    """A linear last layer: ``head(params, (features, targets)) -> outputs``."""
-
-    weight: str
-    bias: str | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
-        return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])
-
-
-def head(names: tuple[str, ...]) -> Head:
-    """The linear layer whose parameters have these names."""
+def head(names: tuple[str, ...]) -> Affine:
+    """The linear layer whose parameters have these names: ``head(params, (features, targets)) -> outputs``."""
     weight = next(name for name in names if name.rpartition(".")[2] == "weight")
-    return Head(weight, next((name for name in names if name.rpartition(".")[2] == "bias"), None))
+    return Affine(weight, next((name for name in names if name.rpartition(".")[2] == "bias"), None))

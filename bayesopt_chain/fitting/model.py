@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.curvature import ggn, subset
 from bayesopt_chain.curvature._checks import Checks
+from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.fitting.batches import require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
@@ -86,22 +87,32 @@ class Model:
         return total
 
     def _looked_at(self, batch: Any, estimate: Callable[[Any, Any], Precision]) -> Pass:
+        gradient = None
+        if self.is_linear_gaussian or not isinstance(estimate, Estimator):
+            precision = estimate(self.params, batch)
+            outputs, gradient = self._differentiated(batch)
+        else:
+            precision, outputs = estimate.with_outputs(self.params, batch)
+        with torch.no_grad():
+            loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
+            squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), 0
+            if self.likelihood.name == "gaussian":
+                squares = 2 * (loss - self.likelihood.nll(outputs, outputs).sum().to(torch.float64))
+                entries = outputs.numel()
+        return Pass(precision, gradient, -loss, squares, entries)
+
+    def _differentiated(self, batch: Any) -> tuple[Tensor, Tree | None]:
+        """The outputs, and for a linear Gaussian model the gradient of the summed negative log-likelihood."""
+        if not self.is_linear_gaussian:
+            with torch.no_grad():
+                return self.forward(self.params, batch), None
         leaves, structure = optree.tree_flatten(self.params)
-        chosen, gradient = [leaf.detach() for leaf in leaves], None
-        with torch.set_grad_enabled(self.is_linear_gaussian):
-            if self.is_linear_gaussian:
-                chosen = [leaf.requires_grad_() for leaf in chosen]
+        chosen = [leaf.detach().requires_grad_() for leaf in leaves]
+        with torch.enable_grad():
             outputs = self.forward(optree.tree_unflatten(structure, chosen), batch)
             loss = self.likelihood.nll(outputs, batch[1]).sum()
-            if self.is_linear_gaussian:
-                slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
-                gradient = optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
-        outputs, loss = outputs.detach(), loss.detach().to(torch.float64)
-        squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), 0
-        if self.likelihood.name == "gaussian":
-            squares = 2 * (loss - self.likelihood.nll(outputs, outputs).sum().to(torch.float64))
-            entries = outputs.numel()
-        return Pass(estimate(self.params, batch), gradient, -loss, squares, entries)
+        slopes = torch.autograd.grad(loss, chosen, materialize_grads=True)
+        return outputs.detach(), optree.tree_unflatten(structure, [x.to(torch.float64) for x in slopes])
 
 
 def both(a: Pass, b: Pass) -> Pass:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.filters import Filtered
-from bayesopt_chain.core.injection import LangevinNoiseState
-from bayesopt_chain.core.link import At, Link, NoiseLink
+from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
+from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.random import stream as keyed_stream
@@ -116,7 +116,7 @@ def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
 class Noisy(Link):
     """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
 
-    noise: NoiseLink
+    noise: LangevinNoise
     momentum: Momentum | None
     scale: Scale
     site: Site
@@ -124,6 +124,7 @@ class Noisy(Link):
     shapes: tuple[torch.Size, ...]
     numbers: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
+    pieces: tuple[Any, ...] | None = None  # of leaves that are spread over ranks, the elements that are here
     whole = True
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -152,7 +153,9 @@ class Noisy(Link):
         level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
         scale = 1.0 if mu is None else level  # scaled while it is drawn
         dtype, kernel = g[0].dtype, sweep_kernel()
-        parts = keyed_stream.drawn(noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale)
+        parts = keyed_stream.drawn(
+            noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale, self.pieces
+        )
         if kernel is None:
             flat = torch.cat([e.clone() for _, e in parts])
             flat = flat.mul_(level) if mu is None else flat
@@ -173,8 +176,9 @@ class Noisy(Link):
         checks.own_key(noise.key, here)
         level = self._level
         scale = level if self.momentum is not None else 1.0
+        like, kind, stream = noise.memory, self.noise.noise, self.noise.stream
         xi = keyed_stream.normals(
-            noise.key, noise.count, noise.memory, [1] * len(g), self.noise.noise, self.noise.stream, scale, self.numbers
+            noise.key, noise.count, like, [1] * len(g), kind, stream, scale, self.numbers, self.pieces
         )
         e = [xi[k][0] if self.momentum is not None else xi[k][0] * level for k in live]
         u, t = self._moved(here, [kept[k] for k in live], e, op)
@@ -222,7 +226,9 @@ def _is_constant(link: Link) -> bool:
 def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
     noise, process, i = links[n], site.process, site.enters
-    known = isinstance(noise, NoiseLink) and noise.stream in keyed_stream.IN_CHUNKS  # any other is drawn by its link
+    known = (
+        isinstance(noise, LangevinNoise) and noise.stream in keyed_stream.IN_CHUNKS
+    )  # any other is drawn by its link
     simple = known and not site.colours and site.rates == ((), ()) and site.constants
     if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
@@ -249,5 +255,6 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[
         shapes,
         tuple(plan.numbers[j] for j in site.leaves),
         dtypes.pop() if len(dtypes) == 1 else None,
+        None if plan.layout.pieces is None else tuple(plan.layout.pieces[j] for j in site.leaves),
     )
     return run, link

@@ -7,7 +7,7 @@ SGD with everything torch's fused kernel knows, and matched noise in front of it
 :func:`recognise` reads a chain's links and says whether it is of this form. It is not, and takes the links one by one
 as ``update`` does, if it holds any other link (adaptive, clipping, masked, declared), a dampening, a second momentum or
 scale, a learning rate or temperature that is a tensor or a schedule, or noise together with ``maximize``.
-:meth:`FusedSGD.fits` declines tensors the kernels cannot take. The arithmetic is that of the links, with a
+:meth:`FusedSGD.move` declines tensors the kernels cannot take. The arithmetic is that of the links, with a
 multiplication and the addition behind it rounded once: equal to one unit in the last place for each operation.
 
 Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ from bayesopt_chain._torch import foreach_add_, foreach_copy_, fused_sgd_
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.filters import Filtered
 from bayesopt_chain.core.matching import Site
-from bayesopt_chain.core.op import IN_PLACE
+from bayesopt_chain.core.op import IN_PLACE, owned
 from bayesopt_chain.core.state import State
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise
@@ -50,6 +51,7 @@ from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
 from bayesopt_chain.random import philox
 from bayesopt_chain.random import stream as keyed_stream
 
+_KINDS = (Tensor, torch.nn.Parameter)  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)  # in bfloat16 torch 2.13's CPU kernel moves by the gradient, not the velocity
 BLOCK = 2**18  # elements drawn at a time: in cache, and few enough calls
 _VECTOR = 16  # a CPU generator's normals come in groups of 16: pieces of such sizes draw what one piece would
@@ -72,22 +74,39 @@ class FusedSGD:
     def __reduce__(self):
         return recognise, (self.chain,)
 
-    def fits(self, params: list, g: list, state: tuple) -> bool:
-        """Whether the kernels, which check nothing, can take these tensors: dense and contiguous, of one device and dtype,
-        the state's shaped like the parameters, not traced."""
-        first = next((x for x in g if x is not None), None)
-        if first is None or not tracing.is_plain(first):
-            return False
-        last = next(iter(self.last), None)
-        if last is not None and not all(map(Tensor.is_set_to, last.viewed, last.views)):
-            self.last.clear()  # somebody replaced the ``.data`` of a tensor
-        return self._buffers(params, g, state).usable
+    def move(self, params: Any, grads: Any, state: State) -> State | None:
+        """Move ``params`` and ``state`` in place, and return the state; gradients may be overwritten.
 
-    def advance(self, params: list, g: list, state: State) -> State:
-        """Move ``params`` and ``state`` in place, given gradients that may be overwritten. Returns the state."""
-        buffers = self._buffers(params, g, state)
-        g = [x if x is None or x.is_contiguous() else x.contiguous() for x in g]
-        live = [g[j] for j in buffers.live]
+        ``None``, with nothing changed, where the kernels, which check nothing, cannot take these tensors: they must be dense
+        and contiguous, of one device and dtype, the state's shaped like the parameters, and not traced.
+        """
+        p, g, spec = self._leaves(params, grads)
+        live = [x for x in g if x is not None]
+        if not live or not tracing.is_plain(live[0]):
+            return None
+        buffers = self._buffers(p, g, state, spec)
+        if not buffers.usable:
+            return None
+        if buffers.places is not None:  # addresses, of which autograd knows nothing
+            self._sweep_at_once(buffers, live, state[self.noise])  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return state
+        with torch.no_grad():
+            return self._advance(buffers, owned(g), state)
+
+    def _leaves(self, params: Any, grads: Any) -> tuple[list, list, Any]:
+        """The leaves of both trees and their structure, which is looked for only where it is not the last one."""
+        if self.last:
+            spec = self.last[0].spec
+            try:
+                return spec.flatten_up_to(params), spec.flatten_up_to(grads), spec
+            except ValueError:
+                pass
+        p, spec = optree.tree_flatten(params, none_is_leaf=True)
+        return p, spec.flatten_up_to(grads), spec
+
+    def _advance(self, buffers: _Buffers, g: list, state: State) -> State:
+        """By torch's kernels, or with the noise drawn on the device."""
+        live = [x if x.is_contiguous() else x.contiguous() for x in g if x is not None]
         if self.noise is None:
             self._sweep(buffers.theta, live, buffers.velocity)
             return state
@@ -99,9 +118,7 @@ class FusedSGD:
             if site.carried:
                 IN_PLACE.add(buffers.velocity, x.noise, site.carried)
             return state.replace(self.noise, after)
-        if buffers.places is not None:
-            self._sweep_at_once(buffers, live, noise)
-        elif buffers.by_kernel:
+        if buffers.by_kernel:
             self._kernels(buffers, live, noise)
         else:
             fill, carried = buffers.filler(noise), buffers.own.carried
@@ -116,33 +133,34 @@ class FusedSGD:
         noise.count.add_(1)
         return state
 
-    def leaves_gradients(self, params: list, g: list, state: State) -> bool:
-        """Whether :meth:`advance` only reads the gradients, given what :meth:`fits`."""
-        return self._buffers(params, g, state).places is not None
-
-    def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
-        """The draw, and one pass for the rest."""
+    def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise: Any) -> None:
+        """The draw, and one pass for the rest; gradients are only read."""
         kernel, own, dtype = sweep_kernel(), buffers.own, g[0].dtype
         assert kernel is not None and own is not None and buffers.places is not None
+        if not all(map(Tensor.is_contiguous, g)):
+            g = [x.contiguous() for x in g]
         parts = keyed_stream.drawn(noise.key, noise.count, *buffers.drawn, dtype, buffers.stream, own.level)
         for (part, e), (theta, kept) in zip(parts, buffers.places):
             x = pointers(g, part)
             kernel(dtype, part.sizes, x, kept, theta, kept, -self.lr, self.momentum or None, e, own.carried, True)
         torch.autograd.graph.increment_version([*buffers.theta, *buffers.carried])
+        noise.count.add_(1)
 
-    def _buffers(self, params: list, g: list, state: tuple) -> _Buffers:
-        """The tensors as the kernels take them: those of the last call where they are the same objects."""
+    def _buffers(self, params: list, g: list, state: tuple, spec: Any) -> _Buffers:
+        """The tensors as the kernels take them: those of the last call where they are the same objects, and nobody has replaced
+        the ``.data`` of one."""
         trace = state[self.velocity].trace if self.velocity is not None else ()
         memory = state[self.noise].memory if self.noise is not None else ()
         key = (*params, *trace, *memory)
-        last = next(iter(self.last), None)
+        last = self.last[0] if self.last else None
         if (
             last is None
             or len(key) != len(last.key)
             or not all(map(is_, key, last.key))
             or last.absent != [x is None for x in g]
+            or not all(map(Tensor.is_set_to, last.viewed, last.views))
         ):
-            last = _Buffers(self, params, g, self.chain.plan(state), trace, memory)
+            last = _Buffers(self, params, g, self.chain.plan(state), trace, memory, spec)
             self.last[:] = [last]
         return last
 
@@ -200,8 +218,10 @@ class _Own(NamedTuple):
 class _Buffers:
     """Parameters, velocities and remembered draws of the leaves that have a gradient, as lists of dense tensors."""
 
-    def __init__(self, form: FusedSGD, params: list, g: list, plan: Any, trace: tuple, memory: tuple) -> None:
-        self.plan = plan
+    def __init__(
+        self, form: FusedSGD, params: list, g: list, plan: Any, trace: tuple, memory: tuple, spec: Any
+    ) -> None:
+        self.plan, self.spec = plan, spec
         here = [j for j, p in enumerate(params) if p is not None]
         place = {j: k for k, j in enumerate(here)}
         self.key = (*params, *trace, *memory)
@@ -298,7 +318,7 @@ def _block_sizes(n: int) -> list[int]:
 
 
 def _like(x: Tensor | None, first: Tensor) -> bool:
-    return x is not None and x.dtype == first.dtype and x.device == first.device
+    return x is not None and type(x) in _KINDS and x.dtype == first.dtype and x.device == first.device
 
 
 def recognise(tx) -> FusedSGD | None:

@@ -6,9 +6,12 @@ For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, an
     combine(w)     sum_k w_kb s_kb                     ``[b, *event]`` for weights ``[b, K]``
     diagonal()     sum_k s_kb^2                        ``[b, *event]``
 
-    Elementwise    s_k = scale_k e_k                       K = E, the number of entries of an event
-    Softmax        s_k = sqrt(p_k) (e_k - p)               K = E: classes on the last axis, one softmax a position
-    Explicit       columns that are held                   K of them
+    Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
+    Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
+    Explicit       columns that are held                           K of them
+
+with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
+C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class OutputRoot(ABC):
@@ -27,7 +31,7 @@ class OutputRoot(ABC):
         >>> import torch, bayesopt_chain as bc
         >>> root = bc.likelihoods.categorical().root(torch.zeros(1, 2), torch.tensor([0]))
         >>> root.columns, root.diagonal()
-        (2, tensor([[0.2500, 0.2500]]))
+        (1, tensor([[0.2500, 0.2500]]))
     """
 
     separates_positions: bool
@@ -74,34 +78,54 @@ class Elementwise(OutputRoot):
 
 @dataclass(frozen=True)
 class Softmax(OutputRoot):
-    """The root of ``diag(p) - p p^T`` at every position: ``p``, ``[b, *, C]``, are the class probabilities."""
+    """The Cholesky factor of ``diag(p) - p p^T`` at every position: ``p``, ``[b, *, C]``, are the class probabilities."""
 
     p: Tensor
     separates_positions = True
 
     @property
+    def labels(self) -> int:
+        """The columns of a position, C - 1; a single class has one, which is zero."""
+        return max(1, self.p.shape[-1] - 1)
+
+    @property
     def columns(self) -> int:
-        return _entries(self.p)
+        return self.p.shape[1:-1].numel() * self.labels
 
     def part(self, start: int, stop: int) -> Tensor:
         b, classes = self.p.shape[0], self.p.shape[-1]
-        p = self.p.reshape(b, -1, classes).transpose(0, 1)  # [positions, b, C]
+        first, last = start // self.labels, -(-stop // self.labels)
+        p = self.p.reshape(b, -1, classes).transpose(0, 1)[first:last]  # [positions, b, C]
+        d, d_over_q = self._scales(p)
         column = torch.arange(start, stop, device=p.device)
-        position, label = column // classes, column % classes
-        here = p[position]  # [k, b, C]
-        one_hot = (torch.arange(classes, device=p.device) == label[:, None])[:, None]
-        root = (here * one_hot).sum(-1, keepdim=True).sqrt()
-        columns = root * (one_hot.to(p.dtype) - here)
-        zeros = torch.zeros(stop - start, b, p.shape[0], classes, dtype=p.dtype, device=p.device)
-        where = position[:, None, None, None].expand(stop - start, b, 1, classes)
-        return zeros.scatter(2, where, columns[:, :, None]).reshape(stop - start, *self.p.shape)
+        position, label = column // self.labels - first, column % self.labels
+        behind = torch.arange(classes, device=p.device) - label[:, None]
+        is_label, is_behind = ((mask[:, None]).to(p.dtype) for mask in (behind == 0, behind > 0))
+        positions = self.p.shape[1:-1].numel()
+        if positions == 1:
+            here, after = (scale[0].mT[start:stop, :, None] for scale in (d, d_over_q))
+            return (is_label * here - is_behind * after * p).reshape(-1, *self.p.shape)
+        here, after = (scale[position, :, label][..., None] for scale in (d, d_over_q))
+        columns = is_label * here - is_behind * after * p[position]  # [k, b, C]
+        zeros = torch.zeros(stop - start, b, positions, classes, dtype=p.dtype, device=p.device)
+        where = (position + first)[:, None, None, None].expand(stop - start, b, 1, classes)
+        return zeros.scatter(2, where, columns[:, :, None]).reshape(-1, *self.p.shape)
 
     def combine(self, weights: Tensor) -> Tensor:
-        scaled = self.p.sqrt() * weights.reshape(self.p.shape)
-        return scaled - self.p * scaled.sum(-1, keepdim=True)
+        d, d_over_q = self._scales(self.p)
+        weights, classes = weights.reshape(d.shape), self.p.shape[-1]
+        before = pad((weights * d_over_q).cumsum(-1), (1, 0))[..., :classes]
+        return pad(weights * d, (0, max(0, classes - self.labels))) - self.p * before
 
     def diagonal(self) -> Tensor:
         return self.p * (1 - self.p)
+
+    def _scales(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Return d and d / q, ``[*, labels]``; both are 0 where no probability is left."""
+        left = pad(p.flip(-1).cumsum(-1).flip(-1), (0, 1))  # from class k on
+        q, with_k = left[..., 1 : self.labels + 1], left[..., : self.labels]
+        d = (p[..., : self.labels] * (q / torch.where(with_k > 0, with_k, 1))).sqrt()
+        return d, d / torch.where(q > 0, q, 1)
 
 
 @dataclass(frozen=True)

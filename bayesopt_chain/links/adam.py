@@ -26,9 +26,9 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Metric, Response
-from bayesopt_chain.core.scalar_or_schedule import by_count
-from bayesopt_chain.core.state import new_counts, zeros
+from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.links.rms import averaged, frozen_note, inverse_coloured, require_decay, require_settings
+from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
 
 

@@ -11,7 +11,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Response
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.links.leaves import zeros
 
 
 class DelayState(NamedTuple):

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now, root
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.random.stream import draw_numbers
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 
 
 class FilteredNoiseState(NamedTuple):

@@ -13,7 +13,7 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Response
-from bayesopt_chain.core.state import ALL, flattened
+from bayesopt_chain.trees import flattened
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Foreign(Link):
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
     rescale: Callable[[Any, Tensor], Any] | None = None
-    velocity = ALL
     whole = True
+    spread = "tree"
 
     @property
     def response(self) -> Response | None:
         return self.declared
 
     @property
-    def rescales(self) -> bool:
+    def rescales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rescale is not None
 
     @property
@@ -48,11 +48,13 @@ class Foreign(Link):
         new, state = self.transformation.update(at.tree(g), state, params=params, inplace=op.inplace, **at.extra)
         return _copied(g, at.leaves(new), op), state  # it may return its own state, which no later link may overwrite
 
-    def rescaled(self, state: Any, factor: Tensor) -> Any:
+    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
+        factor = factors[0]  # which tensor belongs to which leaf is not known
         if self.rescale is not None:
-            return self.rescale(state, factor)
+            return op.keep(state, self.rescale(state, factor))
         tensors, structure = flattened(state)
-        return structure.unflatten([t * factor.to(t.dtype) if t.is_floating_point() else t for t in tensors])
+        new = [t * factor.to(t.dtype) if t.is_floating_point() else t for t in tensors]
+        return op.keep(state, structure.unflatten(new))
 
     def __str__(self) -> str:
         return self.name

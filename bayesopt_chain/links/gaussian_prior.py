@@ -23,9 +23,9 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link, show
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
-from bayesopt_chain.core.state import flattened, paths_of
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
+from bayesopt_chain.trees import flattened, paths_of
 
 
 @runtime_checkable
@@ -117,6 +117,8 @@ class AddGaussianPrior(Prior):
 
     exacting = True
     coupled = True
+    spread = "refused"
+    instead = "; a prior without correlations takes it"
     __eq__ = Prior.__eq__
     __hash__ = Link.__hash__
 
@@ -169,7 +171,7 @@ def _by_leaf(tree: Any, what: str, leaves: Leaves, at: At) -> tuple[Tensor, ...]
                 f"add_gaussian_prior: the {what} is no tree like the parameters, nor a prefix of one: {err}"
             ) from None
     out: list[Tensor] = []
-    for value, p, path in zip(values, leaves, at.paths):
+    for value, p, path in zip(at.parts(values, "add_gaussian_prior"), leaves, at.paths):
         x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
         if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
             raise ValueError(

@@ -1,49 +1,197 @@
 r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
 
-Its noise is matched to the chain around it (:mod:`bayesopt_chain.core.law`), so that the parameters sample
-``exp(-loss / temperature)``. The state holds the key and step count of the random stream and the draws that the next
-step still needs.
+Its noise is matched to the chain around it (:mod:`bayesopt_chain.core.matching`), so that the parameters sample
+``exp(-loss / temperature)``. The state holds the key and step count of the random stream, the draws that the next step
+still needs and, where they change with time, the temperature and gains of the last step.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any, NamedTuple
 
+import optree
 import torch
+from torch import Tensor
+from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.injection import Injection, Strength
-from bayesopt_chain.core.link import NoiseLink
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
-from bayesopt_chain.core.update import Update
+from bayesopt_chain.core.filters import Conditions
+from bayesopt_chain.core.link import At
+from bayesopt_chain.core.matching import Site
+from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.response import Linear, Noise, Response
+from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
+from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
+from bayesopt_chain.schedules import ScalarOrSchedule
+from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain
 
 LOW = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class LangevinNoise(NoiseLink):
-    """The link behind :func:`inject_langevin_noise`."""
+class LangevinNoiseState(NamedTuple):
+    """``key`` and ``count`` (0-d, int64) of the stream; the remembered draws of each leaf, stacked on axis 0.
 
-    def started(self, injection: Injection, strength: Strength, update: Update) -> None:
+    ``conditions`` holds last step's temperature and gains, float64 ``[leaves, 3]``, where those can change (else it is empty).
+    """
+
+    key: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    memory: tuple[Tensor, ...]
+    conditions: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class LangevinNoise(Keyed):
+    """The link behind :func:`inject_langevin_noise`: its temperature, order and kind of increments. The chain does the rest."""
+
+    temperature: ScalarOrSchedule
+    order: int = 2
+    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
+    momentum: float = 0.0
+    noise: str = "gaussian"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the temperature is a number."""
+        return isinstance(self.temperature, (int, float))
+
+    @property
+    def response(self) -> Response:
+        temperature = self.temperature if isinstance(self.temperature, (int, float)) else None
+        if temperature == 0:
+            return Linear()
+        return Noise(self.order, temperature, None if self.lr is None else Linear((self.lr,), (1.0, -self.momentum)))
+
+    def init(self, leaves: Leaves, at: At) -> Any:
+        return at.plan.noise[at.i].start(at.update.params or []) if at.i in at.plan.noise else EmptyState()
+
+    def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
+        return LangevinInjection(self, sites, plan)
+
+    def __str__(self) -> str:
+        words = [checks.show(self.temperature)]
+        words += [f"order={self.order}"] if self.order != 2 else []
+        words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
+        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
+        words += [f"stream={self.stream!r}"] if self.stream is not None else []
+        return f"inject_langevin_noise({', '.join(words)})"
+
+
+class Strength(NamedTuple):
+    """What is known of a step before anything is drawn: the temperature; by site, coefficients and velocity scale of each
+    leaf, and the conditions that the step leaves behind."""
+
+    temperature: float | Tensor
+    by_site: list[tuple[Sequence[Any], Sequence[Tensor] | None, Tensor | None]]
+
+
+def constant(i: int, leaves: Sequence[int]) -> Tensor:
+    """The rates of a chain in which none changes."""
+    raise NotImplementedError
+
+
+class LangevinInjection(Injection):
+    """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
+
+    def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
+        self.link, self.sites = link, sites
+        places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
+        row = {place: k for k, place in enumerate(places)}
+        self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
+        self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
+        self.leaves = [j for j, _ in places]
+        self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
+        self.processes = [sites[n].process for _, n in places]
+        self.draws = [process.draws for process in self.processes]
+        lone = sites[0].constants if len(sites) == 1 and not sites[0].process.memory else None
+        self.level = lone[0] if lone else None  # of white noise that is scaled while it is drawn
+
+    def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
+        """The first state."""
+        device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
+        memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
+        changes = any(site.constants is None for site in self.sites)
+        conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
+        key = keyed_stream.new_key(self.link.generator, device)
+        return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
+
+    def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
+        """That of this step; refuses a temperature out of range before anything is changed."""
+        if not state.conditions and any(site.constants is None for site in self.sites):
+            raise ValueError(
+                "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
+            )
+        temperature = value_at(self.link.temperature, state.count)
+        if not self.link.is_static:
+            checks.at_this_step("temperature", temperature)
+        by_site: list[Any] = [
+            ([site.constants] * len(rows), None, None)
+            if site.constants is not None
+            else _coefficients(
+                site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
+            )
+            for site, rows in zip(self.sites, self.rows)
+        ]
+        return Strength(temperature, by_site)
+
+    def draw(
+        self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: Op
+    ) -> tuple[list[Injected], LangevinNoiseState]:
+        """The noise of every site, and the next state. A leaf without a gradient keeps its memory."""
+        key, count, link = state.key, state.count, self.link
+        checks.own_key(key, [x for x in g if x is not None])
+        level = 1.0 if self.level is None else self.level
+        xi = keyed_stream.normals(
+            key, count, state.memory, self.draws, link.noise, link.stream, level, self.numbers, self.pieces
+        )
+        hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
+        out: list[Injected] = []
+        memory, conditions = list(state.memory), list(state.conditions)
+        for site, rows, (c, scale, after) in zip(self.sites, self.rows, strength.by_site):
+            live = [n for n, j in enumerate(site.leaves) if g[j] is not None]
+            e: Leaves = []
+            for n in live:
+                if self.level is not None:
+                    e += xi[rows[n]]
+                    continue
+                kept = memory[rows[n]]
+                y, new = site.process.step(xi[rows[n]], list(kept), c[n])
+                e.append(y if y.dtype == kept.dtype else y.to(kept.dtype))
+                if new:
+                    (memory[rows[n]],) = op.put([kept], [torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)])
+            if after is not None:
+                at = torch.tensor([rows[n] for n in live], dtype=torch.int64, device=after.device)
+                after = after if len(live) == len(rows) else after[live]
+                conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
+                scale = None if scale is None else [scale[n] for n in live]
+            out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
+        return out, LangevinNoiseState(key, *op.count([count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
+
+    def started(self, strength: Strength, update: Update) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
 
         Learned preconditioners are not known yet and count as one.
         """
         leaves = update.params or []
-        for site, (coefficients, _, after) in zip(injection.sites, strength.by_site):
+        for site, (coefficients, _, after) in zip(self.sites, strength.by_site):
             low = [(n, j) for n, j in enumerate(site.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
                 ones = [torch.ones(()).double() for _ in range(site.process.draws)]
                 e, _ = site.process.step(ones, [torch.zeros(()).double()] * site.process.memory, coefficients[n])
                 (e,) = update.coloured(site, [j], [e.float().expand(leaves[j].shape).clone()])
+                gain = site.whole.b[0] / site.whole.a[0] / site.whole.head  # what a unit of noise moves in one step
                 behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
-                step = float(e.float().abs().mean()) * site.gain * behind
+                step = float(e.float().abs().mean()) * gain * behind
                 size = float(leaves[j].detach().abs().float().mean())
                 if 0 < step < torch.finfo(leaves[j].dtype).eps * size / 2:
                     warnings.warn(
@@ -53,13 +201,23 @@ class LangevinNoise(NoiseLink):
                     )
                     return
 
-    def __str__(self) -> str:
-        words = [checks.show(self.temperature)]
-        words += [f"order={self.order}"] if self.order != 2 else []
-        words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
-        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
-        words += [f"stream={self.stream!r}"] if self.stream is not None else []
-        return f"inject_langevin_noise({', '.join(words)})"
+
+def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Rates) -> Any:
+    """By leaf, the filter's coefficients and the velocity's scale; and the conditions that this step leaves behind."""
+    last_heat, last_inverse, last_square = before.unbind(-1)
+    one = torch.ones_like(last_heat)
+    front, behind = (math.prod((rates(i, site.leaves) for i in part), start=one) for part in site.rates)
+    moves = (front != 0) & (behind != 0)  # lr = 0 keeps the velocity at the level it was brought to
+    inverse = torch.where(moves, front / torch.where(moves, behind, one), last_inverse)
+    square, heat = torch.where(moves, front * front, last_square), one * temperature
+    now, last = Conditions(heat, inverse, square), Conditions(last_heat, last_inverse, last_square)
+    values, scale = site.process.coefficients(now, last)
+    if scale is not None:  # a cold velocity is the optimizer's own, and stays
+        scale = torch.where((heat != 0) | (last_heat != 0), scale, one).unbind()
+    numbers: list[Tensor]
+    numbers, structure = optree.tree_flatten(values)
+    by_leaf = [structure.unflatten(x) for x in zip(*[v.unbind() for v in numbers])]
+    return by_leaf, scale, torch.stack([heat, inverse, square], -1)
 
 
 @checked
@@ -114,7 +272,6 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    checks.temperature(temperature)
     if order not in (1, 2) or isinstance(order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
     if noise not in ("gaussian", "rademacher", "three_point"):

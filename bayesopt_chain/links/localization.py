@@ -58,15 +58,15 @@ class AddLocalization(Link):
                 f"add_localization: center is no tree like the parameters, nor a prefix of one: {err}"
             ) from None
         centre = optree.tree_leaves(tree, none_is_leaf=True)
-        for j, p in zip(at.index, leaves):
-            x = centre[j]
+        mine = at.parts([centre[j] for j in at.index], "add_localization: center")
+        for j, x, p in zip(at.index, mine, leaves):
             if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.shape == p.shape)):
                 came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
                 raise ValueError(
                     f"add_localization: center has {came} where the parameter {at.plan.paths[j] or 'tensor'} has shape "
                     f"{tuple(p.shape)}; pass parameters of the same model"
                 )
-        return LocalizationState(tuple([_like(centre[j], p) for j, p in zip(at.index, leaves)]))
+        return LocalizationState(tuple([_like(x, p) for x, p in zip(mine, leaves)]))
 
     def update(self, g: Leaves, state: LocalizationState, op: Op, at: At) -> tuple[Leaves, LocalizationState]:
         params = [p.detach() if op.inplace and p.requires_grad else p for p in at.params]

@@ -20,7 +20,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Linear, Response
-from bayesopt_chain.core.state import new_counts, zeros
+from bayesopt_chain.links.leaves import new_counts, zeros
 
 
 class TraceState(NamedTuple):

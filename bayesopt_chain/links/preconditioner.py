@@ -124,7 +124,8 @@ class Precondition(Link):
                 raise ValueError(
                     f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
                 ) from None
-        return PreconditionerState(tuple([_positive(values[j], p) for j, p in zip(at.index, leaves)]))
+        mine = at.parts([values[j] for j in at.index], "scale_by_preconditioner")
+        return PreconditionerState(tuple([_positive(value, p) for value, p in zip(mine, leaves)]))
 
     def colour(self, e: Leaves, power: float, state: PreconditionerState, at: At) -> Leaves:
         return [x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
@@ -151,6 +152,8 @@ class SolvePrecision(Link):
 
     precision: SupportsSolve = field(hash=False, compare=False)
     coupled = True
+    spread = "refused"
+    instead = "; a diagonal preconditioner is a tree like the parameters"
 
     @property
     def response(self) -> Response:

@@ -29,7 +29,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import PURE, Leaves, Op
 from bayesopt_chain.core.response import Metric, Refused, Response
-from bayesopt_chain.core.state import new_counts, zeros
+from bayesopt_chain.links.leaves import new_counts, zeros
 
 
 class RunningScaleState(NamedTuple):

@@ -21,9 +21,9 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
-from bayesopt_chain.core.state import flattened
+from bayesopt_chain.distributed.shards import everywhere, local
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.trees import all_finite
+from bayesopt_chain.trees import all_finite, flattened
 
 
 class SkipState(NamedTuple):
@@ -121,7 +121,8 @@ class _Skip:
 
     def update(self, updates: Any, state: SkipState, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         both: Any = (updates, extra)
-        ok = all_finite(optree.tree_leaves(both))
+        leaves: list[Any] = optree.tree_leaves(both)
+        ok = everywhere(all_finite([local(x) for x in leaves]), leaves)
         if not tracing.is_readable(ok):
             return self._choose(ok, updates, state, params, inplace, extra)
         if bool(ok):

@@ -3,15 +3,23 @@
 A file holds ``{path: tensor}`` and, in its header, what it is a file of: every leaf's path, dtype and shape, the numbers
 and strings among the leaves, the chain's text, the library's version and a checksum of the data. :func:`load` compares
 all of it with the tree it is to fill and names what differs.
+
+Of several ranks each writes a file of its own, without a message, and the first one an index of them:
+
+    run.rank-00000-of-00004.safetensors ...     what each rank saved
+    run.safetensors.index.json                  which files belong together: those of the newest save
+
+As many ranks load what each of them saved. Another number of ranks loads files that are alike (replicas), or the chains that
+each of them has of states stacked on axis 0 (:func:`bayesopt_chain.parallel` with a mesh), in the order of the ranks.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +27,9 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.distributed.ranks import world
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.ranks import share_of, world
+from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.version import __version__
 
 FORMAT = "bayesopt_chain/1"
@@ -54,13 +64,14 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     """Write a tree to one safetensors file: atomically, and without pickle.
 
     Args:
-        path: the file. It is replaced in one step; a crash leaves the old file or the new one. Under ``torchrun`` every
-            rank writes a file of its own, ``run.rank-00001-of-00004.safetensors`` for ``run.safetensors``.
+        path: the file. It is replaced in one step; a crash leaves the old file or the new one. Under ``torchrun`` call
+            it on every rank: each writes a file of its own, ``run.rank-00001-of-00004.safetensors`` for
+            ``run.safetensors``, and the first one ``run.safetensors.index.json``.
         tree: any tree of tensors, numbers and strings, such as ``(params, state)``.
         tx: the chain whose state is in the tree. Its text is kept, and :func:`load` compares it.
 
     Raises:
-        TypeError: a leaf of another type.
+        TypeError: a leaf of another type, or a DTensor.
         OSError: the file cannot be written; what stood there before is untouched.
 
     Example:
@@ -74,14 +85,23 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         tensor([1., 1.])
     """
     tensors, scalars = flat(tree)
-    write(_of_this_rank(Path(path)), tensors, {"scalars": scalars, "chain": None if tx is None else repr(tx)})
+    require_whole("save", tensors)
+    rank, size = world()
+    files = _files(Path(path), size)
+    header = {"scalars": scalars, "chain": None if tx is None else repr(tx), **_streams(tree, tensors)}
+    write(files[rank], tensors, header)
+    index = _index_of(Path(path))
+    if rank == 0 and (size > 1 or index.exists()):
+        write_text(index, json.dumps({"format": FORMAT, "files": [file.name for file in files]}, indent=1))
 
 
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     """Read a tree that :func:`save` wrote.
 
     Args:
-        path: the file. Under ``torchrun`` the one that this rank saved or, if there is none, the one of this name.
+        path: the file that was given to :func:`save`. What several ranks saved is loaded by as many, each its own; by
+            another number of them if all saved the same, or if they saved chains: parameters and states stacked on axis
+            0, of which each rank takes those that ``bc.parallel(step, n, mesh=mesh)`` gives it.
         like: a tree of the structure, shapes and dtypes to expect; its values do not matter and it is not changed. The
             tensors come back on the devices of this tree.
         tx: the chain, if :func:`save` was given one: a file of another chain is refused.
@@ -92,7 +112,7 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
     Raises:
         FileNotFoundError: no such file.
         ValueError: a truncated or damaged file, one that something else wrote, or one of another tree or chain; the
-            message names what differs.
+            message names what differs. Files of another number of ranks that are neither replicas nor chains.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -101,34 +121,92 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         >>> bc.load(file, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    tensors, header = read(_found(Path(path)))
+    tensors, header = _found(Path(path), like)
     if tx is not None and header.get("chain") not in (None, repr(tx)):
         raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
     return filled(like, tensors, header.get("scalars", {}), str(path))
 
 
-def _of_this_rank(path: Path) -> Path:
-    """The file that this rank saves where a user asked for ``path``."""
-    rank, size = world()
-    return path if size == 1 else path.with_name(f"{path.stem}.rank-{rank:05d}-of-{size:05d}{path.suffix}")
+def _files(path: Path, size: int) -> list[Path]:
+    """The files that so many ranks write where a user asked for ``path``."""
+    return (
+        [path]
+        if size == 1
+        else [path.with_name(f"{path.stem}.rank-{r:05d}-of-{size:05d}{path.suffix}") for r in range(size)]
+    )
 
 
-def _found(path: Path) -> Path:
-    """The file to load: what this rank saved, else what one process did.
+def _index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index.json")
+
+
+def _streams(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """How many chains are stacked on axis 0 of a tree, where its random streams tell, and the streams' keys."""
+    keys = [entry.key for entry in keyed(tree)]
+    lengths = {len(x) if x.ndim else None for x in tensors.values()}
+    stacked = bool(keys) and all(key.ndim == 1 for key in keys) and len(lengths) == 1
+    return {
+        "chains": lengths.pop() if stacked else None,
+        "keys": sorted({int(k) for key in keys for k in key.reshape(-1) if k}),
+    }
+
+
+def _found(path: Path, like: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What this rank is to load: of its own file, or of those that another number of ranks wrote.
 
     Raises:
-        FileNotFoundError: there is none, or only files of another number of ranks.
+        FileNotFoundError: there is no file, or not all of the index.
+        ValueError: files of other ranks that are neither replicas nor chains.
     """
-    mine = _of_this_rank(path)
-    if mine.exists() or path.exists():
-        return mine if mine.exists() else path
-    others = sorted(p.name for p in path.parent.glob(f"{glob.escape(path.stem)}.rank-*-of-*{glob.escape(path.suffix)}"))
-    if others:
+    rank, size = world()
+    index, own = _index_of(path), _files(path, size)[rank]
+    if index.exists():
+        try:
+            files = [path.with_name(name) for name in json.loads(index.read_text())["files"]]
+        except (json.JSONDecodeError, KeyError, TypeError) as err:
+            raise ValueError(f"load: {index} is damaged: {err}") from None
+    else:
+        files = [own if own.exists() else path]
+    if own in files:
+        return read(own)
+    if len(files) > 1 and (missing := [file.name for file in files if not file.exists()]):
         raise FileNotFoundError(
-            f"load: there is no file {mine}; {len(others)} ranks saved {others[0]}, ...: run so many ranks, or load one by its "
-            "name"
+            f"load: {len(files)} ranks saved {path}, and {missing[0]} is missing: save on every rank, or restore it"
         )
-    return path
+    headers = {file: header_of(file) for file in files}
+    kinds = {(about["checksum"], _rest(about)): file for file, about in reversed(headers.items())}
+    distinct = [file for file in files if file in kinds.values()]
+    chains = [headers[file].get("chains") for file in distinct]
+    if len(distinct) == 1 and chains == [None]:
+        return read(distinct[0])
+    told = [key for file in distinct for key in headers[file]["keys"]]
+    if None in chains or len(set(told)) < len(told) or len({_rest(headers[file]) for file in distinct}) > 1:
+        raise ValueError(
+            f"load: {len(files)} ranks saved {path}, and {size} load it: their files are neither alike nor of different chains "
+            f"stacked on axis 0. Load it with {len(files)} ranks, or one of the files by its name, such as {files[0].name}"
+        )
+    return _rows(distinct, chains, like, rank, size), headers[distinct[0]]
+
+
+def _rest(header: Mapping[str, Any]) -> str:
+    """What of a tree is no tensor, and whose state it is."""
+    return json.dumps([header.get("scalars"), header.get("chain")], sort_keys=True)
+
+
+def _rows(files: Sequence[Path], chains: Sequence[Any], like: Any, rank: int, size: int) -> dict[str, Tensor]:
+    """This rank's chains of those in the files: all of them where ``like`` has as many."""
+    total = sum(chains)
+    leaf = next(iter(flat(like)[0].values()))
+    mine = range(total) if leaf.ndim and len(leaf) == total else share_of(total, rank, size)
+    rows: list[dict[str, Tensor]] = []
+    start = 0
+    for file, n in zip(files, chains):
+        first, stop = max(mine.start, start), min(mine.stop, start + n)
+        if first < stop:
+            tensors, _ = read(file)
+            rows.append({name: x[first - start : stop - start] for name, x in tensors.items()})
+        start += n
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar], where: str) -> Any:
@@ -209,6 +287,35 @@ def _replace(path: Path, to: Any) -> None:
 
 def read(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that :func:`write` wrote."""
+    with _opened(path) as (file, about):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if verify and checksum(tensors) != about["checksum"]:
+        raise ValueError(f"load: the data of {path} do not match their checksum: the file is damaged")
+    return tensors, about
+
+
+def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse shards, of which each rank would write its own under one name.
+
+    Raises:
+        TypeError: a DTensor among the leaves.
+    """
+    for name, x in tensors.items():
+        if is_dtensor(x):
+            raise TypeError(
+                f"{who}: leaf {name} is a DTensor, of which a rank holds a shard: bc.distributed.save(folder, tree) writes "
+                "shards that any number of ranks reads, and x.full_tensor() is the whole"
+            )
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    """The header of a file that :func:`write` wrote."""
+    with _opened(path) as (_, about):
+        return about
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -216,14 +323,13 @@ def read(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], dict[st
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("bayesopt_chain", "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
+                raise ValueError(
+                    f"load: {path} was not written by bayesopt_chain ({FORMAT}): its header says {about!r}"
+                )
+            yield file, about
     except (SafetensorError, json.JSONDecodeError) as err:
         raise ValueError(f"load: {path} is no whole safetensors file (truncated or damaged): {err}") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"load: {path} was not written by bayesopt_chain ({FORMAT}): its header says {about!r}")
-    if verify and checksum(tensors) != about["checksum"]:
-        raise ValueError(f"load: the data of {path} do not match their checksum: the file is damaged")
-    return tensors, about
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:

@@ -9,9 +9,7 @@ is written last, so that a directory always holds whole draws.
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -21,22 +19,29 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.loop import checkpoint
+from bayesopt_chain.loop.layouts import Group, Part, grouped, part_folders, parts_of, ranks_of, read_index
 
-INDEX = "index.json"
 STEP, LOSS, LEAF, BUFFER = "_step", "_loss", "params/", "buffers/"
 Reduce = Literal["mean", "log_mean_exp", "stack"]
 
 
 class Shard(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them."""
+    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them, or of a file some chains."""
 
     size: int
     leaves: dict[str, Tensor] | None
     path: Path | None
     checksum: int | None = None
+    chains: slice | None = None
 
     def load(self) -> dict[str, Tensor]:
         """All leaves; a file is mapped into memory, and read where it is looked at."""
+        held = self._held()
+        if self.chains is None:
+            return held
+        return {name: x if name == STEP else x[:, self.chains] for name, x in held.items()}
+
+    def _held(self) -> dict[str, Tensor]:
         if self.leaves is not None:
             return self.leaves
         assert self.path is not None
@@ -109,7 +114,8 @@ class Draws:
     def open(cls, path: str | Path, *, like: Any = None) -> Draws:
         """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; nothing is read yet.
 
-        Those that several ranks wrote are read into memory, side by side on the axis of chains (:meth:`beside`).
+        Those that several ranks wrote, one number of ranks after another perhaps, are read into memory, side by side on
+        the axis of chains (:meth:`beside`).
 
         Args:
             path: the directory.
@@ -120,23 +126,9 @@ class Draws:
             ValueError: a damaged index, or other parameters than ``like``; parts of several ranks that drew the same noise.
         """
         path = Path(path)
-        if folders := part_folders(path):
-            return _open_parts(path, folders, like)
-        index = read_index(path)
-        names = index["leaves"]
-        shards = [Shard(s["draws"], None, path / s["file"], s["checksum"]) for s in index["shards"]]
-        for shard in shards:
-            if shard.path is not None and not shard.path.exists():
-                raise FileNotFoundError(f"Draws.open: the shard {shard.path} is missing; restore it from a copy")
-        if like is None:
-            spec = optree.tree_structure(nested(dict.fromkeys(names, 0)), none_is_leaf=True)
-            names = list(checkpoint.flat(nested(dict.fromkeys(names, 0)))[1])
-        else:
-            mine = list(checkpoint.flat(like)[0])
-            if sorted(mine) != sorted(names):
-                raise ValueError(f"Draws.open: {path} holds leaves {sorted(names)}, like has {sorted(mine)}")
-            spec, names = optree.tree_structure(like, none_is_leaf=True), mine
-        return cls(shards, spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
+        if ((parts := parts_of(path)) and [part.folder for part in parts] != [path]) or part_folders(path):
+            return _open_parts(path, parts, like)
+        return _open_one(Part(path, read_index(path)), like)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -221,7 +213,9 @@ class Draws:
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size].columns() for draws in every]
-        if any(c.keys() != columns[0].keys() or not torch.equal(c[STEP], columns[0][STEP]) for c in columns[1:]):
+        if any(
+            c.keys() != columns[0].keys() or (c and not torch.equal(c[STEP], columns[0][STEP])) for c in columns[1:]
+        ):
             raise ValueError("Draws.beside: these are draws of other leaves, or after other steps")
         stacked = {STEP: columns[0][STEP]} if size else {}
         for name in columns[0].keys() - {STEP}:
@@ -451,58 +445,96 @@ class Average:
         return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
 
 
-def read_index(path: Path) -> dict[str, Any]:
-    """The index of a run's directory."""
-    file = path / INDEX
-    if not file.exists():
-        raise FileNotFoundError(f"there is no run in {path}: it has no {INDEX}")
-    try:
-        index = json.loads(file.read_text())
-        if index["format"] != checkpoint.FORMAT:
-            raise ValueError(f"{file} has the format {index['format']!r}, this version reads {checkpoint.FORMAT!r}")
-    except (json.JSONDecodeError, KeyError, TypeError) as err:
-        raise ValueError(f"{file} is damaged: {err}; restore it from a copy") from None
-    return index
-
-
-def part_folders(path: Path) -> list[Path]:
-    """The runs that several ranks wrote into a directory, by rank.
+def shards_of(part: Part, chains: range | None = None) -> list[Shard]:
+    """The draws of a part, or of some of its chains.
 
     Raises:
-        ValueError: runs of several numbers of ranks.
+        FileNotFoundError: a file that the index names is missing.
     """
-    found = {m.groups(): p for p in path.glob("part-*-of-*") if (m := re.fullmatch(r"part-(\d+)-of-(\d+)", p.name))}
-    sizes = {int(size) for _, size in found}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"{path} holds runs of {' and of '.join(map(str, sorted(sizes)))} ranks; move one of them away"
-        )
-    return [found[key] for key in sorted(found)]
+    first, rows = part.chains, None
+    if chains is not None and first is not None and chains != first:
+        rows = slice(chains.start - first.start, chains.stop - first.start)
+    shards = [Shard(s["draws"], None, part.folder / s["file"], s["checksum"], rows) for s in part.index["shards"]]
+    for shard in shards:
+        if shard.path is not None and not shard.path.exists():
+            raise FileNotFoundError(f"Draws: the shard {shard.path} is missing; restore it from a copy")
+    return shards
 
 
-def ranks_of(folder: Path) -> int:
-    """Of how many ranks' runs one of :func:`part_folders` is a part."""
-    return int(folder.name.rpartition("-")[2])
+def draws_of(group: Group, spec: Any, names: Sequence[str]) -> Draws:
+    """What the parts of a group hold of its chains, one part after the other."""
+    shards = [shard for part in group.parts for shard in shards_of(part, group.chains)]
+    last = group.parts[-1].index
+    return Draws(shards, spec, names, chains=len(group.chains), complete=last["complete"], why=last["why"])
 
 
-def _open_parts(path: Path, folders: Sequence[Path], like: Any) -> Draws:
+def shards_beside(groups: Sequence[Group], spec: Any, names: Sequence[str]) -> list[Shard]:
+    """The draws that several groups have, side by side: of one group on the disk, of several in memory."""
+    every = [draws_of(group, spec, names) if group.parts else Draws([], spec, names) for group in groups]
+    return (every[0].beside(*every[1:]) if every[1:] else every[0])._shards
+
+
+def _open_one(part: Part, like: Any) -> Draws:
+    index = part.index
+    spec, names = _leaves(part, like)
+    return Draws(shards_of(part), spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
+
+
+def _leaves(part: Part, like: Any) -> tuple[Any, list[str]]:
+    """Structure and names of the parameters, after ``like`` or the names in the paths."""
+    names = part.index["leaves"]
+    if like is None:
+        tree = nested(dict.fromkeys(names, 0))
+        return optree.tree_structure(tree, none_is_leaf=True), list(checkpoint.flat(tree)[1])
+    mine = list(checkpoint.flat(like)[0])
+    if sorted(mine) != sorted(names):
+        raise ValueError(f"Draws.open: {part.folder} holds leaves {sorted(names)}, like has {sorted(mine)}")
+    return optree.tree_structure(like, none_is_leaf=True), mine
+
+
+def _open_parts(path: Path, parts: Sequence[Part], like: Any) -> Draws:
     """The draws of several ranks' runs."""
-    size = ranks_of(folders[0])
-    if len(folders) < size:
-        raise FileNotFoundError(f"Draws.open: {path} holds runs of {len(folders)} of {size} ranks; restore the others")
-    seen: dict[int, str] = {}
-    for folder in folders:
-        for key in read_index(folder).get("keys", []):
-            if seen.setdefault(key, folder.name) != folder.name:
-                raise ValueError(
-                    f"Draws.open: {seen[key]} and {folder.name} drew the same noise, since their ranks were seeded alike: they "
-                    "are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or seed each rank "
-                    "differently"
-                )
-    first, *rest = [Draws.open(folder, like=like) for folder in folders]
-    for draws in (first, *rest):
+    if not parts:
+        raise FileNotFoundError(f"Draws.open: none of the ranks that began a run in {path} has committed a draw yet")
+    _require_streams_of_their_own(parts)
+    if any(part.chains is None for part in parts):
+        size = ranks_of(part_folders(path)[0])
+        if len(parts) < size:
+            raise FileNotFoundError(
+                f"Draws.open: {path} holds runs of {len(parts)} of {size} ranks; restore the others"
+            )
+        every = [_open_one(part, like) for part in sorted(parts, key=lambda part: part.folder)]
+    else:
+        groups = grouped(parts, range(parts[-1].index["total"]))
+        if missing := [group.chains for group in groups if not group.parts]:
+            raise FileNotFoundError(
+                f"Draws.open: {path} holds no draws of {shown(missing[0])} of {parts[-1].index['total']}; restore the folder "
+                "of the rank that ran them, or go on with the run"
+            )
+        every = [draws_of(group, *_leaves(parts[-1], like)) for group in groups]
+    for draws in every:
         draws.verify()
-    return first.beside(*rest)
+    return every[0].beside(*every[1:])
+
+
+def _require_streams_of_their_own(parts: Sequence[Part]) -> None:
+    """Refuse parts of different chains that drew the same noise."""
+    seen: dict[int, list[Part]] = {}
+    for part in parts:
+        for key in part.index.get("keys", []):
+            for other in seen.setdefault(key, []):
+                if part.chains is None or other.chains is None or not {*part.chains} & {*other.chains}:
+                    raise ValueError(
+                        f"Draws.open: {other.folder.name} and {part.folder.name} drew the same noise, since their ranks were "
+                        "seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
+                        "seed each rank differently"
+                    )
+            seen[key].append(part)
+
+
+def shown(chains: range) -> str:
+    """Consecutive chains in words."""
+    return f"chain {chains.start}" if len(chains) == 1 else f"chains {chains.start} to {chains.stop - 1}"
 
 
 def nested(flat: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, tracing
+from bayesopt_chain.distributed.shards import everywhere, local
 from bayesopt_chain.trees import all_finite
 
 
@@ -25,7 +26,8 @@ class FiniteCheck:
             FloatingPointError: naming the step, the leaf, and what was not finite before.
         """
         self.calls += 1
-        flag = all_finite([loss, *optree.tree_leaves(grads)])
+        leaves: list[Any] = optree.tree_leaves(grads)
+        flag = everywhere(all_finite([loss, *map(local, leaves)]), leaves)
         if tracing.is_hidden(flag) or bool(flag):
             return flag
         bad = ([f"the loss is {loss.item()}"] if not bool(torch.isfinite(loss).all()) else []) + _bad(
@@ -45,6 +47,7 @@ def _bad(what: str, tree: Any) -> list[str]:
     """The leaves of a tree that hold NaN or infinities, and in how many entries."""
     found = []
     for path, x in zip(optree.tree_paths(tree), optree.tree_leaves(tree)):
+        x = local(x)
         if isinstance(x, Tensor) and x.layout is torch.strided and not bool(all_finite([x])):
             wrong = x.numel() - int(torch.isfinite(x).sum())
             kind = "nan" if bool(torch.isnan(x).any()) else "inf"

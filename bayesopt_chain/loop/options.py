@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, tracing
-from bayesopt_chain.core.scalar_or_schedule import now, scalar
+from bayesopt_chain.distributed.shards import whole
+from bayesopt_chain.schedules import now, scalar
 
 
 def check(microbatches: int, autocast: Any, gradients: str, buffers: Mapping[str, Tensor] | None) -> None:
@@ -101,7 +102,7 @@ def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
     if "gradient_norm" not in info._fields:
         return info
     with torch.no_grad():
-        norms = [torch.linalg.vector_norm(g) for g in optree.tree_leaves(grads)]
+        norms = [whole(torch.linalg.vector_norm(g)) for g in optree.tree_leaves(grads)]
         norm = torch.linalg.vector_norm(torch.stack([x.to(info.loss.dtype) for x in norms]))
         return info._replace(gradient_norm=norm, temperature=temperature(tx, state, info.loss))
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches, tracing
-from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.module_state import is_keyed, keyed
@@ -21,6 +20,7 @@ from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
+from bayesopt_chain.trees import paths_of
 
 
 class Parallel:
@@ -36,10 +36,14 @@ class Parallel:
         loop: bool,
         mesh: Any = None,
         numbers: range | None = None,
+        total: int | None = None,
+        rows: slice | None = None,
     ) -> None:
         self.n = n
         self.mesh = mesh
         self.numbers = range(n) if numbers is None else numbers
+        self.total = n if total is None else total  # chains on all ranks
+        self.rows = rows  # which chains of a batch are these, if not all
         self.step = step
         self.batch_dim = batch_dim
         self.each = dict(each)
@@ -74,6 +78,23 @@ class Parallel:
         """This rank's chains of a tree with all of them on axis 0, such as starts drawn from one seed on every rank."""
         return _take(tree, slice(self.numbers.start, self.numbers.stop))
 
+    def some(self, rows: slice) -> Parallel:
+        """Some of the chains, by their rows; a batch is still that of all."""
+        each = {name: value[rows] for name, value in self.each.items()}
+        numbers = self.numbers[rows]
+        return Parallel(
+            self.step,
+            len(numbers),
+            self.batch_dim,
+            each,
+            self.chunk,
+            self.run is _loop,
+            self.mesh,
+            numbers,
+            self.total,
+            rows,
+        )
+
     def gather(self, draws: Draws) -> Draws:
         """The draws of all chains, on every rank of the mesh, for diagnostics; without a mesh, the draws themselves.
 
@@ -92,6 +113,11 @@ class Parallel:
                     f"{tuple(leaf.shape)}; use bc.stack([...]) and chains.init(tx, params)"
                 )
         dims = _broadcast(self.batch_dim, batch)
+        if self.rows is not None:
+            leaves, spec = batches.flatten(batch)
+            pick = (slice(None),)
+            mine = [x if d is None else x[pick * (d % x.ndim) + (self.rows,)] for x, d in zip(leaves, dims)]
+            batch = spec.unflatten(mine)
         if self.chunk is None or self.chunk >= self.n:
             return self.run(self, params, state, batch, dims, 0, self.n)
         blocks = [
@@ -240,7 +266,7 @@ def parallel(
     require_one_axis(mesh, "parallel")
     numbers = chains_of(n, mesh)
     mine = {name: value[numbers.start : numbers.stop] for name, value in (each or {}).items()}
-    return Parallel(step, len(numbers), batch_dim, mine, chunk, loop, mesh, numbers)
+    return Parallel(step, len(numbers), batch_dim, mine, chunk, loop, mesh, numbers, n)
 
 
 def stack(trees: Sequence[Any]) -> Any:

@@ -5,8 +5,9 @@ run each, without a message, into a folder of their own:
 
     part-00000-of-00004/   part-00001-of-00004/   ...       each a run as in :mod:`bayesopt_chain.loop.sample`
 
-and their draws are one beside the other on the axis of chains. Ranks that share a chain
-(``bc.make_step(loss, tx, mesh=mesh)``) have the same draws: the first one writes them, and tells the others where to go on.
+and their draws are one beside the other on the axis of chains; :mod:`bayesopt_chain.loop.layouts` has the folders of another
+number of ranks that goes on with them. Ranks that share a chain (``bc.make_step(loss, tx, mesh=mesh)``) have the same draws:
+the first one writes them, and tells the others where to go on.
 """
 
 from __future__ import annotations
@@ -23,14 +24,24 @@ from torch import Tensor
 
 from bayesopt_chain.distributed.ranks import World, agreed_seed, broadcast, chain_seed, gather_objects, together, world
 from bayesopt_chain.distributed.replicated import is_replicated
-from bayesopt_chain.loop.draws import INDEX, Draws, part_folders, ranks_of, read_index
+from bayesopt_chain.loop.draws import Draws
+from bayesopt_chain.loop.layouts import INDEX, catch_up_name, layouts, next_layout, part_name, parts_of, read_index
+from bayesopt_chain.loop.module_state import keyed
 
 
 class Place(NamedTuple):
-    """Where a rank's run belongs: its folder, and the mesh of the ranks that share it, if any."""
+    """Where a rank's run belongs: its folder in that of all, the mesh of the ranks that share it, if any, and its chains of
+    all by their global numbers, if they have such."""
 
+    root: Path
     folder: Path
     shared: Any
+    chains: range | None
+    total: int | None
+
+    def catching_up(self, chains: range) -> Place:
+        """The folder of some of these chains until they have come as far as the others."""
+        return self._replace(folder=self.folder.parent / catch_up_name(chains), chains=chains)
 
 
 def place_of(path: Path, step: Any) -> Place:
@@ -59,23 +70,37 @@ def place_of(path: Path, step: Any) -> Place:
                 'chains of their own is not known. Make one mesh of all ranks, bc.make_step(loss, tx, mesh=mesh["data"]) and '
                 'bc.parallel(step, n, loop=True, mesh=mesh["chains"])'
             )
-    folder = path if part.size == 1 else path / f"part-{part.rank:05d}-of-{part.size:05d}"
-    _require_unmixed(path, part.size)
-    return Place(folder, data if data is not None and data.size() > 1 else None)
+    numbered = chains is not None or part.size == 1
+    numbers, total = (getattr(step, "numbers", None), getattr(step, "total", None)) if numbered else (None, None)
+    folder = _folder(path, part, numbers, total)
+    return Place(path, folder, data if data is not None and data.size() > 1 else None, numbers, total)
 
 
-def _require_unmixed(path: Path, size: int) -> None:
-    """Refuse to write beside the run of another number of ranks."""
-    if size > 1 and (path / INDEX).exists():
+def _folder(path: Path, part: World, numbers: range | None, total: int | None) -> Path:
+    """The folder of a rank in the newest layout, or in one of its own beside it.
+
+    Raises:
+        ValueError: a run of another number of ranks, whose chains have no numbers by which they could be shared out.
+    """
+    there = layouts(path)
+    if not there or there[-1].size == part.size:
+        base = there[-1].folder if there else path
+        return base if base == path and part.size == 1 else base / part_name(*part)
+    theirs = parts_of(path)
+    ranks = "one process" if there[-1].size == 1 else f"{there[-1].size} ranks"
+    if numbers is None or any(known.chains is None for known in theirs):
         raise ValueError(
-            f"sample: {path} holds a run of one process, and {size} ranks run; give them a directory of their own"
+            f"sample: {path} holds a run of {ranks}, and {part.size} run now, and its chains are not numbered over the ranks: "
+            "resume with as many, or give this run a directory of its own. Chains of bc.parallel(step, n, mesh=mesh) go on "
+            "on any number of ranks"
         )
-    there = part_folders(path)
-    if there and (ranks := ranks_of(there[0])) != size:
-        raise ValueError(
-            f"sample: {path} holds a run of {ranks} ranks, and {size} run now: resume with {ranks}, or give this run a "
-            "directory of its own"
-        )
+    for known in theirs:
+        if known.index["total"] != total:
+            raise ValueError(
+                f"sample: {path} holds a run of {known.index['total']} chains by {ranks}, and {total} are to be run now: "
+                "resume with as many, or give this run a directory of its own"
+            )
+    return next_layout(path, there[-1]) / part_name(*part)
 
 
 def gather(draws: Draws, mesh: Any) -> Draws:
@@ -141,13 +166,8 @@ def _seeded(tx: Any, seed: int) -> Iterator[None]:
 
 def keys_of(state: Any) -> list[int]:
     """The keys of all random streams of a state."""
-    entries: list[Any] = optree.tree_leaves(state, is_leaf=_is_keyed)
-    keys = [key for entry in entries if _is_keyed(entry) for key in entry.key.reshape(-1).tolist()]
+    keys = [key for entry in keyed(state) for key in entry.key.reshape(-1).tolist()]
     return sorted({int(key) for key in keys if key})
-
-
-def _is_keyed(entry: Any) -> bool:
-    return {"key", "count"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
 
 
 class Leader:
@@ -165,6 +185,11 @@ class Leader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.disk, name)
+
+    def behind(self) -> tuple[int, list[range]]:
+        """The chains that have to catch up; the others learn of them."""
+        said = together(self.mesh, self.disk.behind)
+        return gather_objects(said, self.mesh)[0]
 
     def resume(self, run: Any) -> tuple[Any, Any, int]:
         """Where the run stands; the others learn it."""
@@ -190,6 +215,12 @@ class Follower(Leader):
 
     def __exit__(self, *error: object) -> None:
         """Nothing is held."""
+
+    def behind(self) -> tuple[int, list[range]]:
+        """What the first rank says."""
+        together(self.mesh, lambda: None)
+        told: Any = None
+        return gather_objects(told, self.mesh)[0]
 
     def resume(self, run: Any) -> tuple[Any, Any, int]:
         """What the first rank says."""

@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.state import State, is_by_leaf, paths_of
+from bayesopt_chain.core.state import State, is_by_leaf
+from bayesopt_chain.trees import paths_of
 
 
 def state_dict(state: State) -> dict[str, Tensor]:

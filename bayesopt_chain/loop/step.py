@@ -19,7 +19,7 @@ memory of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import batches, checks, tracing
+from bayesopt_chain import _torch, batches, checks, tracing
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.core.op import owned
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.distributed.replicated import refusing_replicated
 from bayesopt_chain.fused import sgd as fused
@@ -139,19 +140,17 @@ class Step:
     def _move(
         self, params: Any, state: Any, inner: Any, grads: Any, info: Info, extra: dict[str, Any], buffers: Any
     ) -> tuple[Any, Any, Info]:
+        after = None if self.fused is None else self.fused.move(params, grads, inner)
+        if after is not None and self.buffers is None:
+            return params, after, info
         with torch.no_grad():
             skipped = inner.skipped.clone() if isinstance(inner, SkipState) and self.buffers is not None else None
-            params, inner = self._moved(params, inner, grads, extra)
+            params, inner = self._updated(params, inner, grads, extra) if after is None else (params, after)
             if self.buffers is None:
                 return params, inner, info
             return params, state.advanced(inner, buffers, skipped, self.inplace), info
 
-    def _moved(self, params: Any, state: Any, grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-        if self.fused is not None:
-            p, g = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads))
-            if self.fused.fits(p, g, state):
-                g = g if self.fused.leaves_gradients(p, g, state) else owned(g)
-                return params, self.fused.advance(p, g, state)
+    def _updated(self, params: Any, state: Any, grads: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         if self.inplace:
             grads = writable(grads)
         updates, state = self.tx.update(grads, state, params=params, inplace=self.inplace, **extra)
@@ -311,7 +310,7 @@ def make_step(
             total.add(grads, info.loss, info.aux, weight)
         return total.grads, Info(total.loss, _stacked(total.aux)), buffers
 
-    def evaluate(params: Any, batch: Any, buffers: Any) -> Evaluation:
+    def evaluate(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
         """Gradient, loss and further keywords at one point."""
         if loss is None:
             extra = {k: fn(params, batch) for k, fn in estimators.items()}
@@ -330,7 +329,7 @@ def make_step(
 
     def evaluate_particles(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
         """Gradients and losses of all particles, on axis 0."""
-        grads, info, extra = torch.vmap(lambda p: tuple(evaluate(p, batch, buffers))[:3])(params)
+        grads, info, extra = torch.vmap(lambda p: tuple(evaluate(p, state, batch, buffers))[:3])(params)
         return Evaluation(grads, info, extra, buffers)
 
     def evaluate_draw(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
@@ -340,7 +339,7 @@ def make_step(
             draw, points = drawing.drawn(tx, i, state, params)
         found: list[Evaluation] = []
         for point in points:
-            found.append(evaluate(point, batch, buffers))
+            found.append(evaluate(point, state, batch, buffers))
             buffers = found[-1].buffers
         with torch.no_grad():
             where, extra = state.layout.where[i], {"draw": draw}
@@ -353,12 +352,9 @@ def make_step(
             grads = drawing.gathered([each.grads for each in found], where)
             return Evaluation(grads, Info(mean, aux) if report is None else report, extra, buffers)
 
-    def evaluate_here(params: Any, state: Any, batch: Any, buffers: Any) -> Evaluation:
-        return evaluate(params, batch, buffers)
-
     form = fused.recognise(tx) if inplace else None
     finite = FiniteCheck() if check_finite else None
-    chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate_here
+    chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate
     return Step(chosen, tx, inplace, form, finite, buffers, monitor, ranks)
 
 
@@ -408,14 +404,15 @@ def _stacked(trees: list) -> Any:
 def writable(grads: Any) -> Any:
     """The gradients, copied where overwriting one would change another."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
-    return optree.tree_unflatten(spec, owned(leaves))
+    mine = owned([shards.local(x) for x in leaves])
+    return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
     """``params + updates``; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
-    new = [p if u is None else p.add_(u) if inplace else p.add(u) for p, u in zip(leaves, moves)]
+    new = shards.add(leaves, moves, inplace)
     return params if inplace else optree.tree_unflatten(spec, new)
 
 
@@ -426,49 +423,68 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     checks.differentiable(leaves, params)
-    wanted = [i for i, p in enumerate(leaves) if p is not None]
-
-    def value(chosen: list[Tensor]) -> tuple[Tensor, Any]:
-        full = list(leaves)
-        for i, p in zip(wanted, chosen):
-            full[i] = p
-        with refusing_replicated(loss):
-            out = loss(optree.tree_unflatten(spec, full), batch)
-        if isinstance(out, tuple) and len(out) != 2:
-            raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
-        out, aux = out if isinstance(out, tuple) else (out, ())
-        if not torch.is_tensor(out) or out.ndim != 0:
-            came = f"shape {tuple(out.shape)}" if torch.is_tensor(out) else repr(type(out).__name__)
-            raise ValueError(
-                f"loss: must return a scalar tensor (or (scalar, aux)), got {came}; take the mean over the batch"
-            )
-        return out, aux
-
+    here = [p for p in leaves if p is not None]
     if tracing.is_transformed():
-        kept: list[Any] = []  # what of aux is no tensor goes round torch.func
-
-        def checked(chosen: list[Tensor]) -> tuple[Tensor, Any]:
-            out, aux = value(chosen)
-            if not tracing.depends_on(out, chosen):
-                raise ValueError(NO_GRADIENT)
-            tensors, kept[:] = options.split(aux)
-            return out, tensors
-
-        grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)([leaves[i] for i in wanted])
-        aux = options.joined(tensors, kept)
+        grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(_among(leaves, x)), batch), here)
     else:
-        with torch.enable_grad():
-            chosen = [leaves[i].detach().requires_grad_() for i in wanted]
-            out, aux = value(chosen)
-            grads = torch.autograd.grad(out, chosen, allow_unused=True) if out.requires_grad else ()
-            if all(g is None for g in grads):
+        points = [p.detach().requires_grad_() for p in here]
+        was_enabled = torch.is_grad_enabled()
+        _torch.set_grad_enabled(True)
+        try:
+            out, aux = value(loss, spec.unflatten(_among(leaves, points)), batch)
+            found: Any = _torch.gradients(out, points) if out.requires_grad else ()
+        finally:
+            _torch.set_grad_enabled(was_enabled)
+        missed = [p for p, g in zip(points, found) if g is None] if found else points
+        if missed or not points:
+            shards.require_reached(missed, [None] * len(missed))
+            if len(missed) == len(points):
                 raise ValueError(NO_GRADIENT)
-            grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen)]
-    checks.dense(grads, wanted, params)
-    full: list = [None] * len(leaves)
-    for i, g in zip(wanted, grads):
-        full[i] = g
-    return optree.tree_unflatten(spec, full), Info(out.detach(), detach(aux))
+            found = [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
+        grads, info = found, Info(shards.whole(out.detach()), detach(aux))
+    grads = _among(leaves, grads)
+    checks.dense(grads, params)
+    return spec.unflatten(grads), info
+
+
+def _among(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
+    """Tensors for the leaves that are there, in the places of these."""
+    if len(given) == len(leaves):
+        return given
+    one_by_one = iter(given)
+    return [None if p is None else next(one_by_one) for p in leaves]
+
+
+def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Tensor]) -> tuple[list[Tensor], Info]:
+    """Gradients of a loss and its aux ``at`` the leaves that are there, through ``torch.func``."""
+    kept: list[Any] = []  # what of aux is no tensor goes round it
+
+    def checked(points: list[Tensor]) -> tuple[Tensor, Any]:
+        out, aux = at(points)
+        if not tracing.depends_on(out, points):
+            raise ValueError(NO_GRADIENT)
+        tensors, kept[:] = options.split(aux)
+        return out, tensors
+
+    grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)(here)
+    return grads, Info(shards.whole(out.detach()), detach(options.joined(tensors, kept)))
+
+
+def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
+    """A loss, and what it returns besides (``()`` for nothing)."""
+    with refusing_replicated(loss):
+        out = loss(params, batch)
+    aux: Any = ()
+    if isinstance(out, tuple):
+        if len(out) != 2:
+            raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
+        out, aux = out
+    if not isinstance(out, Tensor) or out.ndim != 0 or out.is_complex():
+        came = f"shape {tuple(out.shape)}, {out.dtype}" if isinstance(out, Tensor) else repr(type(out).__name__)
+        raise ValueError(
+            f"loss: must return a real scalar tensor (or (scalar, aux)), got {came}; take the mean over the batch"
+        )
+    return out, aux
 
 
 def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
@@ -498,4 +514,6 @@ def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info
 
 def detach(tree: Any) -> Any:
     """The tree with its tensors detached."""
-    return optree.tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, tree)
+    if type(tree) is tuple and not tree:  # what most losses return besides
+        return tree
+    return optree.tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, tree)  # pyright: ignore[reportArgumentType]

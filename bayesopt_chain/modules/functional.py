@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesopt_chain import batches
+from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
 
@@ -43,9 +44,8 @@ class Forward:
             (*module.named_parameters(remove_duplicate=d), *module.named_buffers(remove_duplicate=d))
             for d in (False, True)
         )
-        self.shares = len(every) > len(
-            once
-        )  # whether a tensor has several names, which takes torch a while to look for
+        self.shares = len(every) > len(once)  # whether a tensor has several names
+        self.by_torch = self.shares or isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Any:
         """The module's outputs for a batch."""
@@ -59,18 +59,53 @@ class Forward:
     ) -> tuple[Any, Tensors]:
         """Outputs and the buffers after this batch; the given ones are not changed."""
         new = {name: b.clone() for name, b in buffers.items()}
-        return self._call({**params, **new}, batch), new
+        tensors = {**params, **new}
+        out = self._call(tensors, batch)
+        return out, {name: tensors[name] for name in new}
 
-    def _call(self, tensors: Mapping[str, Tensor], batch: Any) -> Any:
+    def _call(self, tensors: Tensors, batch: Any) -> Any:
+        """The module's outputs for these tensors; a tensor that it puts in the place of one of them (``self.count = self.count
+        + 1``) comes back under its name."""
         if missing := self.names - tensors.keys():
             raise ValueError(
                 f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
             )
         chosen = self.inputs(batch)
-        if isinstance(chosen, Mapping):
-            return functional_call(self.module, dict(tensors), (), dict(chosen), tie_weights=self.shares)
-        arguments = chosen if isinstance(chosen, tuple) else (chosen,)
-        return functional_call(self.module, dict(tensors), arguments, tie_weights=self.shares)
+        keywords = dict(chosen) if isinstance(chosen, Mapping) else {}
+        arguments = () if isinstance(chosen, Mapping) else chosen if isinstance(chosen, tuple) else (chosen,)
+        places = None if self.by_torch or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
+        if places is None:
+            return functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares)
+        own = [held[key] for held, key in places]
+        try:
+            for (held, key), x in zip(places, tensors.values()):
+                held[key] = x
+            return self.module(*arguments, **keywords)
+        finally:
+            for (held, key), name, x in zip(places, tensors, own):
+                tensors[name] = held[key]
+                held[key] = x
+
+
+def _places(module: nn.Module, tensors: Tensors) -> list[tuple[dict[str, Any], str]] | None:
+    """Where a module holds the parameters and buffers of these names: by a name's last part, in one of the dictionaries of a
+    submodule. ``None`` where anything else is meant, such as an attribute, or what is no tensor.
+
+    They are looked up at every call, so that submodules may be replaced in between.
+    """
+    found = []
+    for name, x in tensors.items():
+        *path, key = name.split(".")
+        owner: Any = module
+        for part in path:
+            if part not in owner._modules:
+                return None
+            owner = owner._modules[part]
+        held = owner._parameters if key in owner._parameters else owner._buffers
+        if key not in held or not isinstance(x, Tensor):
+            return None
+        found.append((held, key))
+    return found
 
 
 def batch_inputs(batch: Any) -> Any:
@@ -98,7 +133,7 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
 
     Raises:
         TypeError: not a module.
-        ValueError: no parameter requires a gradient.
+        ValueError: no parameter requires a gradient; a module under ``fully_shard``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -111,6 +146,12 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"make_functional: module is {type(module).__name__}, not a torch.nn.Module")
+    if is_fully_sharded(module):
+        raise ValueError(
+            "make_functional: the module is under fully_shard and computes with the parameters that it gathers itself, not "
+            "with those it is handed. Train it by loss.backward() and an optimizer of bc.optim, such as "
+            "bc.optim.SGHMC(model.parameters(), lr, temperature=T, generator=bc.distributed.generator(seed))"
+        )
     params = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError(

@@ -8,13 +8,14 @@ number and count; Philox takes the three as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain.random.philox import philox_normals
+from bayesopt_chain.random.pieces import Runs, draw_pieces
 from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
 
 Stream = Literal["generator", "philox"]
@@ -37,6 +38,22 @@ def splits(stream: Stream | None, device: torch.device) -> bool:
     return device.type == "cpu" and stream != "philox"
 
 
+def cut(runs: Runs) -> Generator[Runs, int, None]:
+    """The runs of the next so many elements, as often as it is sent a number."""
+    at, done = 0, 0  # the run, and how many of its elements are gone
+    taken: list[tuple[int, int]] = []
+    while True:
+        wanted = yield tuple(taken)
+        taken = []
+        while wanted and at < len(runs):
+            start, length = runs[at]
+            n = min(wanted, length - done)
+            taken.append((start + done, n))
+            wanted, done = wanted - n, done + n
+            if done == length:
+                at, done = at + 1, 0
+
+
 class Normals:
     """Fills tensors with the standard normals of (key, leaf, count). Keeps a generator and device keys, no state."""
 
@@ -44,18 +61,34 @@ class Normals:
         self._generator = torch.Generator()
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of(self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device) -> Callable:
+    def of(
+        self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device, runs: Runs | None = None
+    ) -> Callable:
         """``fill(out)``: with the generator ``out`` may be filled piece after piece, with Philox it is the whole leaf.
 
-        A filler is good until the next one is asked for.
+        ``runs`` are the elements of a leaf that is spread over ranks; they may be filled piece after piece too. A filler is
+        good until the next one is asked for.
         """
+        if runs is not None:
+            rest = cut(runs)
+            next(rest)
+            return lambda out: self._philox([out], key, [leaf], count, [rest.send(out.numel())])
         if splits(stream, device):
             self._seed(key, leaf, count)
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
 
-    def filler(self, draws: list[Tensor], key: int, leaves: list[int], stream: Stream | None) -> Callable[[int], None]:
+    def filler(
+        self,
+        draws: list[Tensor],
+        key: int,
+        leaves: list[int],
+        stream: Stream | None,
+        runs: list[Runs] | None = None,
+    ) -> Callable[[int], None]:
         """``fill(count)``: the draws of several leaves of one device and dtype, filled for that count."""
+        if runs is not None:
+            return lambda count: self._philox(draws, key, leaves, count, runs)
         if not splits(stream, draws[0].device):
             return lambda count: self._philox(draws, key, leaves, count)
         generator, own = self._generator, [splitmix64(key + leaf) for leaf in leaves]
@@ -70,11 +103,16 @@ class Normals:
     def _seed(self, key: int, leaf: int, count: int) -> None:
         self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
 
-    def _philox(self, draws: list[Tensor], key: int, leaves: list[int], count: int) -> None:
+    def _philox(
+        self, draws: list[Tensor], key: int, leaves: list[int], count: int, runs: list[Runs] | None = None
+    ) -> None:
         device = draws[0].device
         if (key, device) not in self._keys:
             self._keys[key, device] = torch.tensor(key, device=device)
         step = torch.full((), count, dtype=torch.int64, device=device)
-        pieces = philox_normals(self._keys[key, device], step, [x.numel() for x in draws], leaves, draws[0].dtype)
+        if runs is not None:
+            pieces = draw_pieces(self._keys[key, device], step, runs, leaves, draws[0].dtype)
+        else:
+            pieces = philox_normals(self._keys[key, device], step, [x.numel() for x in draws], leaves, draws[0].dtype)
         for draw, piece in zip(draws, pieces):
             draw.copy_(piece.view(draw.shape))

@@ -30,13 +30,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain._torch import foreach_add_, uncompiled
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim import _noise, _shards
 from bayesopt_chain.optim._plan import Batch, Plan, Work, blocks_of
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
+from bayesopt_chain.random.pieces import Runs
 
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
@@ -119,7 +120,7 @@ class Sampling(torch.optim.Optimizer):
         key = next((g["noise_key"] for g in self.param_groups if g["noise_key"] is not None), None)
         if key is None:
             require_named_chain(self._name, self.__dict__.get("_key_source"))
-            key = _noise.fresh_key(self.__dict__.get("_key_source"))
+            key = _shards.agreed_key(_noise.fresh_key(self.__dict__.get("_key_source")), self.param_groups)
         for group in self.param_groups:
             if group["noise_key"] is None:
                 group["noise_key"] = key
@@ -150,7 +151,7 @@ class Sampling(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Nothing that was worked out for the parameters holds any more."""
-        for name in ("_numbers", "_kept"):
+        for name in ("_numbers", "_kept", "_spread"):
             self.__dict__.pop(name, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -203,11 +204,16 @@ class Sampling(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if _shards.are_spread(self.param_groups):
+            spread = self.__dict__.setdefault("_spread", _shards.Shards())
+            with torch.no_grad(), spread.entered(self):
+                self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
+            return loss
         with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
             self._noisy_step()  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
-    @torch.compiler.disable
+    @uncompiled
     def _noisy_step(self) -> None:
         plan: Plan | None = self.__dict__.get("_kept")
         if plan is None or not plan.holds(self):
@@ -334,6 +340,8 @@ class Sampling(torch.optim.Optimizer):
             for w in plan.noisy:
                 if w.noise.before is not None:  # pyright: ignore[reportOptionalMemberAccess]
                     w.state["noise_before"] = w.noise.before  # pyright: ignore[reportOptionalMemberAccess]
+                elif "noise" not in w.state:
+                    self._make_room(w)
 
     def _batch(self, leaves: list[Work]) -> Batch:
         """Small leaves whose noise has the same numbers, and the tensors it goes to."""
@@ -346,7 +354,9 @@ class Sampling(torch.optim.Optimizer):
         else:
             targets = [([w.param for w in leaves], -linear.step_size), *([(velocities, 1.0)] if velocities else [])]
         draws = [self._draw_of(w, "noise") for w in leaves]
-        fill = self._normals().filler(draws, group["noise_key"], [w.number for w in leaves], group["noise_stream"])
+        key, numbers = group["noise_key"], [w.number for w in leaves]
+        runs = [r for w in leaves if (r := self._runs(w.param)) is not None] or None
+        fill = self._normals().filler(draws, key, numbers, group["noise_stream"], runs)
         return Batch(group, noise, targets, draws, fill)
 
     def _add_small(self, batch: Batch) -> None:
@@ -364,7 +374,7 @@ class Sampling(torch.optim.Optimizer):
         draw, fill = self._draw_of(w, "noise"), self._filler(w, 0)
         state, linear, noise = w.state, w.linear, w.noise
         assert noise is not None
-        blocks = blocks_of(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device))
+        blocks = blocks_of(w.param, state, self._splits(w))
         for block in blocks:
             theta, xi = block(w.param), block(draw)
             velocity = block(state[linear.velocity]) if linear.velocity is not None else None
@@ -392,7 +402,7 @@ class Sampling(torch.optim.Optimizer):
         assert w.noise is not None
         draw, fill = self._draw_of(w, "noise_direct"), self._filler(w, 1)
         state, size = w.state, -w.linear.direct * w.noise.direct
-        for block in blocks_of(w.param, state, _noise.splits(w.group["noise_stream"], w.param.device)):
+        for block in blocks_of(w.param, state, self._splits(w)):
             theta, xi = block(w.param), block(draw)
             root = None
             if self.adaptive:
@@ -411,6 +421,14 @@ class Sampling(torch.optim.Optimizer):
                 self._warn_of_rounding(w)
         return state[name]
 
+    def _make_room(self, w: Work) -> None:
+        """Entries of a leaf that has drawn nothing yet, since lr is 0: ``torch.distributed.checkpoint`` makes such a step to
+        learn what a state holds, and loads no more than that."""
+        self._draw_of(w, "noise")
+        w.state["noise_before"] = None
+        if self._linear({**w.group, "lr": 1.0}, *self._clock(w.state)).direct > 0.0:
+            self._draw_of(w, "noise_direct")
+
     def _normals(self) -> _noise.Normals:
         normals = self.__dict__.get("_source")
         if normals is None:
@@ -419,9 +437,17 @@ class Sampling(torch.optim.Optimizer):
 
     def _filler(self, w: Work, branch: int) -> Callable:
         g = w.group
-        return self._normals().of(
-            g["noise_key"], _noise.draw_number(w.number, branch), g["noise_count"], g["noise_stream"], w.param.device
-        )
+        key, number, stream = g["noise_key"], _noise.draw_number(w.number, branch), g["noise_stream"]
+        return self._normals().of(key, number, g["noise_count"], stream, w.param.device, self._runs(w.param))
+
+    def _runs(self, p: Tensor) -> Runs | None:
+        """Where parameters are spread over ranks, the elements of the whole one that are here."""
+        spread = self.__dict__.get("_spread")
+        return None if spread is None else spread.runs_of(p)
+
+    def _splits(self, w: Work) -> bool:
+        """Whether a leaf's draw may be made piece after piece."""
+        return self._runs(w.param) is not None or _noise.splits(w.group["noise_stream"], w.param.device)
 
     def _leaf_numbers(self) -> list[list[int]]:
         """The numbers of each group's parameters: of their names, or their indices where there are no names."""
@@ -496,6 +522,12 @@ class Sampling(torch.optim.Optimizer):
                 f"{self._name}: capturable=True at temperature > 0: the noise counts steps on the host. "
                 "Set capturable=False, or use bc.make_step with bc.capture"
             )
+        if "_spread" in self.__dict__ and (group.get("noise_stream") == "generator" or group.get("differentiable")):
+            what = "differentiable=True" if group.get("differentiable") else 'stream="generator"'
+            raise ValueError(
+                f"{self._name}: {what} with parameters that are DTensors at temperature > 0: their noise is numbered by the "
+                "elements of the whole parameter and drawn on this rank's part; leave it out"
+            )
         if group.get("differentiable"):
             moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]
             if self.adaptive or moving:
@@ -514,8 +546,8 @@ class Sampling(torch.optim.Optimizer):
             raise ValueError(f"{self._name}: complex parameters at temperature > 0: sample torch.view_as_real of them")
         if type(p) not in (Tensor, torch.nn.Parameter):
             raise ValueError(
-                f"{self._name}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a "
-                "sharded or wrapped tensor would not be independent; sample plain tensors"
+                f"{self._name}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
+                "tensor would not be independent; sample plain tensors, or DTensors"
             )
 
     def _check_lr(self, linear: Linear) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.link import Keyed
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.shards import add
+from bayesopt_chain.links.keyed import Keyed
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
@@ -60,6 +61,13 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._show_a_state()
+
+    def _show_a_state(self) -> None:
+        """An empty entry for each parameter: ``torch.distributed.checkpoint`` makes a step where it finds none."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every group.
@@ -94,6 +102,7 @@ class Optimizer(torch.optim.Optimizer):
                 built.accepts(state)
         mine = [{k: v for k, v in group.items() if torch.is_tensor(v)} for group in self.param_groups]
         super().load_state_dict({**state_dict, "param_groups": saved})
+        self._show_a_state()
         for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
             for name, tensor in tensors.items():  # the chain reads these very tensors
                 tensor.fill_(float(group[name]))
@@ -133,9 +142,7 @@ class _Built:
         if all(g is None for g in grads):
             return
         updates, self.state = self.tx.update(grads, self.state, params=params, inplace=False)
-        for p, u in zip(params, updates):
-            if u is not None:
-                p.add_(u)
+        add(params, updates, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
         mine = optree.tree_leaves(self.state)

@@ -15,6 +15,8 @@ import optree
 import torch
 import torchopt
 
+from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.optimizers import functional
 
 DOC = """``torchopt.{name}`` with a temperature (torch's is :class:`bayesopt_chain.optim.{torchs}`).
@@ -62,6 +64,7 @@ class _Optimizer(torchopt.Optimizer):
 
     def add_param_group(self, params: Any) -> None:
         super().add_param_group(params)
+        _require_one_rank(self)
         self.state_groups[-1] = self.impl.init(self.param_groups[-1])
 
 
@@ -70,7 +73,21 @@ class _MetaOptimizer(torchopt.MetaOptimizer):
 
     def add_param_group(self, module: torch.nn.Module) -> None:
         super().add_param_group(module)
+        _require_one_rank(self)
         self.state_groups[-1] = self.impl.init(tuple(optree.tree_leaves(self.param_containers_groups[-1])))  # pyright: ignore[reportArgumentType]
+
+
+def _require_one_rank(optimizer: torchopt.Optimizer | torchopt.MetaOptimizer) -> None:
+    """Refuse noise on several ranks: these classes, like TorchOpt's, have no argument that says what a rank is.
+
+    Raises:
+        ValueError: a temperature, and more than one rank.
+    """
+    name = type(optimizer).__name__
+    torchs = f"bc.optim.{TORCHS.get(name, name)}"
+    for link in getattr(optimizer.impl, "links", ()):
+        if isinstance(link, Keyed):
+            require_named_chain(f"bc.{name}", link.generator, f"take {torchs} with")
 
 
 def optimizer_class(namesake: type, build: Callable) -> type:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
+from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.posterior.state import device_of
 from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.tracing import is_readable
 
 
@@ -61,6 +62,7 @@ class Drawing(Keyed):
 
     n_samples: int
     temperature: ScalarOrSchedule
+    spread = "refused"
 
     @property
     def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

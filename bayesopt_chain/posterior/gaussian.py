@@ -52,7 +52,7 @@ class Gaussian(NamedTuple):
                 the parameter.
         """
         require_finite(self.mean, "the posterior's mean")
-        require_finite(self.precision.diag(), "the posterior's precision")
+        require_finite(self.precision.entries(), "the posterior's precision")
         return self._replace(precision=self.precision.factorised())
 
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> Tree:

@@ -34,7 +34,7 @@ from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
-from bayesopt_chain.precision import Kronecker, LowRank, Precision, Root, Woodbury, Zero
+from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, paths, require_like, spread
 
@@ -61,6 +61,7 @@ class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
     whole = True
+    spread = "refused"
     state = LaplaceState
 
     @property
@@ -135,9 +136,10 @@ class Laplace(PosteriorTransformation):
                 "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
                 "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
             )
-        diagonal = data.diag()
-        require_finite(diagonal, "laplace: the accumulated curvature")
-        require_like(params, diagonal, "params")
+        entries = data.entries()
+        shapes = data.like if isinstance(data, Eigenbasis) else entries
+        require_finite(entries, "laplace: the accumulated curvature")
+        require_like(params, shapes, "params")
         _require_positive("likelihood_scale", likelihood_scale)
         count = data.count
         if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):

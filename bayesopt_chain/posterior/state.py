@@ -85,13 +85,18 @@ def require_values(tree: Any, wanted: Any, what: str, where: str) -> None:
 def require_finite(tree: Any, what: str) -> None:
     """Refuse a tree that holds NaN or infinities, by the leaf's name; inside a transform nothing can be checked."""
     for name, leaf in zip(paths(tree), optree.tree_leaves(tree)):
-        if is_hidden(leaf) or bool(leaf.isfinite().all()):
+        if is_hidden(leaf) or _is_finite(leaf):
             continue
         kind = "NaN" if bool(leaf.isnan().any()) else "infinite"
         raise ValueError(
             f"{what} is {kind} at {name} ({int((~leaf.isfinite()).sum())} of {leaf.numel()} entries): a batch, a gradient, a "
             "curvature or a hyperparameter that is not finite went into it; go back to a state from before that"
         )
+
+
+def _is_finite(leaf: Tensor) -> bool:
+    """Whether all entries are: zero times anything else is NaN, and a sum is found several times faster than a mask."""
+    return not bool((leaf.detach() * 0).sum().isnan())
 
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class Collect(Link):
     variance_floor: float
     needs_params = True
     whole = True
+    spread = "refused"
     state = SwagState
 
     def init(self, leaves: Leaves, at: At) -> SwagState:

@@ -91,6 +91,10 @@ class Precision:
         """Return the diagonal as a tree."""
         raise NotImplementedError
 
+    def entries(self) -> Tree:
+        """Return a tree with one tensor a leaf that is finite where the precision is: the diagonal, or what costs less."""
+        return self.diag()
+
     def quad(self, tree: Tree) -> Tensor:
         """Return ``x^T Lambda x``, shape ``[*lead]``."""
         raise NotImplementedError

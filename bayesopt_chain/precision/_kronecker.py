@@ -89,8 +89,15 @@ class Kronecker(_Kronecker, Precision):
         require_like(other.like, self.like, "the increment")
         require_like(other.right, self.right, "the increment's Kronecker factor")
 
+        made: dict[tuple[int, int], Tensor] = {}
+
+        def weighted(a: Tensor, b: Tensor) -> Tensor:
+            if (id(a), id(b)) not in made:  # leaves of one layer may share a factor
+                made[id(a), id(b)] = a * self.weight.to(a) + b * other.weight.to(b)
+            return made[id(a), id(b)]
+
         def sums(a: Tree, b: Tree) -> Tree:
-            return optree.tree_map(torch.add, scaled(a, self.weight), scaled(b, other.weight))
+            return optree.tree_map(weighted, a, b)
 
         diagonal = optree.tree_map(torch.add, self.diagonal, other.diagonal)
         count = self.count + other.count
@@ -111,8 +118,15 @@ class Kronecker(_Kronecker, Precision):
         """
         structure = optree.tree_structure(self.like)
         lefts, rights, values = [], [], []
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
+            if id(factor) not in made:  # leaves of one layer may share a factor
+                made[id(factor)] = _eigh(factor)
+            return made[id(factor)]
+
         for left, right, delta in zip(*map(optree.tree_leaves, self[:3])):
-            (l, u), (r, v) = _eigh(left), _eigh(right)
+            (l, u), (r, v) = decomposed(left), decomposed(right)
             lefts.append(u)
             rights.append(v)
             values.append(torch.outer(l, r) * self._per_datum(l) + delta)
@@ -212,6 +226,9 @@ class Eigenbasis(_Eigenbasis, Precision):
 
     def diag(self) -> Tree:
         return self._diagonal_of(self.values)
+
+    def entries(self) -> Tree:
+        return self.values
 
     def inverse_diag(self) -> Tree:
         return self._diagonal_of(optree.tree_map(torch.reciprocal, self.values))

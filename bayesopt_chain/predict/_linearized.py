@@ -16,12 +16,14 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import Chunk, Plan, make_plan, pull_back
+from bayesopt_chain.curvature._kinds import Kind
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
-from bayesopt_chain.trees import Tree, common_dtype, flatten
+from bayesopt_chain.trees import Tree, common_dtype, flatten, wide
 
 
 @torch.no_grad()
@@ -69,6 +71,8 @@ def linearized_by(
     """The same, with the checks that earlier batches of this forward function have passed."""
     params, precision = posterior.mean, posterior.precision.factorised()
     bases = precision.layer_bases()
+    if isinstance(forward, Affine) and bases and batch[0].ndim == 2:
+        return forward(params, batch), _of_affine(forward, params, batch[0], bases)
     sizes = [leaf.numel() for leaf in optree.tree_leaves(params)]
     formed = max(sizes) if bases else 3 * sum(sizes)
 
@@ -95,6 +99,19 @@ def linearized_by(
     return checks.run(params, batch, lambda: make_plan(forward, params, batch), run)
 
 
+def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases]) -> Tensor:
+    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and
+    likewise of b. The output gradients are the unit vectors, those of one datum for all.
+    """
+    uses, seen = forward.uses(params, x.to(wide(x.dtype)))
+    units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
+    parts = [
+        _in_basis(use.kind, use.canonical.x(inputs, len(x)), use.canonical.g(inputs, units, 1), bases[use.leaf])
+        for use, inputs in zip(uses, seen)
+    ]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
 def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
     """Return the root whose columns pull back to the rows of the Jacobian."""
     return Elementwise(torch.ones_like(outputs))
@@ -103,18 +120,22 @@ def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
 def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
     """Sum the leaves' parts in the bases in which the precision is diagonal."""
     total: Any = 0
-    for leaf, kind, of_input, of_output in chunk.gradients:
-        x, g, (left, right, values) = of_input(), of_output(), bases[leaf]
-        if left is not None and right is not None:
-            kind, x, g = kind.rotated(x, g, left, right)
-        total = total + kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
+    for leaf, kind, of_input, of_output, _ in chunk.gradients:
+        total = total + _in_basis(kind, of_input(), of_output(), bases[leaf])
     return total
+
+
+def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
+    left, right, values = basis
+    if left is not None and right is not None:
+        kind, x, g = kind.rotated(x, g, left, right)
+    return kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
 
 
 def _by_rows(chunk: Chunk, params: Tree, precision: Precision) -> Tensor:
     """Solve for the Jacobian's rows."""
     leaves, structure = optree.tree_flatten(params)
-    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g in chunk.gradients}
+    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
     rows = optree.tree_unflatten(
         structure, [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
     )

@@ -2,11 +2,17 @@ r"""The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a 
 
 Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here it is
 one, for all chains. Integers are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
+
+A piece of a leaf is some runs of its elements (:mod:`bayesopt_chain.random.pieces`). The 64 blocks ``64 g .. 64 g + 63`` hold
+the normals of the elements ``256 g .. 256 g + 255``, so that a run takes the blocks from those of its first element to those
+of its last and stores what lies within it. Runs of alike lengths, such as the rows of a matrix cut by columns, are one kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -117,3 +123,81 @@ def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], draws: 
                     num_warps=2 if blocks == RUN else 4,
                 )
             offset += size
+
+
+@jit(do_not_specialize=["runs", "programs"])
+def _pieces(
+    out: Value,
+    keys: Value,
+    counts: Value,
+    table: Value,
+    key_stride: Value,
+    count_stride: Value,
+    total: Value,
+    runs: Value,
+    programs: Value,
+    BLOCKS: constexpr,
+    RUN: constexpr,
+) -> None:
+    of_run = tl.program_id(0) // programs
+    chain = (of_run // runs).to(tl.int64)
+    entry = table + (of_run % runs) * 4
+    start = tl.load(entry)
+    end = tl.load(entry + 1)
+    draw = tl.load(entry + 3).to(tl.uint32)
+    mine = (tl.program_id(0) % programs).to(tl.int64)
+    block = (start // (4 * RUN)) * RUN + mine * BLOCKS + tl.arange(0, BLOCKS)
+    z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
+    at = (block // RUN) * (4 * RUN) + block % RUN
+    place = out + chain * total + tl.load(entry + 2) - start
+    tl.store(place + at, z0, mask=(at >= start) & (at < end))
+    tl.store(place + at + RUN, z1, mask=(at + RUN >= start) & (at + RUN < end))
+    tl.store(place + at + 2 * RUN, z2, mask=(at + 2 * RUN >= start) & (at + 2 * RUN < end))
+    tl.store(place + at + 3 * RUN, z3, mask=(at + 3 * RUN >= start) & (at + 3 * RUN < end))
+
+
+def fill_pieces(
+    out: Tensor, keys: Tensor, steps: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int]
+) -> None:
+    """Fill ``out``, contiguous float32 ``[..., sum(lengths)]``, with these runs of elements of the draws of these numbers.
+
+    ``keys`` and ``steps`` are as for :func:`fill`.
+    """
+    chains = out.shape[:-1].numel()
+    key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
+    with torch.cuda.device_of(out):
+        for table, needed in _tables(tuple(starts), tuple(lengths), tuple(draws), out.device):
+            blocks = min(RUN * needed, 512)
+            programs = RUN * needed // blocks
+            if chains:
+                _pieces[(chains * len(table) * programs,)](
+                    out,
+                    keys,
+                    steps,
+                    table,
+                    key_stride,
+                    step_stride,
+                    out.shape[-1],
+                    len(table),
+                    programs,
+                    BLOCKS=blocks,
+                    RUN=RUN,
+                    num_warps=2 if blocks == RUN else 4,
+                )
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    starts: tuple[int, ...], lengths: tuple[int, ...], draws: tuple[int, ...], device: torch.device
+) -> list[tuple[Tensor, int]]:
+    """For neighbouring runs of alike lengths their first element, end, place and draw; and how often 64 blocks hold each."""
+    rows: list[tuple[int, tuple[int, int, int, int]]] = []
+    place = 0
+    for start, length, draw in zip(starts, lengths, draws, strict=True):
+        groups = (start + length - 1) // (4 * RUN) - start // (4 * RUN) + 1
+        rows.append((groups, (start, start + length, place, draw)))
+        place += length
+    return [
+        (torch.tensor([row for _, row in alike], device=device), 1 << bits)
+        for bits, alike in groupby(rows, key=lambda row: (row[0] - 1).bit_length())
+    ]

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import box_muller, philox, require_in_range, three_point
+from bayesopt_chain.random.philox import box_muller, has_triton, philox, require_in_range, three_point
 from bayesopt_chain.random.philox_cpu import pieces_kernel
 
 Runs = tuple[tuple[int, int], ...]  # (start, length) of consecutive elements, ascending
@@ -58,10 +59,7 @@ def draw_pieces(
             f"stream={stream!r}: torch's generator draws the elements of a leaf one after the other, so that ranks "
             'with shards of it would all draw the first ones; take bc.with_stream(tx, "philox")'
         )
-    for runs in pieces:
-        _require_ascending(runs)
-    flat = [(start, length, draw) for runs, draw in zip(pieces, draws, strict=True) for start, length in runs]
-    starts, lengths, numbers = ([run[i] for run in flat] for i in range(3))
+    starts, lengths, numbers = flat_runs(tuple(pieces), tuple(draws))
     if kind == "gaussian":
         real = torch.float64 if dtype == torch.float64 else torch.float32
         out: Tensor = torch.ops.bayesopt_chain.philox_pieces(key, step, starts, lengths, numbers, real)
@@ -69,6 +67,20 @@ def draw_pieces(
         out = _others(kind, key, step, starts, lengths, numbers)
     sizes = [sum(length for _, length in runs) for runs in pieces]
     return list(torch.split(out.to(dtype), sizes, dim=-1))
+
+
+@lru_cache(maxsize=256)
+def flat_runs(pieces: tuple[Runs, ...], draws: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Start and length of every run, and the number of its draw.
+
+    Raises:
+        ValueError: as :func:`draw_pieces`.
+    """
+    for runs in pieces:
+        _require_ascending(runs)
+    flat = [(start, length, draw) for runs, draw in zip(pieces, draws, strict=True) for start, length in runs]
+    starts, lengths, numbers = ([run[i] for run in flat] for i in range(3))
+    return starts, lengths, numbers
 
 
 def _require_ascending(runs: Runs) -> None:
@@ -141,7 +153,7 @@ def _fresh(
     key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Room for the elements one behind the other; keys or steps with further axes, one for each chain, give it these axes."""
-    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape)
+    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
     return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
 
 
@@ -160,8 +172,23 @@ def _on_cpu(
     return out
 
 
+def _on_cuda(
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The Triton kernel in float32; tensor operations in float64, or where there is no Triton."""
+    if dtype != torch.float32 or not has_triton():
+        return in_tensors(key, step, starts, lengths, draws, dtype)
+    from bayesopt_chain.random.philox_cuda import fill_pieces
+
+    out = _fresh(key, step, starts, lengths, draws, dtype)
+    if key.ndim or step.ndim:
+        key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
+    fill_pieces(out, key, step, starts, lengths, draws)
+    return out
+
+
 _OPS.impl("philox_pieces", _on_cpu, "CPU")
-_OPS.impl("philox_pieces", in_tensors, "CUDA")
+_OPS.impl("philox_pieces", _on_cuda, "CUDA")
 _library.register_fake("bayesopt_chain::philox_pieces", _fresh, lib=_OPS)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random.philox import philox_normals, philox_other, three_point
+from bayesopt_chain.random.pieces import Runs, draw_pieces, flat_runs
 from bayesopt_chain.tracing import is_plain
 
 Stream = Literal["generator", "philox"]
@@ -53,6 +54,7 @@ def normals(
     stream: Stream | None = None,
     scale: float = 1.0,
     numbers: Sequence[int] | None = None,
+    pieces: Sequence[Runs | None] | None = None,
 ) -> list[list[Tensor]]:
     """Normals of standard deviation ``scale``: ``draws[i]`` tensors for every leaf ``i``, each like one slice
     ``templates[i][0]`` along axis 0.
@@ -60,28 +62,38 @@ def normals(
     ``kind`` gives another variable of ``KINDS`` instead, times ``scale``: independent, of mean 0 and variance 1, or uniform
     on [0, 1).
     ``stream=None`` is the generator on a CPU and Philox elsewhere. ``numbers`` name the leaves to Philox (default: 0, 1, ...).
+    ``pieces`` say which elements of leaves that are spread over ranks are wanted (``None``: all of a leaf); then it is Philox.
     """
     out: list[list[Tensor]] = [[] for _ in templates]
     for salt, ((device, dtype), members) in enumerate(_groups(templates, draws).items()):
         shapes = [templates[i].shape[1:] for i in members]
         sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
-        if stream == "philox" or device.type != "cpu":
+        if pieces is not None or stream == "philox" or device.type != "cpu":
             on, at = key.to(device), step.to(device)
             leaves = tuple(members) if numbers is None else tuple([numbers[i] for i in members])
             names = draw_numbers(leaves, tuple([draws[i] for i in members]))
-            if kind == "gaussian":
-                pieces = iter(philox_normals(on, at, sizes, names, dtype))
+            if pieces is not None:
+                runs = [r for i in members for r in [_runs(pieces[i], templates[i])] * draws[i]]
+                parts = iter(draw_pieces(on, at, runs, names, dtype, kind=kind, stream=stream or "philox"))
+            elif kind == "gaussian":
+                parts = iter(philox_normals(on, at, sizes, names, dtype))
             else:
-                pieces = iter([philox_other(kind, on, at, n, name, dtype) for n, name in zip(sizes, names)])
+                parts = iter([philox_other(kind, on, at, n, name, dtype) for n, name in zip(sizes, names)])
             if scale != 1.0:
-                pieces = (x * scale for x in pieces)
+                parts = (x * scale for x in parts)
         else:
             flat = _from_generator(key, step, salt, sum(sizes), dtype, kind, scale)
-            pieces = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
+            parts = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
         for i, shape in zip(members, shapes):
-            mine = [next(pieces) for _ in range(draws[i])]
+            mine = [next(parts) for _ in range(draws[i])]
             out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
     return out
+
+
+def _runs(runs: Runs | None, template: Tensor) -> Runs:
+    """These elements, or all of a leaf."""
+    size = template.shape[1:].numel()
+    return runs if runs is not None else ((0, size),) if size else ()
 
 
 class Chunk(NamedTuple):
@@ -128,24 +140,33 @@ def drawn(
     dtype: torch.dtype,
     stream: Stream | None = None,
     scale: float = 1.0,
+    pieces: tuple[Runs | None, ...] | None = None,
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, chunk by chunk, flat.
 
     ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements. A chunk's tensor may be overwritten,
     and is by the next.
     """
-    parts = chunks(sizes, stream == "philox")
+    parts = chunks(sizes, stream == "philox" or pieces is not None)
+    if pieces is not None:
+        runs = tuple([((0, n),) if mine is None and n else mine or () for mine, n in zip(pieces, sizes)])
+        names = draw_numbers(numbers, (1,) * len(numbers))
+        for part in parts:
+            flat = flat_runs(tuple([runs[i] for i in part.leaves]), tuple([names[i] for i in part.leaves]))
+            e: Tensor = torch.ops.bayesopt_chain.philox_pieces(key, step, *flat, dtype)
+            yield part, (e.mul_(scale) if scale != 1.0 else e)
+        return
     if stream == "philox":
         names = draw_numbers(numbers, (1,) * len(numbers))
         for part in parts:
             mine = [names[i] for i in part.leaves]
-            e: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, part.sizes, mine, dtype)
+            e = torch.ops.bayesopt_chain.philox_normals(key, step, part.sizes, mine, dtype)
             yield part, (e.mul_(scale) if scale != 1.0 else e)
         return
     generator = seeded_generator(int(key), int(step))
     scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
     for part in parts:
-        e = scratch if part.total == len(scratch) else scratch[: part.total]
+        e = scratch if len(parts) == 1 else scratch[: part.total]
         yield part, e.normal_(0.0, scale, generator=generator)
 
 

@@ -30,11 +30,11 @@ from bayesopt_chain import checks, schedules
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.samplers.langevin import sghmc
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 
 @dataclass(frozen=True)

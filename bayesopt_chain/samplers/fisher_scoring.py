@@ -28,11 +28,12 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
 class FisherState(NamedTuple):
@@ -106,6 +107,8 @@ class DenseFisherScoring(FisherScoring):
 
     words = ", dense=True"
     coupled = True
+    spread = "refused"
+    instead = "; dense=False takes it"
 
     def init(self, leaves: Leaves, at: At) -> FisherState:
         d = sum(p.numel() for p in leaves)

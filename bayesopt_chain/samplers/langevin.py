@@ -25,10 +25,10 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.schedules import ScalarOrSchedule
 
 
 @checked

@@ -23,10 +23,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
+from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
 class LatticeState(NamedTuple):

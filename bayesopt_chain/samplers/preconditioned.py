@@ -39,14 +39,14 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, by_count, is_zero, now, scalar
-from bayesopt_chain.core.state import new_counts
 from bayesopt_chain.links.adam import scale_by_adam
 from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.rms import RunningScale, RunningScaleState, inverse_coloured, scale_by_rms
+from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_zero, now, scalar
 
 
 @checked

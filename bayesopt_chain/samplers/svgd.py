@@ -25,8 +25,8 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero, now
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 
 class SteinState(NamedTuple):
@@ -45,6 +45,7 @@ class Stein(Link):
     bandwidth: float | str
     needs_params = True
     stacked = True
+    spread = "refused"
 
     @property
     def response(self) -> Response:

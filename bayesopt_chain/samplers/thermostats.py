@@ -62,11 +62,13 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Keyed
+from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, root
-from bayesopt_chain.core.state import zeros
+from bayesopt_chain.distributed.shards import Spread
+from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 _WHY = (
     "a thermostat holds the kinetic energy at T and has no limit as T -> 0; "
@@ -93,6 +95,13 @@ class Thermostat(Keyed):
     temperature: ScalarOrSchedule
     mass: float
     per_parameter: bool
+
+    instead = "; a friction for each parameter (per_parameter=True) takes it"
+
+    @property
+    def spread(self) -> Spread:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A common friction follows the kinetic energy of all parameters."""
+        return "shards" if self.per_parameter else "refused"
 
     @property
     def response(self) -> Response:

@@ -71,6 +71,12 @@ def keep(result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     return path
 
 
+def recorded(experiment: Experiment, scale: str) -> dict[str, Any]:
+    """The record on file; where there is none, of a run made now."""
+    path = RESULTS / f"{experiment.name}-{scale}.json"
+    return json.loads(path.read_text()) if path.exists() else record(experiment, scale)
+
+
 def averaged(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     """Mean, lowest and highest over seeds of every measure of every method."""
     out: dict[str, dict[str, dict[str, float]]] = {}

@@ -45,8 +45,8 @@ def test_building_initialising_and_updating_sghmc_runs_through_no_more_than_it_d
     named = [
         c for c in functions if not c.co_name.startswith("<")
     ]  # comprehensions count with the function they stand in
-    assert len(named) <= 106, sorted(f"{Path(c.co_filename).name}:{c.co_name}" for c in named)
-    assert len(lines) <= 542
+    assert len(named) <= 107, sorted(f"{Path(c.co_filename).name}:{c.co_name}" for c in named)
+    assert len(lines) <= 548
 
 
 def test_the_core_does_not_grow():
@@ -57,4 +57,4 @@ def test_the_core_does_not_grow():
         for f in files
         for node in ast.walk(ast.parse(f.read_text()))
     )
-    assert lines <= 1993 and statements <= 1147, (lines, statements)
+    assert lines <= 1685 and statements <= 950, (lines, statements)

@@ -165,6 +165,7 @@ def unravel(vector, params):
     return unflatten(vector, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian learned", "bernoulli", "poisson", "categorical"])
 def test_the_monte_carlo_fisher_is_unbiased(name):
     """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
@@ -198,6 +199,7 @@ def test_probes_are_unbiased_with_variance_below_twice_the_square_and_never_nega
     assert ((estimate - exact).abs() / exact).max() < 6 * (2 / 1000) ** 0.5
 
 
+@pytest.mark.slow
 def test_hutchinson_probes_of_the_hessian_are_unbiased():
     """The variance of one probe's i-th entry is sum_{j != i} H_ij^2; 2000 probes, six standard errors: below 1e-7 a
     case.
@@ -571,7 +573,7 @@ def test_a_second_use_that_no_torch_function_shows_is_found_out():
         curvature.ggn(forward, likelihood, "kronecker")(params, batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("structure", curvature.STRUCTURES)
 def test_low_precision_parameters_have_every_structure_summed_in_float32(structure, dtype):
     """600 data: a sum in bfloat16 stops growing at 256 times its terms. The model itself rounds to 8 bits."""

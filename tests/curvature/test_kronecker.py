@@ -279,3 +279,28 @@ def test_ekfac_and_predictions_of_these_layers_are_those_of_the_dense_block(laye
     dense = rows @ torch.linalg.solve(posterior.precision.to_dense(), rows.T)
     for n in range(6):
         torch.testing.assert_close(covariance[n], dense[4 * n : 4 * n + 4, 4 * n : 4 * n + 4])
+
+
+class Folded(nn.Module):
+    """A layer that sees the positions of a datum as further data, and one that sees one position."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x.reshape(-1, 3))).reshape(len(x), -1))
+
+
+def test_a_weight_and_its_bias_share_one_factor_only_where_a_datum_has_one_position():
+    module, x = Folded(), torch.randn(5, 4, 3)
+    kfac = factors(module, x)
+    assert kfac.left["outer.bias"] is kfac.left["outer.weight"]
+    both = kfac.add(factors(module, x))
+    assert both.left["outer.bias"] is both.left["outer.weight"]
+    for name in ("inner.bias", "outer.bias"):
+        torch.testing.assert_close(per_datum(kfac, name), block(module, x, name))
+        torch.testing.assert_close(per_datum(both, name), 2 * block(module, x, name))
+    basis = both.eigenbasis()
+    assert basis.left["outer.bias"] is basis.left["outer.weight"]
+    torch.testing.assert_close(basis.to_dense(), both.to_dense())

@@ -58,6 +58,7 @@ def test_the_remainder_sits_out_one_epoch_and_not_every_one():
     assert all(len(left) == 3 for left in left_out) and set.union(*left_out) == set(range(11))
 
 
+@pytest.mark.slow
 def test_permutations_are_uniform():
     """Chi-square over the 24 permutations of 4 data in 4,800 epochs; 23 degrees of freedom, false alarms 1e-4 (58.6 is
     6e-5)."""
@@ -69,6 +70,7 @@ def test_permutations_are_uniform():
     assert len(counts) == 24 and sum((n - 200) ** 2 / 200 for n in counts.values()) < 58.6
 
 
+@pytest.mark.slow
 def test_independent_subsets_are_uniform():
     """Chi-square over the 66 pairs of 12 data in 6,600 draws; 65 degrees of freedom, 118 has probability 7e-5."""
     data = bc.epochs(torch.arange(12), 2, order="independent")

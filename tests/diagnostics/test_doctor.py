@@ -198,4 +198,4 @@ def test_it_draws_one_figure(tmp_path):
 
 def test_a_loss_without_its_data_is_refused():
     with pytest.raises(ValueError, match="needs tx= and batches="):
-        bc.diagnostics.doctor(run(bc.sghmc(0.1, temperature=T), steps=600)[0], loss=regression)
+        bc.diagnostics.doctor(run(bc.sghmc(0.1, temperature=T), steps=320)[0], loss=regression)

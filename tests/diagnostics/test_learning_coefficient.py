@@ -105,4 +105,6 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="temperature must be positive"):
         bc.diagnostics.local_learning_coefficient(loss, torch.zeros(2), None, temperature=0.0, lr=0.1, strength=1.0)
     with pytest.raises(ValueError, match="the chain diverged"):
-        bc.diagnostics.local_learning_coefficient(loss, torch.zeros(2), None, temperature=1.0, lr=1e9, strength=1.0)
+        bc.diagnostics.local_learning_coefficient(
+            loss, torch.zeros(2), None, temperature=1.0, lr=1e9, strength=1.0, steps=60, burn_in=10
+        )

@@ -26,6 +26,7 @@ def white_variance(lr):
     return 1 / (K[:, 0] * (1 - lr * K[:, 0] / 2))
 
 
+@pytest.mark.slow
 def test_white_noise_has_the_difference_of_its_closed_form():
     """Within 4 standard errors in each of 4 elements: false alarms below 1e-3 under the t distribution of 14 degrees."""
     out = found(lambda lr: bc.sgld(lr, temperature=1.0, order=1))
@@ -35,6 +36,7 @@ def test_white_noise_has_the_difference_of_its_closed_form():
     assert "moves the mean" in str(out)
 
 
+@pytest.mark.slow
 def test_matched_noise_has_none():
     for build in (lambda lr: bc.sgld(lr, temperature=1.0), lambda lr: bc.sghmc(lr, 0.5, temperature=1.0)):
         out = found(build)
@@ -42,6 +44,7 @@ def test_matched_noise_has_none():
         assert (out.standard_error < 0.02).all()
 
 
+@pytest.mark.slow
 def test_batch_noise_is_of_first_order():
     """Gradient noise of variance ``B`` adds ``lr B / (2 k (1 - lr k / 2))`` to the variance of SGLD."""
     B, k = 1.0, K[:, 0]
@@ -55,6 +58,7 @@ def test_batch_noise_is_of_first_order():
     assert torch.equal(out.bias(1), 2 * out.difference) and torch.allclose(out.bias(2), out.difference * 4 / 3)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_default():
     out = found(lambda lr: bc.sgld(lr, temperature=1.0, order=1), statistic=None)
     assert out.difference.shape == () and out.is_seen and out.at_lr > out.at_half

@@ -50,9 +50,11 @@ def exact_worst(tx, H, noises, order):
     return torch.linalg.eigvalsh(white @ mean @ white.T).amax().item()
 
 
-@pytest.mark.parametrize("order", ["independent", "reshuffled"])
+@pytest.mark.parametrize("order", ["independent", pytest.param("reshuffled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chain", LIMITS)
-@pytest.mark.parametrize("condition", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize(
+    "condition", [pytest.param(1.0, marks=pytest.mark.slow), 30.0, pytest.param(1e4, marks=pytest.mark.slow)]
+)
 def test_both_limits_on_quadratics(condition, chain, order):
     make, limit = LIMITS[chain]
     H, noises = quadratic(condition)

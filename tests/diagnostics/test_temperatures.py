@@ -195,6 +195,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_thermometer_reads_one_on_a_run(kind):
     """Both temperatures within 5 standard errors of 1, the kinetic ones known to 2 %; two-sided false alarms below 1e-4."""

@@ -15,7 +15,10 @@ PATIENCE = 240.0  # seconds; a test takes a few of them where the machine is fre
 def server():
     """Starts processes that have imported torch already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "bayesopt_chain"])
+    rooms = ("device_mesh", "tensor.debug", "tensor.parallel", "fsdp", "checkpoint", "checkpoint.state_dict")
+    context.set_forkserver_preload(
+        ["torch", *[f"torch.distributed.{room}" for room in rooms], "bayesopt_chain", "pytest"]
+    )
     return context
 
 

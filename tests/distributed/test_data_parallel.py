@@ -130,6 +130,30 @@ def test_a_step_sends_one_message_and_the_noise_none(tmp_path):
         assert list(counts.values()) == [5] and "allreduce" in next(iter(counts)).replace("_", "")
 
 
+def sizes_of_messages():
+    """How many numbers a step sends, and what is sent besides."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tx = bc.sghmc(0.05, temperature=0.01)
+    step = bc.make_step(loss, tx, mesh=mesh)
+    params, state = bc.distributed.broadcast((start(), tx.init(start())), mesh)
+    params, state, _ = step(params, state, batches(1)[0])
+    sent, real = [], dist.all_reduce
+    dist.all_reduce = lambda x, **options: (sent.append(x.numel()), real(x, **options))[1]
+    try:
+        step(params, state, batches(1)[0])
+        with CommDebugMode() as noise:
+            tx.update(start(), state, params=params)
+    finally:
+        dist.all_reduce = real
+    return sent, noise.get_total_counts()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_message_of_a_step_is_the_gradient_and_two_numbers_on_any_number_of_ranks(size, tmp_path):
+    parameters = sum(x.numel() for x in start().values())
+    assert run(sizes_of_messages, size, tmp_path) == [([parameters + 2], 0)] * size
+
+
 # chains times data
 
 
@@ -257,6 +281,8 @@ def refusals():
     )
     theta = model.parameters()
     said["optim"] = message_of(lambda: bc.optim.SGHMC(theta, 0.1, temperature=0.1))
+    said["class"] = message_of(lambda: bc.SGD(list(model.parameters()), 0.1, temperature=0.1))
+    said["cold class"] = message_of(lambda: bc.SGD(list(model.parameters()), 0.1)) or "nothing"
     said["chain"] = message_of(
         lambda: bc.optim.Optimizer(model.parameters(), lambda group: bc.sghmc(0.1, temperature=0.1))
     )
@@ -278,6 +304,8 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank(tmp_path):
             "ddp": ("DistributedDataParallel", "model.module", "mesh=mesh"),
             "functional": ("DistributedDataParallel", "model.module"),
             "optim": ("2 ranks run", "bc.distributed.generator(seed)"),
+            "class": ("2 ranks run", "take bc.optim.SGD with generator=bc.distributed.generator(seed)"),
+            "cold class": ("nothing",),
             "chain": ("2 ranks run", "generator"),
             "as_step": ("without path=",),
         }.items():

@@ -1,4 +1,4 @@
-"""Parameters spread over ranks: their layout is known, and what is not built yet is refused by name."""
+"""Parameters spread over ranks: their layout is known, and what needs whole ones refuses them by name."""
 
 import pytest
 import torch
@@ -68,62 +68,70 @@ def test_the_runs_name_the_elements_that_fsdp2_and_tensor_parallelism_leave_on_a
         assert "_StridedShard" in ranks[0]["0.weight"][2] or "_S(" in ranks[0]["0.weight"][2]
 
 
+def spread_over(mesh):
+    return {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+
+
 def refusals():
+    """What is said of DTensors by what cannot take them, and whether anything moved."""
     mesh = init_device_mesh("cpu", (2,))
-    params = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+    params = spread_over(mesh)
     whole = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])}
     loss = lambda p, batch: (p["w"] ** 2).sum()  # noqa: E731
-    said = {}
+    links, precision = {}, bc.precision.Dense(torch.eye(12), torch.tensor(1.0), params_like := {"w": torch.ones(4, 3)})
     for name, tx in {
-        "sghmc": bc.sghmc(0.1, temperature=0.1),
-        "sgld": bc.sgld(0.1, temperature=0.1),
-        "philox": bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"),
-        "adam": bc.adam(0.1, temperature=0.1),
         "sgnht": bc.samplers.sgnht(0.1, temperature=0.1),
+        "sgfs": bc.samplers.sgfs(0.1, temperature=0.1, batch_size=4, dense=True),
+        "precision": bc.chain(bc.scale_by_preconditioner(precision), bc.sghmc(0.1, temperature=0.1)),
         "vi": bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),
+        "swag": bc.swag(rank=2),
+        "laplace": bc.laplace(),
+        "ekf": bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+        "generator": bc.with_stream(bc.sghmc(0.1, temperature=0.1), "generator"),
     }.items():
-        said[name] = message_of(lambda tx=tx: tx.init(params))
-        said[name + " replicated"] = message_of(lambda tx=tx: tx.init(whole))
-    cold = bc.sgd(0.1)
-    said["make_step"] = message_of(lambda: bc.make_step(loss, cold)(params, cold.init(params), None))
+        links[name] = message_of(lambda tx=tx: tx.init(params))
+        links[name + ", replicated"] = message_of(lambda tx=tx: tx.init(whole))
+    del params_like
+    said, cold = {}, bc.sgd(0.1)
     said["broadcast"] = message_of(lambda: bc.distributed.broadcast(params, mesh))
-    said["bc.SGD"] = message_of(lambda: bc.SGD([params["w"].requires_grad_()], 0.1, temperature=0.1))
+    step, state = bc.make_step(loss, cold), cold.init(params)
+    said["capture"] = message_of(lambda: bc.capture(step, params, state, None))
+    said["fused"] = message_of(lambda: step(params, cold.init(whole), None))
+    stacked = {"w": torch.stack([params["w"]] * 2)}
+    chains = bc.parallel(step, 2)
+    said["vmap"] = message_of(lambda: chains(stacked, chains.init(cold, stacked), None))
+    said["plain gradient"] = message_of(lambda: cold.update({"w": torch.ones(4, 3)}, state, params=params))
+    said["prior"] = message_of(lambda: bc.add_localization({"w": torch.ones(4, 3)}, 0.1).init(params))
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=mesh)
     functional = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()  # noqa: E731
     sharded = dict(model.named_parameters())
-    said["functional_call"] = message_of(
-        lambda: bc.make_step(functional, cold)(sharded, cold.init(sharded), torch.ones(2, 4))
-    )
-    forward, copies, _ = bc.make_functional(model)
-    said["make_functional"] = message_of(
-        lambda: bc.make_step(lambda p, x: forward(p, x).square().mean(), cold)(
-            copies, cold.init(copies), torch.ones(2, 4)
-        )
-    )
+    fsdp = {
+        "functional_call": message_of(
+            lambda: bc.make_step(functional, cold)(sharded, cold.init(sharded), torch.ones(2, 4))
+        ),
+        "make_functional": message_of(lambda: bc.make_functional(model)),
+    }
     generator = bc.distributed.generator(0)
-    said["chain optimizer"] = message_of(
-        lambda: bc.optim.Optimizer(
-            model.parameters(),
-            lambda group: bc.chain(bc.inject_langevin_noise(0.1, generator=generator), bc.scale_by_neg_lr(0.1)),
-        )
-    )
-    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1, generator=generator)
+    optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1, generator=generator, stream="generator")
     model(torch.ones(2, 4)).square().mean().backward()
     before = [p.to_local().clone() for p in model.parameters()]
     said["bc.optim"] = message_of(optimizer.step)
-    said["moved"] = any(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
-    return said
+    moved = any(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
+    held = all(type(p).__name__ == "DTensor" or hasattr(p, "placements") for p in optimizer.param_groups[0]["params"])
+    return links, said, fsdp, moved or not held
 
 
-def test_dtensors_are_refused_by_name_before_anything_moves(tmp_path):
-    for said in run(refusals, 2, tmp_path):
-        assert said.pop("moved") is False
+def test_what_needs_whole_parameters_refuses_dtensors_by_name_before_anything_moves(tmp_path):
+    for links, said, fsdp, changed in run(refusals, 2, tmp_path):
+        assert not changed
+        for case, text in links.items():
+            assert text is not None and text.startswith("ValueError: chain: "), (case, text)
+            assert "generator" in case or "['w'] is a DTensor" in text, (case, text)
         for case, text in said.items():
-            assert text is not None, f"{case} took a DTensor"
-            assert "DTensor" in text, (case, text)
-            if case not in ("bc.optim", "broadcast"):
-                assert "mesh=mesh" in text and "params: leaf" in text, (case, text)
+            assert text is not None and ("DTensor" in text or "spread" in text or "plain tensor" in text), (case, text)
+        for case, text in fsdp.items():
+            assert text is not None and "it by loss.backward() and an optimizer of bc.optim" in text, (case, text)
 
 
 def trained(sharded):

@@ -21,20 +21,23 @@ def script_of(name):
     return script
 
 
-def alone(name, draws):
-    """Run a script of the page as the only rank, in a process that has imported torch already."""
-    process = server().Process(target=_execute, args=(script_of(name), str(draws)))
+def alone(name, draws, spread=False):
+    """Run a script of the page as the only rank, in a process that has imported torch already.
+
+    ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
+    """
+    process = server().Process(target=_execute, args=(script_of(name), str(draws), spread))
     process.start()
     process.join(200)
     assert process.exitcode == 0
 
 
-def _execute(script, draws):
+def _execute(script, draws, spread):
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DRAWS=draws)
     exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    assert not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
+    assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
 
 
 def torchrun(name, size, folder, draws):
@@ -72,6 +75,26 @@ def test_the_pages_command_runs_one_chain_on_two_ranks_as_on_one(tmp_path):
     alone("gradients.py", tmp_path / "one")
     two, one = (bc.Draws.open(tmp_path / name) for name in ("two", "one"))
     torch.testing.assert_close(two.params["w"], one.params["w"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_pages_command_trains_a_transformer_on_two_ranks_as_on_one(tmp_path):
+    size, said = shown("transformer.py")
+    assert size == 2 and torchrun("transformer.py", size, tmp_path, tmp_path / "two") == said
+    alone("transformer.py", tmp_path / "one", spread=True)
+    two, one = (torch.load(tmp_path / name) for name in ("two", "one"))
+    for name, leaf in one.items():
+        torch.testing.assert_close(two[name], leaf, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_pages_command_runs_chains_data_and_shards_on_eight_ranks_as_on_one(tmp_path):
+    size, said = shown("mesh.py")
+    assert size == 8 and torchrun("mesh.py", size, tmp_path, tmp_path / "eight") == said
+    alone("mesh.py", tmp_path / "one", spread=True)
+    one, first, second = (torch.load(tmp_path / name) for name in ("one-0", "eight-0", "eight-2"))
+    for name, leaf in one.items():
+        torch.testing.assert_close(torch.cat([first[name], second[name]]), leaf, rtol=0, atol=1e-6)
 
 
 def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):

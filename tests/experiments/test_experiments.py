@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.experiments import language, llama, mnist, pima, report
+from benchmarks.experiments import imdb, language, llama, mnist, pima, report
 from benchmarks.experiments.__main__ import NAMES, experiment
 from benchmarks.experiments.common import SCALES, averaged, keep, record
 from benchmarks.experiments.double_well import Truth, modes
@@ -15,12 +15,14 @@ from benchmarks.experiments.double_well import Truth, modes
 DATA = {
     "pima": "pima/pima-indians-diabetes.data.csv",
     "mnist": "mnist/mnist.npz",
+    "imdb": "imdb/imdb_20k_100.npz",
     "lora": "books",
     "llama": "statements/statements.json",
 }
 PACKAGES = {
     "pima": ("pyro", "posteriors", "blackjax"),
     "mnist": ("torchmetrics", "sklearn"),
+    "imdb": ("torchmetrics",),
     "lora": ("transformers", "tokenizers", "peft"),
     "llama": ("transformers", "tokenizers", "sklearn"),
 }
@@ -47,8 +49,8 @@ def test_an_experiment_runs_at_smoke_scale_and_says_what_came_out(name, tmp_path
 @pytest.mark.parametrize("name", sorted(DATA))
 def test_without_the_data_it_says_which_variable_to_set(name, monkeypatch):
     monkeypatch.setenv("BAYESOPT_CHAIN_DATA", "")
-    reads = {"pima": pima.read, "mnist": lambda: mnist.read(2), "llama": llama.statements}
-    read = reads.get(name, lambda: language.text_of("peter_pan"))
+    reads = {"pima": pima.read, "mnist": lambda: mnist.read(2), "imdb": lambda: imdb.read(100)}
+    read = (reads | {"llama": llama.statements}).get(name, lambda: language.text_of("peter_pan"))
     with pytest.raises(FileNotFoundError, match="BAYESOPT_CHAIN_DATA"):
         read()
 

@@ -153,11 +153,11 @@ def test_stacked_steps_are_not_fused():
     seen, state = [], tx.init([torch.zeros(3)])
 
     def look(p):
-        seen.append(form.fits([p], [p], state))
+        seen.append(form.move([p], [p], state))
         return p
 
     torch.vmap(look)(torch.zeros(2, 3))
-    assert seen == [False] and form.fits([torch.zeros(3)], [torch.zeros(3)], tx.init([torch.zeros(3)]))
+    assert seen == [None] and form.move([torch.zeros(3)], [torch.zeros(3)], state) is state
 
 
 def test_a_fused_run_resumes_exactly():
@@ -248,6 +248,6 @@ def test_little_momentum_is_fused_too():
 def test_a_pickled_form_leaves_the_tensors_behind():
     tx, params = bc.sghmc(0.05, temperature=0.1), [torch.zeros(10_000)]
     form, state = fused.recognise(tx), tx.init(params)
-    assert form.fits(params, [torch.ones(10_000)], state) and form.last
+    assert form.move(params, [torch.ones(10_000)], state) is state and form.last
     twin = pickle.loads(pickle.dumps(form))
     assert twin == form and not twin.last

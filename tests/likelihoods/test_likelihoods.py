@@ -154,3 +154,27 @@ def test_bad_arguments_say_what_to_pass():
         likelihoods.custom(lambda f, y: f.sum(-1), output_hessian=lambda f, y: torch.eye(1)).factors(
             torch.zeros(2, 1), torch.zeros(2, 1)
         )
+
+
+@pytest.mark.parametrize("shape", [(4, 10), (3, 5, 4), (2, 2, 3, 2), (3, 1)], ids=str)
+def test_a_softmax_over_c_classes_has_c_minus_1_columns_however_they_are_asked_for(shape):
+    """In parts, combined, and on the diagonal; logits of a wide range, where some probabilities vanish."""
+    logits = 30 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    p, root = logits.softmax(-1), likelihoods.categorical().root(logits, torch.zeros(shape[:-1], dtype=torch.int64))
+    positions = logits[0, ..., 0].numel()
+    assert root.columns == positions * max(1, shape[-1] - 1)
+    s = root.part(0, root.columns)
+    flat = p.reshape(shape[0], positions, shape[-1])
+    exact = torch.stack([torch.block_diag(*(torch.diag(q) - torch.outer(q, q) for q in datum)) for datum in flat])
+    torch.testing.assert_close(torch.einsum("kbi,kbj->bij", s.flatten(2), s.flatten(2)), exact)
+    torch.testing.assert_close(s.square().sum(0), root.diagonal())
+    pieces = [root.part(k, min(k + 2, root.columns)) for k in range(0, root.columns, 2)]
+    assert torch.equal(torch.cat(pieces), s)
+    weights = torch.randn(shape[0], root.columns, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(root.combine(weights), torch.einsum("bk,kb...->b...", weights, s))
+
+
+def test_the_columns_of_a_softmax_are_finite_where_float32_has_no_probability_left():
+    logits = torch.tensor([[200.0, -50.0, -300.0, 0.0], [-200.0, 0.0, -100.0, -103.0]], dtype=torch.float32)
+    root = likelihoods.categorical().root(logits, torch.zeros(2, dtype=torch.int64))
+    assert root.part(0, root.columns).isfinite().all() and root.combine(torch.ones(2, root.columns)).isfinite().all()

@@ -78,6 +78,7 @@ def exact_covariance(lr: float, controlled: bool) -> torch.Tensor:
     return total - torch.outer(mu, mu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "control_variates", "svrg"])
 def test_linear_regression_with_minibatches_has_its_exact_covariance(name):
     """3,000 chains: every mean within 5 standard errors, every entry of the covariance too.

@@ -119,3 +119,55 @@ def test_chains_and_curvature_take_it():
     draws = bc.sample(chains, stacked, chains.init(tx, stacked), batch, steps=3)
     assert draws.predict(forward, [batch]).shape == (6, 1)
     assert bc.curvature.ggn(forward, bc.likelihoods.gaussian(1.0), structure="kronecker")(params, batch) is not None
+
+
+def test_a_buffer_that_the_module_replaces_comes_back_and_stays_out_of_the_module():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.linear(x) * self.calls
+
+    module, x = Counting(), torch.ones(3, 2)
+    forward, params, buffers = bc.make_functional(module)
+    for k in range(1, 4):
+        out, buffers = forward.with_buffers(params, x, buffers)
+        assert buffers["calls"] == k and torch.equal(out, k * module.linear(x))
+    assert module.calls == 0 and torch.equal(forward(params, x), module.linear(x))
+
+
+def test_the_module_has_its_own_tensors_back_when_it_fails():
+    module = network()
+    before = dict(module.named_parameters())
+    forward, params, _ = bc.make_functional(module)
+    with pytest.raises(RuntimeError):
+        forward({name: p + 1 for name, p in params.items()}, torch.ones(6, 3))
+    assert all(p is before[name] for name, p in module.named_parameters())
+
+
+def test_tensors_by_other_names_are_attributes_or_nothing_as_for_torch():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(2, 1), torch.tensor(1.0)
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    module, x = Scaled(), torch.ones(3, 2)
+    forward, params, _ = bc.make_functional(module)
+    out = forward({**params, "scale": torch.tensor(2.0), "noise": torch.tensor(0.1)}, x)
+    assert torch.equal(out, 2 * module(x)) and module.scale == 1 and not hasattr(module, "noise")
+    with pytest.raises(TypeError, match=r"not an instance of torch\.Tensor"):
+        forward({**params, "linear.bias": 0.0}, x)
+
+
+def test_a_submodule_may_be_replaced():
+    module, x = network().eval(), torch.randn(6, 2)
+    forward, params, _ = bc.make_functional(module)
+    module[2] = nn.Identity()
+    assert torch.equal(forward(params, x), module(x))

@@ -15,12 +15,14 @@ ALLOWED = {"os", "sys", "warnings", "matplotlib", "torch", "torchopt", "optree",
 DATA = {
     "pima": "pima/pima-indians-diabetes.data.csv",
     "a_network_one_trusts": "mnist/mnist.npz",
+    "imdb": "imdb/imdb_20k_100.npz",
     "continual_lora": "books",
     "bayesian_llama": "statements/statements.json",
 }
 PACKAGES = {
     "pima": ["pyro", "posteriors"],
     "a_network_one_trusts": ["torchmetrics", "sklearn"],
+    "imdb": ["torchmetrics"],
     "continual_lora": ["transformers", "tokenizers", "peft"],
     "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
 }
@@ -73,7 +75,7 @@ def test_it_imports_the_library_the_experiments_and_no_helpers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_at_smoke_scale(name, tmp_path, monkeypatch):
+def test_it_runs_at_smoke_scale(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     for package in PACKAGES.get(name, []):

@@ -161,6 +161,7 @@ def test_cosine_with_restarts_stays_within_the_rules_bounds(momentum):
     assert (ratio - 1.0).square().mean().sqrt() < 0.07
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_one_cycle_moves_lr_and_momentum_and_the_variance_follows(nesterov):
     """OneCycleLR over 1000 steps, momentum 0.85 to 0.95 against lr: the variance within 3 % from step 150 on."""
@@ -173,6 +174,7 @@ def test_one_cycle_moves_lr_and_momentum_and_the_variance_follows(nesterov):
     assert (ratio - 1.0).abs().max() < 0.03
 
 
+@pytest.mark.slow
 def test_cyclic_momentum_of_adam_is_followed():
     """CyclicLR over Adam's b1 with a frozen P: within 5 % once the start is forgotten."""
 

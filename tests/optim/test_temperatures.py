@@ -64,6 +64,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_thermometer_reads_one_on_a_run(kind):
     """Both temperatures within 5 standard errors of 1; two-sided false alarms below 1e-4."""
@@ -95,6 +96,7 @@ def test_a_run_that_the_data_heat_warns():
     assert abs(meter.estimates["v"].value - 1) < 0.06
 
 
+@pytest.mark.slow
 def test_a_moving_lr_is_followed():
     torch.manual_seed(0)
     model = Bowl()

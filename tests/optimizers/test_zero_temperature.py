@@ -52,7 +52,13 @@ def test_functions_equal_torchopts_bitwise(row, data):
 
 
 @pytest.mark.parametrize("row", [r for r in COMPARED if r.function != "adadelta"], ids=str)
-@pytest.mark.parametrize("zero", [torch.tensor(0.0), lambda count: 0.0 * count], ids=["tensor", "schedule"])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param(torch.tensor(0.0), id="tensor"),
+        pytest.param(lambda count: 0.0 * count, id="schedule", marks=pytest.mark.slow),
+    ],
+)
 @given(data=st.data())
 def test_a_tensor_or_schedule_that_is_zero_gives_the_same_values(row, zero, data):
     settings = data.draw(row.settings)

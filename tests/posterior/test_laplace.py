@@ -280,6 +280,7 @@ def test_the_evidence_under_a_gaussian_prior_is_the_gaussian_processes(structure
     assert math.isclose(evidence.item(), exact.item(), rel_tol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_low_rank_posterior_depends_on_the_split_as_much_as_its_docstring_says():
     """Mean marginal variance of a 93-parameter classifier with 200 data, batches of 10 to 100 against one of all."""
     changes = {10: [], 20: []}

@@ -84,6 +84,7 @@ def test_outputs_without_an_event_axis_have_one_output():
     assert mean.tolist() == [1, 1] and covariance.flatten().tolist() == [1, 0.25]
 
 
+@pytest.mark.slow
 def test_monte_carlo_on_a_linear_model_has_the_linearised_moments():
     """20,000 draws; standardised errors of 2 means and 3 second moments beyond 5.5 with probability below 2e-7."""
     forward, params, inputs = mlp()
@@ -112,6 +113,7 @@ def test_monte_carlo_takes_a_chains_draws_and_checks_them():
         )
 
 
+@pytest.mark.slow
 def test_probit_for_two_outcomes_is_within_its_bound_of_quadrature():
     """The trapezoid rule on 4001 points of +-12 standard deviations integrates this analytic function to rounding
     error.
@@ -201,6 +203,7 @@ def random_gaussian(classes, deviation):
     return mean, covariance / covariance.diagonal().max() * deviation**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviation, bound", [(0.3, 0.01), (1.0, 0.07), (3.0, 0.17)])
 def test_ten_classes_are_within_the_docstrings_bounds_of_monte_carlo(deviation, bound):
     """The bounds hold for the bridge and for probit. Six standard errors, 0.015, are far less likely than 1e-7."""

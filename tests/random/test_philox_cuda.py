@@ -27,15 +27,40 @@ for chains in ((), (3,), (2, 2), (0,)):
 print("alike")
 """
 
+PIECES = """
+import sys, torch
+from bayesopt_chain.random.philox_cuda import fill_pieces
+from bayesopt_chain.random.pieces import in_tensors
+
+device = sys.argv[1]
+rows = [(5 + 70 * i, 33) for i in range(40)]  # a matrix of rows of 70, cut by columns
+runs = [(0, 1), (63, 2), (100, 3000), (4000, 256), (2**34 - 300, 300), (2**33, 5000), *rows]
+starts, lengths = map(list, zip(*runs))
+draws = [7, 7, 7, 7, 2**32 - 1, 8, *[9] * 40]
+for chains in ((), (3,), (2, 2), (0,)):
+    keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
+    out = torch.full((*chains, sum(lengths)), 9.0, device=device)
+    flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
+    for few in (slice(None), slice(0, 0)):
+        some = out[..., : sum(lengths[few])].contiguous()
+        fill_pieces(some, *flat, starts[few], lengths[few], draws[few])
+        if lengths[few]:
+            want = in_tensors(keys, steps, starts, lengths, draws, torch.float32)
+            torch.testing.assert_close(some.cpu(), want.view(some.shape), rtol=0, atol=1e-6)
+print("alike")
+"""
+
 
 @pytest.mark.slow
-def test_the_kernel_draws_the_stream_in_the_interpreter():
-    run(PROGRAM, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("program", [PROGRAM, PIECES], ids=["leaves", "pieces"])
+def test_the_kernels_draw_the_stream_in_the_interpreter(program):
+    run(program, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
-def test_the_kernel_draws_the_stream_on_the_device():
-    run(PROGRAM, "cuda")
+@pytest.mark.parametrize("program", [PROGRAM, PIECES], ids=["leaves", "pieces"])
+def test_the_kernels_draw_the_stream_on_the_device(program):
+    run(program, "cuda")
 
 
 @pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("size",)], ids=str)
@@ -47,6 +72,16 @@ def test_it_compiles_without_approximate_functions(ones, blocks):
     names = ("out", "keys", "counts", "key_stride", "count_stride", "total", "offset", "size", "draw", "programs")
     types = {"out": "*fp32", "keys": "*i64", "counts": "*i64", **dict.fromkeys(names[3:], "i32")}
     ptx = code_for_hopper(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)
+    assert not re.findall(INEXACT, ptx)
+
+
+@pytest.mark.parametrize("blocks", [64, 128, 256, 512])
+def test_the_kernel_of_pieces_compiles_without_approximate_functions(blocks):
+    from bayesopt_chain.random.philox_cuda import _pieces
+
+    names = ("out", "keys", "counts", "table", "key_stride", "count_stride", "total", "runs", "programs")
+    types = {"out": "*fp32", **dict.fromkeys(names[1:4], "*i64"), **dict.fromkeys(names[4:], "i32")}
+    ptx = code_for_hopper(_pieces, types, {"BLOCKS": blocks, "RUN": 64}, 1, 2)
     assert not re.findall(INEXACT, ptx)
 
 

@@ -39,6 +39,7 @@ def test_exploration_is_the_optimizer(build):
     assert all(not torch.equal(hotter[k], colder[k]) for k in params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_the_late_sampling_phase_is_at_temperature_in_every_cycle(momentum):
     """Mean square within 6 %: its standard error at 8,000 parameters is 1.6 % at each update, averaged over 100 of them."""
@@ -46,6 +47,7 @@ def test_the_late_sampling_phase_is_at_temperature_in_every_cycle(momentum):
         assert abs(phase[-100:].mean().item() - 1) < 0.06
 
 
+@pytest.mark.slow
 def test_the_papers_noise_samples_too_warm_as_lr_falls():
     ours = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0), 400, 200)
     paper = variances(bc.samplers.cyclical(0.1, 400, 200, 0.99, temperature=1.0, lr_inside=True), 400, 200)

@@ -227,6 +227,7 @@ def test_at_temperature_zero_particles_descend_together():
     torch.testing.assert_close(updates, -0.1 * x.mean(0).expand(5, 3), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.25, 1.0])
 def test_particles_settle_to_represent_the_target(temperature):
     """60 particles on N(1, T / 4): mean exact, variance within 10 % (SVGD's own finite-particle error, deterministic)."""

@@ -66,6 +66,7 @@ def test_baoab_is_posteriors_baoa():
         torch.testing.assert_close(theta, other.params, rtol=1e-7, atol=1e-7)  # they compute their constants in float32
 
 
+@pytest.mark.slow
 def test_a_thermostat_of_theirs_leaves_a_bias_that_ours_does_not():
     """Strong friction (a = 0.5 a step): their scalar SGNHT samples a variance off by more than 15 %, ours by less than 5 %.
 

@@ -124,6 +124,7 @@ def test_the_correction_needs_the_hessian():
         tx.update(torch.ones(2), tx.init(p), params=p)
 
 
+@pytest.mark.slow
 def test_a_preconditioner_frozen_after_burn_in_samples_the_quartic():
     """P is learned from 50 noisy gradients, then frozen: the moment is right to order lr^2, whatever P became."""
     x = torch.tensor([1.5]).double()
@@ -176,6 +177,7 @@ def test_the_adaptive_window_takes_constant_gradients(gradient):
             torch.testing.assert_close(updates, torch.full((2,), gradient).sign())
 
 
+@pytest.mark.slow
 def test_adaptive_sghmc_samples_a_badly_scaled_gaussian_after_its_burn_in():
     """Curvatures 1e-2 to 1e4 from the mode: every variance within 15 % of ``T / k``.
 
@@ -197,6 +199,7 @@ def test_adaptive_sghmc_samples_a_badly_scaled_gaussian_after_its_burn_in():
     assert ((total * k[:, 0] / 0.5 - 1).abs() < 0.15).all(), total * k[:, 0] / 0.5
 
 
+@pytest.mark.slow
 def test_the_paper_correction_with_memory_is_no_cure():
     """With alpha = 0.9 the drift does not repair the law: the moment stays off by more than 5 % at a small step."""
     want = target_moment(QUARTIC, 1.0)

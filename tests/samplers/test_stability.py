@@ -28,6 +28,7 @@ def burned_in(tx, updates: int, start: float = 0.05):
     return p, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "limit"),
     [
@@ -67,6 +68,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_preconditioner_frozen_where_it_is_unstable_is_found_before_the_chain_diverges(name):
     """Frozen at gradients near 0 the scale is large; the answer is compared with what 300 further updates do."""

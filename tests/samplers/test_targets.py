@@ -131,8 +131,13 @@ def check(build, order: int, h: float, steps: int, target: Target, chains: int) 
         )
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize("target", ["double well", "banana"])
+CASES = [(target, name) for target in ("double well", "banana") for name in ELEMENTWISE]
+QUICK = [("double well", "sghmc"), ("double well", "sgld"), ("banana", "lattice_walk")]
+
+
+@pytest.mark.parametrize(
+    "target, name", [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_moments_of_a_two_dimensional_target(target, name):
     build, order, unit = ELEMENTWISE[name]
     target = TARGETS[target]

@@ -67,6 +67,7 @@ def test_the_temperature_is_right_at_small_lr_and_strong_friction():
     assert abs(stationary_moment(probe, 1.0, degree=9) / want - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_badodab_at_fixed_momentum_is_of_second_order_in_lr():
     build = lambda h: thermostat_probe(samplers.badodab(h, 0.7 / h, temperature=1.0, per_parameter=True))  # noqa: E731
     slope, biases = fitted_slope(build, (0.1, 0.14, 0.2), degree=9)
@@ -135,6 +136,7 @@ WITH_ROOM = {  # velocity memory 0.9 in every update
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ROOM)
 @pytest.mark.parametrize("lr", [0.1, 0.3, 1.0])
 def test_one_friction_for_each_parameter_samples_quadratics_at_large_lr(name, lr):
@@ -177,6 +179,7 @@ def logistic_regression():
     return gradient, mean, deviation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.0, 30.0])
 @pytest.mark.parametrize("name", WITH_ROOM)
 def test_one_friction_for_each_parameter_samples_a_logistic_regression(name, start):

@@ -45,6 +45,11 @@ class Slots:
         for leaf in leaves:
             if not torch.is_tensor(leaf):
                 raise TypeError(f"capture: params and state must hold tensors only, found {leaf!r}")
+            if _torch.is_dtensor(leaf):
+                raise CaptureError(
+                    "capture: params or state hold a DTensor, spread over ranks, whose messages a captured step cannot hold; "
+                    "run the step as it is, or keep whole parameters on every rank"
+                )
         first: dict[int, int] = {}
         self.index = [first.setdefault(id(leaf), len(first)) for leaf in leaves]
         unique = {i: leaf for i, leaf in zip(self.index, leaves)}

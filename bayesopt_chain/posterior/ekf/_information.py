@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.ekf._statistical import MOMENTS, Moments
@@ -223,7 +224,7 @@ def _evaluated(
         if v.shape[0] == 1:
             pulled = torch.autograd.grad(f, chosen, v[0], allow_unused=True)
             return [torch.zeros_like(leaf)[None] if x is None else x[None] for x, leaf in zip(pulled, chosen)]
-        pulled = torch.autograd.grad(f, chosen, v, allow_unused=True, is_grads_batched=True)
+        pulled = gradients_of_columns(f, chosen, v)
         return [leaf.new_zeros((v.shape[0], *leaf.shape)) if x is None else x for x, leaf in zip(pulled, chosen)]
 
     return f.detach(), pull

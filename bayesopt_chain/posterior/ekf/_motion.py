@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core.scalar_or_schedule import is_number
+from bayesopt_chain.schedules import is_number
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, common_dtype, flatten, paths, require_like, size, spread, unflatten
 

@@ -20,7 +20,6 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import is_schedule
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.ekf import _smoothing
 from bayesopt_chain.posterior.ekf._information import information, of_moving, weighed
@@ -35,6 +34,7 @@ from bayesopt_chain.posterior.ekf._structures import (
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, require_values
 from bayesopt_chain.precision import Cholesky, Diagonal, shape_only, unflatten
+from bayesopt_chain.schedules import is_schedule
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, spread
 
@@ -55,6 +55,7 @@ class Filter(Link):
     transition_noise: Any = field(hash=False, compare=False)
     forgetting: Any
     whole = True
+    spread = "refused"
     needs_params = True
 
     @property

@@ -11,10 +11,10 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, is_zero
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.vi._families import Dense, Family, Kronecker, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 
 
 @checked

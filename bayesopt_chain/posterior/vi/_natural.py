@@ -47,13 +47,13 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
 from bayesopt_chain.posterior.draw import Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import device_of, times
 from bayesopt_chain.posterior.vi._gaussian_families import require_one_prior, require_samples
 from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
+from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
 
 

@@ -32,8 +32,6 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.core.scalar_or_schedule import ScalarOrSchedule, now, scalar
-from bayesopt_chain.core.state import paths_of
 from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
@@ -44,8 +42,9 @@ from bayesopt_chain.posterior.state import (
     times,
 )
 from bayesopt_chain.posterior.vi._families import Family
+from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_hidden
-from bayesopt_chain.trees import paths, require_like, spread
+from bayesopt_chain.trees import paths, paths_of, require_like, spread
 
 
 class VariationalState(NamedTuple):

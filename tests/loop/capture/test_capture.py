@@ -501,7 +501,7 @@ def rehearsed(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", CHAINS)
 def test_what_a_cuda_graph_records_is_the_step(rehearsed, name, steps):
     """The recorded program moves the static buffers in place, fused where it can; warm-up and recording leave them alone."""

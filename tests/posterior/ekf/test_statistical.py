@@ -141,6 +141,7 @@ def test_an_evidence_by_moments_exists_at_lr_1_only():
         tx.log_evidence(state)
 
 
+@pytest.mark.slow
 def test_skills_are_nearer_to_the_exact_filter_than_by_the_tangent():
     """The match-by-match filter of two players with a wide prior, against a grid: the error of the mean, in exact standard
     deviations, averaged over 4 leagues after 60 and 120 matches, falls to less than a third (0.08 for 0.51 over 10 leagues when

@@ -225,6 +225,7 @@ def test_the_elbo_of_another_gaussian_is_lower_by_the_divergence():
     assert divergence > 10 * elbo.standard_error and abs(elbo.value - divergence) < 4 * elbo.standard_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta2, steps", [(0.99999, 4000), (1 - 5 / 4000, 4000), (1 - 5 / 1000, 1000)])
 def test_ivons_first_hessian_keeps_the_weight_beta2_to_the_steps(beta2, steps):
     """On a quadratic of curvature 2, from 0.5, with as many samples as make the noise small: the average after t steps is

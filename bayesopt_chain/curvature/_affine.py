@@ -1,0 +1,51 @@
+"""A model whose Jacobian is known: a linear layer on given features, so that nothing has to be differentiated.
+
+    f = W x + b,    d f_o / d W_oi = x_i,    d f_o / d b_o = 1
+
+at every position. A column s of the output root is its own gradient in the layer's output, so that (x, s) is the pair that a
+tap on the layer would give (``_taps.py``), and no forward pass has to be watched or checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bayesopt_chain.curvature._kinds import Matrix, Vector
+from bayesopt_chain.curvature._taps import Use, linear_canonical, shift_canonical
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``affine(params, batch) -> batch[0] @ params[weight].T + params[bias]``, its Jacobian known to every estimator here.
+
+    Attributes:
+        weight: the name of the weight, ``[O, I]``.
+        bias: that of the bias, ``[O]``, or None.
+    """
+
+    weight: str
+    bias: str | None = None
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
+        return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])
+
+    def uses(self, params: Any, x: Tensor) -> tuple[list[Use], list[Tensor]]:
+        """The uses of the parameters, all of the one tap 0, and what each sees of the inputs ``[b, *, I]``."""
+        numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
+        weight = params[self.weight]
+        uses = [
+            Use(numbers[id(weight)], 0, Matrix(False, (weight.shape[0], weight.shape[1])), linear_canonical(), True)
+        ]
+        seen = [x]
+        if self.bias is not None:
+            outputs = weight.shape[0]
+            canonical = shift_canonical((outputs,))
+            uses.append(Use(numbers[id(params[self.bias])], 0, Vector((outputs, 1)), canonical, True))
+            seen.append(x.new_zeros(x.shape[0]))
+        return uses, seen

@@ -1,0 +1,190 @@
+"""Checkpoints of parameters and states that are spread over ranks, by ``torch.distributed.checkpoint`` (DCP).
+
+A checkpoint is a directory. Every rank writes what it alone holds, and a table of contents, written last, says where each
+element of each tensor lies; so it is read by any number of ranks in any layout:
+
+    params/layer.weight                    a DTensor: its shards, from whatever ranks; a plain tensor: once, for all ranks
+    state/0.Momentum.trace['layer.weight']
+    chain 3/params/w                       with ``chains``: row by row, under the chain's global number
+
+DCP on its own takes tensors of one name on several ranks for replicas and keeps one of them, and what is no dictionary of
+tensors for one rank's secret; it reads what both sides have and leaves the rest as it was. Here each of these is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.ranks import digest, gather_objects, together, world
+
+TABLE = ".metadata"  # DCP's name of the table of contents
+
+
+def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
+    """Write what the ranks hold into a directory, whole or not at all; on every rank, with the same ``path``.
+
+    Args:
+        path: a directory on storage that all ranks see, without a checkpoint in it: one for each step that is saved. Until
+            everything is written it has no table of contents, and :func:`load` refuses it.
+        tree: dictionaries of tensors, such as ``{"params": params, "state": bc.state_dict(state)}``. DTensors are written
+            shard by shard; plain tensors must be alike on all ranks.
+        chains: ``chains.numbers`` of :func:`bayesopt_chain.parallel` with a mesh: axis 0 of every tensor counts these
+            chains.
+
+    Raises:
+        TypeError: a leaf that is no tensor.
+        FileExistsError: a checkpoint is there already.
+        ValueError: a plain tensor that is not the same on all ranks; with ``chains``, a tensor that is not stacked.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.ones(2)}
+        >>> state = tx.init(params)
+        >>> folder = tempfile.mkdtemp() + "/step-100"
+        >>> bc.distributed.save(folder, {"params": params, "state": bc.state_dict(state)})
+        >>> _ = params["w"].zero_()
+        >>> bc.distributed.load(folder, {"params": params, "state": bc.state_dict(state)})
+        >>> params["w"]
+        tensor([1., 1.])
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    def told() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if (Path(path) / TABLE).exists():
+            raise FileExistsError(f"save: {path} holds a checkpoint already; give every step that is saved a directory")
+        tensors = _named("save", tree, chains)
+        return tensors, {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+
+    tensors, digests = together(None, told)
+    every = gather_objects(digests, None)
+    wrong = [name for name, mine in digests.items() if any(theirs.get(name, mine) != mine for theirs in every)]
+    if wrong:
+        raise ValueError(
+            f"save: {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ from rank to rank, and one of them would "
+            "be kept: chains=chains.numbers for chains on ranks of their own, bc.distributed.broadcast for replicas that "
+            "have drifted apart, DTensors for shards"
+        )
+    with _alone_without_a_warning() as alone:
+        write(tensors, checkpoint_id=str(path), no_dist=alone)
+
+
+def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
+    """Read a checkpoint into the tensors of a tree, on any number of ranks, in any layout; on every rank.
+
+    Args:
+        path: a directory that :func:`save` wrote.
+        tree: as for :func:`save`: what is to be overwritten, in place, each tensor in its own layout.
+        chains: the chains of this rank by their global numbers, which may be others than when they were saved.
+
+    Raises:
+        FileNotFoundError: no whole checkpoint.
+        TypeError: a leaf that is no tensor.
+        ValueError: a tensor that only one of the two has, or of another shape or dtype, naming them; chains that nobody
+            loads. Nothing is written then.
+
+    Example:
+        >>> import tempfile, torch, bayesopt_chain as bc
+        >>> folder = tempfile.mkdtemp() + "/step-100"
+        >>> bc.distributed.save(folder, {"w": torch.ones(2)})
+        >>> w = torch.zeros(2)
+        >>> bc.distributed.load(folder, {"w": w})
+        >>> w
+        tensor([1., 1.])
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    def checked() -> tuple[dict[str, Tensor], list[int], set[int]]:
+        if not (Path(path) / TABLE).exists():
+            raise FileNotFoundError(
+                f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
+            )
+        tensors = _named("load", tree, chains)
+        table = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        saved = {number for name in table if (number := _chain_of(name)) is not None}
+        here = {None, *(chains or ())}
+        _require_fit(path, tensors, {name: about for name, about in table.items() if _chain_of(name) in here})
+        return tensors, list(chains or ()), saved
+
+    tensors, mine, saved = together(None, checked)
+    if left := saved - {number for theirs in gather_objects(mine, None) for number in theirs}:
+        raise ValueError(
+            f"load: {path} holds chains {sorted(saved)[:8]}{'...' if len(saved) > 8 else ''}, and no rank loads "
+            f"{sorted(left)[:8]}: run as many chains as were saved"
+        )
+    with _alone_without_a_warning() as alone:
+        read(tensors, checkpoint_id=str(path), no_dist=alone)
+
+
+@contextmanager
+def _alone_without_a_warning() -> Iterator[bool]:
+    """Whether this is the only process; DCP warns of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield world().size == 1
+
+
+def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str, Tensor]:
+    """Every tensor by the names of the dictionaries it stands in: with ``chains``, every row of every tensor.
+
+    The tensors share their memory with those of the tree.
+    """
+    if not isinstance(tree, Mapping):
+        raise TypeError(
+            f"{who}: tree must be a dictionary, such as {{'state': bc.state_dict(state)}}, got {type(tree).__name__}"
+        )
+    out: dict[str, Tensor] = {}
+    todo: list[tuple[str, Any]] = [(str(name), value) for name, value in reversed(list(tree.items()))]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(f"{name}/{inner}", x) for inner, x in reversed(list(value.items()))]
+        elif not isinstance(value, Tensor):
+            raise TypeError(
+                f"{who}: {name} is {type(value).__name__}; only tensors can be spread over ranks: bc.state_dict(state) for the "
+                "state of a chain, torch.distributed.checkpoint.state_dict.get_optimizer_state_dict for an optimizer of "
+                "bc.optim"
+            )
+        elif name in out:
+            raise ValueError(f"{who}: two tensors are named {name}; rename a key that contains '/'")
+        else:
+            out[name] = value.detach()
+    if chains is None:
+        return out
+    for name, x in out.items():
+        placements = tuple(getattr(x, "placements", ()))
+        if x.ndim == 0 or len(x) != len(chains) or any(getattr(p, "dim", None) == 0 for p in placements):
+            raise ValueError(
+                f"{who}: {name} is of shape {tuple(x.shape)}{f', spread as {placements}' if placements else ''}; with chains= "
+                f"axis 0 of every tensor counts the {len(chains)} chains of this rank"
+            )
+    return {f"chain {number}/{name}": x[i] for i, number in enumerate(chains) for name, x in out.items()}
+
+
+def _chain_of(name: str) -> int | None:
+    first, _, rest = name.partition("/")
+    number = first.removeprefix("chain ")
+    return int(number) if rest and number != first and number.isdigit() else None
+
+
+def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
+    wrong = [f"{name} is not there" for name in tensors if name not in table]
+    wrong += [f"{name} is not expected" for name in table if name not in tensors]
+    for name, x in tensors.items():
+        about = table.get(name)
+        if about is None:
+            continue
+        dtype = getattr(getattr(about, "properties", None), "dtype", None)
+        if dtype != x.dtype or tuple(about.size) != tuple(x.shape):
+            size = tuple(getattr(about, "size", ()))
+            wrong.append(f"{name} is {dtype} {size}, expected {x.dtype} {tuple(x.shape)}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"load: the checkpoint in {path} does not fit: {'; '.join(wrong[:5])}{more}")

@@ -1,0 +1,320 @@
+r"""Parameters spread over ranks (DTensors: FSDP2, tensor parallelism), as a chain works on them.
+
+Elementwise links know no neighbours: a shard of a leaf is a leaf. So an update takes the DTensors apart once when it begins,
+runs on this rank's own tensors, and puts DTensors together once when it ends:
+
+    leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
+    noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.pieces.draw_pieces`
+
+Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys
+and counts are plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
+
+A gradient that still is a sum to be taken over ranks (``Partial``), or lies otherwise than its parameter, is brought to the
+parameter's placements first. A link that mixes elements has no business with a shard: it takes the tree of DTensors, whose own
+reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, spec_of, specs_of, stacked_spec
+from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.replicated import FULLY_SHARDED
+from bayesopt_chain.random.pieces import Runs
+
+Spread = Literal[
+    "shards", "tree", "refused"
+]  # what a link takes: each rank's part as a leaf; the tree of DTensors; nothing
+Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
+
+
+def pieces_of(leaves: Sequence[Any]) -> Pieces:
+    """The elements of each leaf that this rank holds; ``None`` for a plain tensor."""
+    return tuple([runs_of(x) if is_dtensor(x) else None for x in leaves])
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return local_of(x) if is_dtensor(x) else x
+
+
+class Sharding:
+    """The leaves of a tree of which some are DTensors, and how they are laid out.
+
+    Attributes:
+        pieces: by leaf the elements that are here.
+        specs: by leaf torch's description of the DTensor that was seen last.
+    """
+
+    def __init__(self, layout: Any, links: Sequence[Any]) -> None:
+        """Refuses links that need whole leaves, and a stream that knows no elements.
+
+        Raises:
+            ValueError: naming the link and the leaf.
+        """
+        self.pieces: Pieces = layout.pieces
+        self.paths, self.where, self.links = layout.paths, layout.where, links
+        self.specs: list[Any] = [None] * len(self.pieces)
+        # the same of the last gradients that lay as their parameters; of a spread leaf never that of a plain tensor
+        self.alike: list[Any] = [None if mine is None else () for mine in self.pieces]
+        self.met = False  # whether every leaf was seen
+        for link, w in zip(links, self.where):
+            here = [j for j in w if self.pieces[j] is not None]
+            if here and link.spread == "refused":
+                raise ValueError(
+                    f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each "
+                    f"rank has a part{link.instead}. Keep whole parameters on every rank and spread the data "
+                    "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
+                )
+            if here and getattr(link, "stream", None) == "generator":
+                raise ValueError(
+                    f"chain: {link} draws with torch's generator, one element after the other, so that ranks with shards of "
+                    'a leaf would all draw the first ones; leave stream= out, or take stream="philox"'
+                )
+
+    def seen(self, leaves: Sequence[Any], what: str) -> None:
+        """Take note of how these leaves lie; refuse another layout than the state's.
+
+        Raises:
+            ValueError: naming the leaf.
+        """
+        specs = specs_of(leaves)
+        if self.met and all(map(is_, specs, self.specs)):
+            return
+        for j, (x, spec) in enumerate(zip(leaves, specs)):
+            if x is None or (spec is self.specs[j] and (spec is None) == (self.pieces[j] is None)):
+                continue
+            if (spec is None) != (self.pieces[j] is None) or (spec is not None and runs_of(x) != self.pieces[j]):
+                came = "a plain tensor" if spec is None else f"spread as {spec.placements}"
+                raise ValueError(
+                    f"{what}: leaf {checks.name(self.paths[j])} is {came}, otherwise than the parameter that the state was "
+                    "made for; call init with these parameters"
+                )
+            self.specs[j] = spec
+        self.met = all([(spec is None) == (mine is None) for spec, mine in zip(self.specs, self.pieces)])
+
+    def gradients(self, g: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """The local gradients, each brought to its parameter's placements first; ``own`` are the parts that are here.
+
+        Raises:
+            ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
+        """
+        specs = specs_of(g)
+        if self.met and (all(map(is_, specs, self.specs)) or all(map(is_, specs, self.alike))):
+            return list(own)
+        out = list(own)
+        for j, (x, came) in enumerate(zip(g, specs)):
+            if x is None:
+                continue
+            spec = self.specs[j]
+            if came is not None and spec is not None:
+                if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
+                    self.alike[j] = came
+                else:
+                    out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
+            elif is_dtensor(x) or self.pieces[j] is not None:
+                self.seen([None] * j + [x], "updates")
+        return out
+
+    def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+        """The DTensors of which these are the local parts, for links that take them."""
+        return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
+
+    def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
+        """This rank's parts of what was given for these leaves: of DTensors spread like them; numbers hold for all elements.
+
+        Raises:
+            ValueError: a plain tensor for a spread leaf, or one spread otherwise.
+        """
+        out: list[Any] = []
+        for j, x in zip(leaves, xs):
+            mine = self.pieces[j]
+            if mine is not None and isinstance(x, Tensor) and x.ndim and not (is_dtensor(x) and runs_of(x) == mine):
+                raise ValueError(
+                    f"{what}: the tensor at {checks.name(self.paths[j])} is not spread over the ranks as its parameter is; "
+                    "distribute it likewise (torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements))"
+                )
+            out.append(local(x))
+        return out
+
+    def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
+        """The entries of a fresh state: the memory of a leaf spread as the leaf is, the key that of the first rank.
+
+        ``noise`` has, by link, what knows of which leaf each remembered draw is.
+        """
+        out: list[Any] = []
+        for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
+            if link.spread == "shards" and hasattr(entry, "_fields"):
+                of = {"memory": noise[i].leaves, "conditions": ()} if i in noise else {}
+                fields = [self._memory(x, of.get(name, w), leaves) for name, x in zip(entry._fields, entry)]
+                entry = self._agreed(type(entry)(*fields))
+            out.append(entry)
+        return out
+
+    def _memory(self, field: Any, where: Sequence[int], leaves: Sequence[Any]) -> Any:
+        if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
+            return field
+        return tuple([self._like(x, leaves[j], j) for x, j in zip(field, where)])
+
+    def _like(self, x: Any, leaf: Tensor, j: int) -> Any:
+        spec = self.specs[j]
+        if spec is None or not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if x.shape == leaf.shape:
+            return dtensor_of(x, stacked_spec(spec, x, 0))
+        return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == leaf.shape else x
+
+    def _agreed(self, entry: Any) -> Any:
+        """With the key of the first rank, on all ranks that hold parts."""
+        if not hasattr(entry, "key"):
+            return entry
+        key: Tensor = entry.key.clone()
+        for group in _groups([spec.mesh for spec in self.specs if spec is not None]):
+            dist.broadcast(key, group=group, group_src=0)
+        return entry._replace(key=key)
+
+
+def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
+    """``init`` for parameters of which some are DTensors: on this rank's parts."""
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    if not any(map(is_dtensor, leaves)):
+        return init(params) if like is None else init(params, like=like)
+    return init(spec.unflatten(local_parts(leaves)), like=optree.tree_map(local, like), whole=leaves)
+
+
+def step(
+    update: Callable[..., Any],
+    plan: Callable[[Any], Any],
+    updates: Any,
+    state: Any,
+    *,
+    params: Any = None,
+    inplace: bool = True,
+    **extra: Any,
+) -> Any:
+    """``update`` of a state of DTensors: its trees are taken apart, and what it gives is put together.
+
+    What was overwritten is the DTensor that it was.
+
+    Raises:
+        ValueError: leaves that lie otherwise than the state was made for.
+    """
+    if getattr(getattr(state, "layout", None), "pieces", None) is None:
+        return update(updates, state, params=params, inplace=inplace, **extra)
+    sharding: Sharding = plan(state).shards
+    g, spec = optree.tree_flatten(updates, none_is_leaf=True)
+    if params is not None:
+        leaves, structure = optree.tree_flatten(params, none_is_leaf=True)
+        sharding.seen(leaves, "params")
+        params = structure.unflatten(local_parts(leaves))
+    own = local_parts(g)
+    mine = sharding.gradients(g, own)
+    entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
+    if entries is None:
+        entries = [_Entry.of(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+    moves: Any
+    moves, after = update(
+        spec.unflatten(mine),
+        type(state)([entry.parts for entry in entries], state.layout),
+        params=params,
+        inplace=inplace,
+        **{name: whole(x) for name, x in extra.items()},
+    )
+    flat: list[Any] = spec.flatten_up_to(moves)
+    new = [
+        old if x is part else x if x is None or known is None else dtensor_of(x, known)
+        for x, part, old, known in zip(flat, own, g, sharding.specs)
+    ]
+    entries = [entry.put(x) for entry, x in zip(entries, after)]
+    made = type(state)([entry.whole for entry in entries], state.layout)
+    made.taken_apart = entries
+    return spec.unflatten(new), made
+
+
+class _Entry(NamedTuple):
+    """An entry of a state, its leaves, and the same as this rank's parts; one that a link keeps as it likes stays."""
+
+    whole: Any
+    leaves: list[Any]
+    parts: Any
+    mine: list[Any]
+    stays: bool
+
+    @staticmethod
+    def of(entry: Any, stays: bool) -> _Entry:
+        """Take an entry apart."""
+        if stays:
+            return _Entry(entry, [], entry, [], stays)
+        leaves, spec = optree.tree_flatten(entry)
+        mine = local_parts(leaves)
+        return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
+
+    def put(self, parts: Any) -> _Entry:
+        """What became of it, spread as it was."""
+        if self.stays:
+            return _Entry(parts, [], parts, [], True)
+        mine: list[Any]
+        mine, spec = optree.tree_flatten(parts)
+        if all(map(is_, mine, self.mine)):
+            return self
+        every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
+        leaves: list[Any] = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
+        return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
+
+
+def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """Whether something is true on all ranks that hold parts of these leaves: one message for each axis of their mesh."""
+    groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
+    if not groups:
+        return ok
+    least = ok.to(torch.int32)
+    for group in groups:
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return least.to(torch.bool)
+
+
+def _groups(meshes: Sequence[Any]) -> list[Any]:
+    """The process groups of these meshes, in one order on all ranks."""
+    return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+
+
+def whole(x: Any) -> Any:
+    """A 0-d value such as a loss, whole on every rank; anything else as it is."""
+    return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
+
+
+def are_spread(tree: Any) -> bool:
+    """Whether any leaf of a tree is a DTensor."""
+    return any(map(is_dtensor, optree.tree_leaves(tree)))
+
+
+def like(x: Any, part: Any) -> Any:
+    """A new local tensor, spread as ``x`` is."""
+    return dtensor_of(part, spec_of(x)) if is_dtensor(x) else part
+
+
+def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:
+    """``p + update``, where there is one; of DTensors on this rank's parts."""
+    moves = zip(params, local_parts(params), local_parts(updates))
+    if inplace:
+        return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
+    return [p if u is None else x.add(u) if x is p else dtensor_of(x.add(u), spec_of(p)) for p, x, u in moves]
+
+
+def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Refuse a loss that does not depend on a spread leaf, as where a module computes with other parameters than the given.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if any(g is None and is_dtensor(x) for x, g in zip(leaves, grads)):
+        raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")

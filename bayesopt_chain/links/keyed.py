@@ -1,0 +1,46 @@
+"""Links that draw: the state has a key and a count, from which every draw follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.op import Leaves
+from bayesopt_chain.random import stream as keyed_stream
+
+
+@dataclass(frozen=True)
+class Keyed(Link):
+    """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
+
+    exacting = True
+
+    generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
+    stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
+
+    def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
+        """A fresh key and a count of zero, on the parameters' device."""
+        checks.samplable(leaves, at.paths)
+        device = leaves[0].device
+        return keyed_stream.new_key(self.generator, device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
+        """``draws`` variables like every gradient, for this step of the state's stream."""
+        checks.own_key(state.key, g)
+        given, layout = dict(zip(at.present, g)), at.plan.layout
+        like = [
+            given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
+            for j in at.index
+        ]
+        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
+        pieces = None if layout.pieces is None else [layout.pieces[j] for j in at.index]
+        xi = keyed_stream.normals(
+            state.key, state.count, templates, [draws] * len(like), kind, self.stream, 1.0, numbers, pieces
+        )
+        return [x for j, x in zip(at.index, xi) if j in given]

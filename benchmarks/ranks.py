@@ -1,0 +1,144 @@
+"""What parameters spread over two ranks cost: noise on a step of 10^7 parameters, and many small leaves against local ones.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.ranks
+
+Times are a rank's own (CPU time of its process), medians of blocks in turn, the slower rank's; each ratio is the median
+over the blocks' paired ratios, with quartiles. Results go to ``benchmarks/results/ranks.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import bayesopt_chain as bc
+from bayesopt_chain.distributed.shards import add
+from benchmarks.measure import environment, ratio
+
+RESULTS = Path(__file__).parent / "results" / "ranks.json"
+
+
+def turns(contestants: dict[str, Callable[[], Any]], blocks: int, calls: int) -> dict[str, list[float]]:
+    """CPU seconds of a call, block by block; all ranks make the same calls."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for block in range(blocks + 1):
+        for name, call in contestants.items():
+            dist.barrier()
+            start = time.process_time()
+            for _ in range(calls):
+                call()
+            if block:  # the first block warms up
+                times[name].append((time.process_time() - start) / calls)
+    return times
+
+
+def figures(times: dict[str, list[float]], ours: str, theirs: str) -> dict[str, Any]:
+    """Of the rank with the larger ratio."""
+    mine = {**ratio(times, ours, theirs), "ms": {name: 1e3 * statistics.median(x) for name, x in times.items()}}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return max(every, key=lambda x: x["ratio"])
+
+
+def large(blocks: int, batch: int) -> dict[str, Any]:
+    """A whole step and the optimizer's part of it, at T > 0 and T = 0: ten layers of 1000 x 1000 under ``fully_shard``."""
+    steps: dict[str, Callable[[], Any]] = {}
+    alone: dict[str, Callable[[], Any]] = {}
+    for name, temperature in {"T > 0": 1e-5, "T = 0": 0.0}.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
+        for layer in [*model, model]:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = bc.optim.SGD(
+            model.parameters(), 1e-3, momentum=0.9, temperature=temperature, generator=bc.distributed.generator(0)
+        )
+        x = torch.randn(batch, 1000)
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Any = x) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        step()
+        steps[name], alone[name] = step, optimizer.step
+    return {
+        "parameters": 10_010_000,
+        "batch": batch,
+        "whole step": figures(turns(steps, blocks, 2), "T > 0", "T = 0"),
+        "optimizer alone": figures(turns(alone, blocks, 4), "T > 0", "T = 0"),
+    }
+
+
+def small(blocks: int, leaves: int = 100) -> dict[str, Any]:
+    """A step over many leaves of 32 x 32, spread, against one over local tensors as large as a part, with the same noise."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    out: dict[str, Any] = {"leaves": leaves}
+    optimizers: dict[str, Callable[[], Any]] = {}
+    chains: dict[str, dict[bool, Callable[[], Any]]] = {"spread": {}, "local": {}}
+    for name in ("spread", "local"):
+
+        def tensor(name: str = name) -> torch.Tensor:
+            x = torch.randn(32, 32)
+            return distribute_tensor(x, mesh, [Shard(0)]) if name == "spread" else x[: 32 // mesh.size()].clone()
+
+        params = [tensor().requires_grad_() for _ in range(leaves)]
+        for p in params:
+            p.grad = tensor()
+        generator = bc.distributed.generator(0)
+        optimizers[name] = bc.optim.SGHMC(params, 1e-3, temperature=1e-5, generator=generator, stream="philox").step
+        sampler = bc.sghmc(1e-3, temperature=1e-5, generator=bc.distributed.generator(0))
+        tx = bc.with_stream(sampler, "philox")
+        for inplace in (True, False):
+            theta = [tensor() for _ in range(leaves)]
+            kept = [tx.init(theta)]
+
+            @torch.no_grad()
+            def step(
+                tx: Any = tx, theta: Any = theta, kept: Any = kept, inplace: bool = inplace, like: Any = params
+            ) -> None:
+                grads = [p.grad for p in like]
+                updates, kept[0] = tx.update(grads, kept[0], params=theta, inplace=inplace)
+                add(theta, updates, inplace=True)
+
+            chains[name][inplace] = step
+    out["bc.optim.SGHMC"] = figures(turns(optimizers, blocks, 10), "spread", "local")
+    for inplace in (True, False):
+        both = {name: chains[name][inplace] for name in chains}
+        what = "in place" if inplace else "pure"
+        out[f"update, {what}"] = figures(turns(both, blocks, 10), "spread", "local")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=64)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        "environment": environment(),
+        "ranks": dist.get_world_size(),
+        "large": large(arguments.blocks, arguments.batch),
+        "small": small(arguments.blocks),
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=1))
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""A tree of parameters, spread over four ranks in every way that torch knows."""
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
+
+
+def layouts():
+    """By name: the mesh, and the placements of every leaf; ``None`` for a plain tensor."""
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    alike = {"scale": (Replicate(),), "bias": (Replicate(),)}
+    return {
+        "Shard(0), uneven and empty": (
+            line,
+            {"weight": (Shard(0),), "bias": (Shard(0),), "scale": (Replicate(),), "head": (Shard(0),)},
+        ),
+        "Shard(1)": (line, {"weight": (Shard(1),), "head": (Shard(1),), **alike}),
+        "HSDP": (
+            square,
+            {
+                "weight": (Replicate(), Shard(0)),
+                "bias": (Replicate(), Shard(0)),
+                "scale": (Replicate(), Replicate()),
+                "head": (Replicate(), Shard(0)),
+            },
+        ),
+        "TP": (line, {"weight": (Shard(0),), "bias": (Shard(0),), "scale": None, "head": (Shard(1),)}),
+        "FSDP x TP": (
+            square,
+            {
+                "weight": STRIDED,
+                "bias": STRIDED,
+                "scale": (Replicate(), Replicate()),
+                "head": (Shard(0), Shard(1)),
+            },
+        ),
+    }
+
+
+def leaves(seed, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"weight": (10, 6), "bias": (5,), "scale": (), "head": (3, 7)}
+    return {name: torch.randn(shape, generator=g, dtype=dtype) for name, shape in shapes.items()}
+
+
+def part(x, mesh, placements):
+    """What a rank holds of a tensor, by torch's own cutting."""
+    out = x
+    for i, placement in enumerate(placements or ()):
+        if not isinstance(placement, Replicate):
+            out = placement._split_tensor(out, mesh.size(i), with_padding=False)[0][mesh.get_coordinate()[i]]
+    return out.contiguous().clone()
+
+
+def spread(tree, layout):
+    """The tree as DTensors."""
+    mesh, placements = layout
+    return {
+        name: part(x, mesh, None)
+        if placements[name] is None
+        else DTensor.from_local(
+            part(x, mesh, placements[name]), mesh, placements[name], run_check=False, shape=x.shape, stride=x.stride()
+        )
+        for name, x in tree.items()
+    }
+
+
+def parts(tree, layout):
+    """What a rank holds of each leaf of a whole tree."""
+    mesh, placements = layout
+    return {name: part(x, mesh, placements[name]) for name, x in tree.items()}
+
+
+def local(tree):
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tree.items()}
