@@ -284,8 +284,8 @@ ENSEMBLE = {"members": 10, "momentum": 0.9, "prior_sd": 0.03}
 EXPERIMENT = Experiment(
     "llama",
     "A Bayesian Llama",
-    "Figure 7 and Table 1: total and epistemic uncertainty of Llama 3 with an ensemble of ten last attention layers, beside one "
-    "run of SGD, on English statements and their Samoan translations, and how well they tell the two apart",
+    "Figure 7 and Table 1: total and epistemic uncertainty of Llama 3 with an ensemble of ten last attention layers, beside "
+    "one run of SGD, on English statements and their Samoan translations, and how well they tell the two apart",
     {
         "smoke": SCALES["smoke"]
         | ENSEMBLE
@@ -300,7 +300,7 @@ EXPERIMENT = Experiment(
         | {"book_characters": None, "steps": 20_000, "batch": 10, "lr": 0.1, "noise_batches": 100}
         | {"held_out": 500, "statements": 100, "continued": 5, "texts": 20},
     },
-    {"smoke": 1, "small": 2, "full": 10},
+    {"smoke": 1, "small": 3, "full": 10},
     run,
     says,
     shown=SHOWN,
