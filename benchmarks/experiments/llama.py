@@ -13,8 +13,9 @@ The texts are 100 English statements on science, their Samoan translations, and 
 ``TU`` is the entropy of the averaged prediction of a token, ``EU`` its share that the members disagree on (the mutual
 information of token and member). ``Samoan`` and ``shuffled`` are AUROC of telling these texts from the English ones by the mean
 over the tokens of a text while reading it; with ``next`` by the mean over ``continued`` tokens that the ensemble itself
-continues a text with whose last word was removed, which is the paper's measure. ``errors`` is the AUROC of telling, token by
-token of the English statements, wrong guesses from right ones. Losses are in nats a token: ``books`` of held-out parts.
+continues a text with whose last word was removed, close to the paper's measure, which takes every such token by itself.
+``errors`` is the AUROC of telling, token by token of the English statements, wrong guesses from right ones. Losses are in nats
+a token: ``books`` of held-out parts.
 
 A model that has seen nothing but English tells Samoan trivially by its loss once the text is read (``surprise``, an AUROC too);
 TU and EU are said before each token is seen. Shuffled English and errors within English are the harder questions.

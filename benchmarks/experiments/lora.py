@@ -9,9 +9,9 @@ loss of episode ``k`` with ``n`` windows is the mean negative log posterior
     m_k = where the optimizer ends,     Lambda_k = Lambda_{k-1} + s F_k,     F_k = sum_b g_b g_b^T
 
 with ``g_b`` the gradient of ``log p(y_b | theta)`` at ``m_k``, so that ``F_k`` is the empirical Fisher matrix of whole windows:
-its diagonal, its Kronecker factors or all of it. ``s = 1`` is Bayes;
-the paper's own setting is ``s = 100`` (diagonal). Everybody runs the same AdamW over the same batches from the same adapter;
-plain AdamW has the first prior in every episode. ``offline`` has the four books at once, in the same number of epochs.
+its diagonal, its Kronecker factors or all of it. ``s = 1`` is Bayes; the paper's example runs with ``s = 100`` (diagonal).
+Everybody runs the same AdamW over the same batches from the same adapter; plain AdamW has the first prior in every episode.
+``offline`` has the four books at once, in the same number of epochs.
 
 Measured is the negative log-likelihood (nats a token) of the held-out part of every book after every episode: ``Souls`` to
 ``Peter Pan`` at the end, ``all`` their mean, ``new`` the mean over books right after their own episodes, ``forgotten`` how far
