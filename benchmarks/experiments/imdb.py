@@ -14,10 +14,13 @@ is Bayes; likelihood and prior are tempered alike.
     SGHMC         parallel: the last parameters of ``members`` chains; serial: ``members`` draws of the first one, half an
                   epoch apart, from the end of its run on. At ``T = 0`` parallel is a deep ensemble
 
-MLE, MAP and VI take ``optimizer_steps`` batches of one size. A chain is ``warmup`` steps of the MAP's optimizer from
-weights of its own (the same for every temperature), ``hot`` steps at ``hot_lr``, in which the weights that the data say
-little of move towards their variance ``T / prior`` (``spread`` is the embedding's variance over that), and ``steps`` at
-``lr``. ``data`` is a multiple of the batch, so that a run of ``steps`` equal to ``data / batch`` ends with an epoch.
+MLE, MAP and VI take ``optimizer_steps`` batches of one size. A chain is ``warmup`` steps of the MLE's optimizer from weights of
+its own, the same for every temperature, then ``hot`` steps of SGHMC at ``hot_lr`` and ``steps`` at ``lr``. In between, what is
+left of the embedding's first weights, a draw of the prior, is scaled to the prior at ``T``: rare words, of which the data say
+little, then have their variance ``T / prior`` from the start, which they would reach at these rates only after many epochs
+(``spread`` is the embedding's variance over that). Without the prior in it the warm-up does not stay at chance, where the
+prior holds Adam from some starts. ``data`` is a multiple of the batch, so that a run of ``steps`` equal to ``data / batch``
+ends with an epoch.
 
 ``rho`` is the share of the noise budget ``2 T / lr_eff`` that the minibatches spend, ``kappa`` the relaxations an epoch (each
 the largest of the directions looked at), ``heating`` the variance that they add over the one at ``T`` in the worst
@@ -202,9 +205,16 @@ class Work(NamedTuple):
         more = 0 if k or not temperature else self.s["members"] - 1
         return 2 * self.s["steps"] // self.epoch + more
 
+    def warm(self, k: int, temperature: float) -> dict[str, Tensor]:
+        """Chain ``k`` after its warm-up; of the embedding's first weights only the share that the tempered prior has."""
+        first = self.start(k)["embedding.weight"]
+        params = dict(self.run(f"warmup {k}", self.optimizer(0.0), self.start(k), self.s["warmup"])[-1])
+        params["embedding.weight"] = params["embedding.weight"] - (1 - math.sqrt(temperature)) * first
+        return params
+
     def chain(self, k: int, temperature: float) -> bc.Draws:
         """Chain ``k``: its draws at every half epoch of the last stage."""
-        warm = self.run(f"warmup {k}", self.optimizer(self.decay), self.start(k), self.s["warmup"])[-1]
+        warm = self.warm(k, temperature)
         hot, tx = (self.sampler(self.s[lr], temperature) for lr in ("hot_lr", "lr"))
         ready = self.run(f"hot {k}", hot, warm, self.s["hot"], at=temperature)[-1]
         half = self.epoch // 2
@@ -468,7 +478,7 @@ def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 MODEL = {"words": 20_000, "embedding": 128, "filters": 64, "cell": 128, "prior": 40, "batch": 32}
-RATES = {"adam_lr": 1e-3, "momentum": 0.9, "hot_lr": 0.1, "lr": 0.01, "vi_scale": 0.05}
+RATES = {"adam_lr": 1e-3, "momentum": 0.9, "hot_lr": 0.03, "lr": 0.01, "vi_scale": 0.05}
 EXPERIMENT = Experiment(
     "imdb",
     "Cold posterior on IMDB",
