@@ -74,6 +74,24 @@ def test_a_claim_is_decided_where_every_seed_is_two_errors_from_zero(low, high, 
     assert imdb.verdict(claim(low, high, error)) == expected
 
 
+def test_while_the_chains_have_not_arrived_no_claim_rests_on_them():
+    far, near = claim(-0.3, -0.2, 0.01), claim(-0.001, -0.001, 0.01)
+    table = {
+        "parallel beats serial SGHMC": far,
+        "VI (T = 1) beats MAP": far,
+        imdb.STILL: near,
+        "MAP": {"nll": {"mean": 1.0}},
+    }
+    assert set(imdb.verdicts(table).values()) == {"confirmed", "undecided"}
+    assert imdb.verdicts(table)["parallel beats serial SGHMC"] == "confirmed"
+    table[imdb.STILL] = far
+    assert imdb.verdicts(table) == {
+        "parallel beats serial SGHMC": "undecided",
+        "VI (T = 1) beats MAP": "confirmed",
+        imdb.STILL: "confirmed",
+    }
+
+
 def test_linearised_probabilities_are_those_of_the_logits_gaussian(reviews, tmp_path):
     w = imdb.Work.make(SETTINGS | {"logit_draws": 4000}, 0, tmp_path)
     mode = w.start(0)
