@@ -237,6 +237,13 @@ def best_peers(cases: dict[str, Any]) -> list[tuple[str, str, str, float]]:
     return found
 
 
+def summary(path: Path = RESULTS / "curvature_fit.json") -> str:
+    """How many rows of the record are above the target, and which."""
+    best = best_peers(json.loads(path.read_text())["cases"])
+    above = [f"{case}, {phase}: {ratio:.2f} of {who}" for case, phase, who, ratio in best if ratio > TARGET]
+    return f"{len(best) - len(above)} of {len(best)} rows are at most {TARGET} ({'; '.join(above)})"
+
+
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from benchmarks.choosing import RESULTS, of_mnist
+from benchmarks.curvature_fit import summary
 from benchmarks.table import short, table, when
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,10 @@ def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():
     assert of_mnist() in CHOOSING, "run `python -m benchmarks.choosing` and put its last line into docs/choosing.md"
     temperature, start = RESULTS.read_text().strip().split("\n\n")
     assert temperature in CHOOSING and start in CHOOSING
+
+
+def test_the_figures_of_the_page_on_laplace_are_the_measured_ones():
+    assert summary() in (ROOT / "docs" / "laplace.md").read_text()
 
 
 def test_machine_and_date_are_those_of_the_measurement():
