@@ -1,8 +1,8 @@
-"""Several processes, launched by ``torchrun``: chains spread over ranks, and gradients averaged over them.
+"""Several processes, launched by ``torchrun``: chains, data and parameters spread over ranks.
 
-``bc.parallel(step, n, mesh=mesh)`` runs ``n`` chains on the ranks of a mesh, ``bc.make_step(loss, tx, mesh=mesh)`` one
-chain whose batches are spread over them; here is what both need besides, and
-``save`` and ``load`` for parameters and states that are spread over them.
+``bc.parallel(step, n, mesh=mesh)`` runs ``n`` chains on the ranks of a mesh, ``bc.make_step(loss, tx, mesh=mesh)`` one chain
+whose batches are spread over them, and chains take parameters that are DTensors. Here is what they need besides, and ``save``
+and ``load`` for parameters and states that are spread over ranks.
 """
 
 from bayesopt_chain.distributed.checkpoint import load, save
