@@ -21,9 +21,13 @@ ModelLoss = Callable[[nn.Module, Any], Any]
 
 
 class ModelStep:
-    """What :func:`as_step` returns. ``step.params`` and ``step.state`` are where it starts."""
+    """What :func:`as_step` returns. ``step.params`` and ``step.state`` are where it starts.
+
+    Optimizers make parts of their state in the first step: a saved state may hold more than ``step.state`` does.
+    """
 
     inplace = True
+    grows = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, scheduler: Any) -> None:
         self.model, self.optimizer, self.loss, self.scheduler = model, optimizer, loss, scheduler
@@ -53,6 +57,14 @@ class ModelStep:
         self._count += 1
         self.state = self._pack()
         return self.params, self.state, Info(loss.detach(), detach(aux))
+
+    def grown(self) -> dict[str, Any]:
+        """The state with every tensor that the optimizer will make in its first step; nothing moves."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        get_optimizer_state_dict(self.model, self.optimizer)  # of an optimizer without a state it makes one
+        self.state = self._pack()
+        return self.state
 
     def _pack(self) -> dict[str, Any]:
         out = {
@@ -123,11 +135,12 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
 
 
 def _tensors(x: Any) -> Any:
-    """A nest of tensors alone: a number becomes ``{"number": 0-d tensor}``; what is neither stays out of dicts."""
+    """Dictionaries of tensors alone: a number becomes ``{"number": 0-d tensor}``, a list ``{"[0]": ..., "[1]": ...}``; what
+    is none of these stays out of dicts."""
     if isinstance(x, dict):
         return {str(k): _tensors(v) for k, v in x.items() if _holds(v)}
     if isinstance(x, (list, tuple)):
-        return [_tensors(v) for v in x]
+        return {f"[{i}]": _tensors(v) for i, v in enumerate(x)}
     if torch.is_tensor(x):
         return x.detach()
     return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)}
@@ -146,13 +159,14 @@ def _restored(saved: Any, like: Any = None) -> Any:
     """What :func:`_tensors` was given; ``like``, where there is one, says the kinds and fills in what was left out."""
     if isinstance(saved, dict) and saved.keys() == {"number"}:
         return saved["number"].item()
+    if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
+        saved = [saved[f"[{i}]"] for i in range(len(saved))]
+        mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
+        out = [_restored(v, m) for v, m in zip(saved, mine)]
+        return out if isinstance(like, list) else tuple(out)
     if isinstance(saved, dict):
         mine = like if isinstance(like, dict) else {}
         out = {k: _restored(saved[str(k)], v) if str(k) in saved else v for k, v in mine.items()}
         known = {str(k) for k in mine}
         return {**out, **{k: _restored(v) for k, v in saved.items() if k not in known}}
-    if isinstance(saved, (list, tuple)):
-        mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
-        out = [_restored(v, m) for v, m in zip(saved, mine)]
-        return out if isinstance(like, list) else tuple(out)
     return saved
