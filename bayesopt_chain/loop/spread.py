@@ -13,6 +13,7 @@ when to ask again. Any number of ranks goes on with the run, in any layout of th
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from bayesopt_chain.loop.sample import Iteration, Run
 
 RUN = "run/"  # the paths of parameters and state begin with it in a checkpoint
+WRITTEN = re.compile(r"draws-\d{6}|checkpoint-\d{12}|generators-\d{12}\.safetensors")
 ASKED_EACH = 0.1  # of the interval between two commits: how often the ranks ask whether it is time
 
 
@@ -186,14 +188,23 @@ class SpreadDisk(Memory):
         self.held, self.size = {}, 0
 
     def _clear(self) -> None:
-        """Delete what no index names."""
+        """Delete what a dead process left, and what the index has replaced.
+
+        Raises:
+            ValueError: more than a first commit leaves, and no index.
+        """
         index = read_index(self.path) if (self.path / INDEX).exists() else None
-        keep = set() if index is None else {index["checkpoint"], index["generators"]}
-        keep |= set() if index is None else {s["file"] for s in index["shards"]}
-        for pattern in (".*.tmp", "draws-*", "checkpoint-*", "generators-*"):
-            for file in self.path.glob(pattern):
-                if file.name not in keep:
-                    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+        written = [file for file in self.path.iterdir() if WRITTEN.fullmatch(file.name)]
+        if index is None and len(written) > 3:
+            raise ValueError(
+                f"sample: {self.path} holds {len(written)} parts of a run but no {INDEX}; use an empty directory"
+            )
+        named = (
+            () if index is None else (index["checkpoint"], index["generators"], *(s["file"] for s in index["shards"]))
+        )
+        for file in [*written, *self.path.glob(".*.tmp")]:
+            if file.name not in named:
+                shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
 
 def _copy(x: Any) -> Any:

@@ -192,8 +192,26 @@ def test_another_run_is_refused_on_every_rank(tmp_path):
         sampled(start(), path)
 
 
-def in_two_directories(root):
-    return message_of(lambda: sampled(spread("fsdp"), root / f"rank-{dist.get_rank()}"))
+def beside_others_files(path):
+    if dist.get_rank() == 0:
+        for name in ("checkpoint-500", "draws-old", "checkpoint-000000000009", "draws-000000"):
+            (path / name).mkdir(parents=True)
+    dist.barrier()
+    sampled(spread("fsdp"), path, steps=6)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for i in range(4):
+            (path / f"draws-{i:06d}").mkdir(exist_ok=True)
+        (path / "index.json").unlink()
+    dist.barrier()
+    return message_of(lambda: sampled(spread("fsdp"), path))
+
+
+def test_only_what_a_run_writes_is_cleared_away(tmp_path):
+    path = tmp_path / "draws"
+    said = run(beside_others_files, 2, tmp_path, path)
+    assert any("parts of a run but no index.json" in text for text in said) and None not in said
+    assert (path / "checkpoint-500").exists() and (path / "draws-old").exists()
 
 
 def not_finite_on_one_rank(path):
