@@ -299,7 +299,7 @@ def are_spread(tree: Any) -> bool:
 
 def like(x: Any, part: Any) -> Any:
     """A new local tensor, spread as ``x`` is."""
-    return dtensor_of(part, spec_of(x)) if is_dtensor(x) else part
+    return dtensor_of(part, stacked_spec(spec_of(x), part, 0)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:

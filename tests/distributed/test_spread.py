@@ -243,6 +243,36 @@ def test_chains_on_meshes_of_their_own_are_not_taken_for_replicas(tmp_path):
         assert "x differ from rank to rank" in said and "a directory for each chain" in said
 
 
+# diagnostics
+
+CHAINS = {
+    "sghmc": TX,
+    "decay": bc.with_stream(bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05), "philox"),
+    "Adam": bc.with_stream(bc.adam(0.02, temperature=0.05), "philox"),
+}
+
+
+def read(name):
+    """Kinetic and configurational temperatures of a run, on ranks or in one process."""
+    torch.manual_seed(7)
+    tx, params = CHAINS[name], spread("fsdp") if dist.is_initialized() else start()
+    meter = bc.diagnostics.Thermometer(tx)
+    draws = bc.sample(
+        bc.make_step(loss, tx), params, tx.init(params), [torch.tensor(1.0)], steps=40, thinning=4, callbacks=[meter]
+    )
+    if name == "Adam":
+        return [meter.estimates[leaf].value for leaf in "wb"]
+    report = bc.diagnostics.temperatures(draws, tx, loss, [torch.tensor(1.0)], thermometer=meter)
+    return [part[leaf].value for part in report for leaf in "wb"]
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("name", CHAINS)
+def test_temperatures_are_those_of_one_process(name, tmp_path):
+    for values in run(read, 2, tmp_path, name):
+        assert values == pytest.approx(read(name), rel=1e-10)
+
+
 # modules
 
 
