@@ -73,7 +73,7 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         raise ValueError(
             f"save: {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ from rank to rank, and one of them would "
             "be kept: chains=chains.numbers for chains on ranks of their own, bc.distributed.broadcast for replicas that "
-            "have drifted apart, DTensors for shards, a directory for each chain whose ranks are a mesh of their own"
+            "have drifted apart, DTensors for shards"
         )
     with _alone_without_a_warning() as alone:
         write(tensors, checkpoint_id=str(path), no_dist=alone)

@@ -82,6 +82,13 @@ class SpreadDisk(Memory):
         self.ask_at = self.asked_at = 0  # steps
 
     def __enter__(self) -> SpreadDisk:
+        named = {str(path) for path in gather_objects(self.path.absolute(), None)}
+        if len(named) > 1:
+            raise ValueError(
+                f"sample: the ranks name {len(named)} directories ({sorted(named)[0]}, ...), and a run of DTensors is one run "
+                "of all ranks: give the same path= everywhere; chains on meshes of their own are saved by "
+                "bc.distributed.save(folder, tree, chains=...)"
+            )
         self.lock = together(None, lambda: held_by_one(self.path) if self.first else None)
         return self
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.step import Info, detach
 from bayesopt_chain.optim import _noise
 
@@ -34,6 +36,8 @@ class ModelStep:
         self._named = dict(model.named_parameters())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = _noise.fresh_key(), 0
+        if are_spread(self.params):
+            self._key = gather_objects(self._key, None)[0]
         self._sources = list(self._named.values())
         self.state = self._pack()
 
@@ -117,7 +121,7 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, with ``step.params`` and ``step.state`` to
         start from. ``params`` are the model's own tensors by name and move with it: copy what is to be kept. ``state``
         holds tensors only. Around the model torch's global generators are seeded from the state, so that dropout
-        replays too.
+        replays too; of DTensors all ranks call this, and take the first one's seed.
 
     Raises:
         ValueError: at a step, params of other names or shapes than the model's; a loss that is no scalar.

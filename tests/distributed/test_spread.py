@@ -192,6 +192,16 @@ def test_another_run_is_refused_on_every_rank(tmp_path):
         sampled(start(), path)
 
 
+def in_directories_of_their_own(root):
+    return message_of(lambda: sampled(spread("fsdp"), root / f"rank-{dist.get_rank()}"))
+
+
+def test_ranks_that_name_several_directories_are_refused(tmp_path):
+    for said in run(in_directories_of_their_own, 2, tmp_path, tmp_path / "draws"):
+        assert "the ranks name 2 directories" in said
+    assert not (tmp_path / "draws").exists()
+
+
 def beside_others_files(path):
     if dist.get_rank() == 0:
         for name in ("checkpoint-500", "draws-old", "checkpoint-000000000009", "draws-000000"):
@@ -240,7 +250,7 @@ def two_chains_on_meshes_of_their_own(path):
 @pytest.mark.slow
 def test_chains_on_meshes_of_their_own_are_not_taken_for_replicas(tmp_path):
     for said in run(two_chains_on_meshes_of_their_own, 4, tmp_path, tmp_path):
-        assert "x differ from rank to rank" in said and "a directory for each chain" in said
+        assert "x differ from rank to rank" in said and "chains=chains.numbers" in said
 
 
 # diagnostics
@@ -286,15 +296,16 @@ def fully_sharded(path, steps):
     )
     rows = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
     data = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rows]
-    torch.manual_seed(3)
+    torch.manual_seed(3 + (dist.get_rank() if dist.is_initialized() else 0))  # the first rank's key is everyone's
     step = bc.optim.as_step(model, optimizer, lambda m, x: m(x).square().mean())
     draws = bc.sample(step, step.params, step.state, data, steps=steps, path=path)
     return whole(draws.params), draws.loss
 
 
-def test_a_fully_sharded_module_goes_on_with_its_run(tmp_path):
+def test_a_fully_sharded_module_goes_on_with_its_run_on_another_number_of_ranks(tmp_path):
     path = tmp_path / "draws"
-    run(fully_sharded, 2, tmp_path, path, 4)
+    for size, steps in ((2, 4), (1, 6)):
+        run(fully_sharded, size, tmp_path, path, steps)
     want, losses = fully_sharded(None, 9)
     for params, seen in run(fully_sharded, 2, tmp_path, path, 9):
         torch.testing.assert_close(seen, losses, rtol=1e-10, atol=0)
