@@ -4,14 +4,11 @@ r"""``epochs``: minibatches in an order that is a pure function of (seed, epoch,
 b``, ``s^2`` the covariance of one datum's gradient; :func:`bayesopt_chain.diagnostics.heating` has the laws):
 
     independent    every batch a fresh subset: the noise of the gradients is white
-    reshuffled     every epoch a new permutation, cut into K batches: the noise of an epoch sums to zero, which takes
-    away most
-                   of its effect on directions that relax slowly (fewer than one relaxation an epoch)
-    palindrome     a permutation forward, then the same one backward (symmetric minibatch splitting; Paulin, Whalley,
-    Chada
+    reshuffled     every epoch a new permutation, cut into K batches: the noise of an epoch sums to zero, which takes away
+                   most of its effect on directions that relax slowly (fewer than one relaxation an epoch)
+    palindrome     a permutation forward, then the same one backward (symmetric minibatch splitting; Paulin, Whalley, Chada
                    and Leimkuhler, 2024)
-    fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages
-    away
+    fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages away
 
 Permutations sort 62-bit Philox keys of the counter (block, chain, epoch); a subset is the first ``b`` distinct numbers
 of such a stream. No generator is kept: the position is two integers.
@@ -69,8 +66,7 @@ class Epochs:
             yield self.batch(*self._advance())
 
     def batch(self, epoch: int, offset: int) -> Any:
-        """Batch number ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b,
-        ...]``."""
+        """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``."""
         if self.leaves is None:
             raise TypeError(
                 f"epochs: {type(self.data).__name__} is not a tree of tensors; read it with "
@@ -80,8 +76,7 @@ class Epochs:
         return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
 
     def rows(self, epoch: int, offset: int) -> Tensor:
-        """The data of that batch by number, int64 ``[b]`` or ``[chains, b]``; a pure function of (seed, epoch,
-        offset)."""
+        """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset)."""
         if not (0 <= offset < len(self) and epoch >= 0):
             raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
         if self.order == "independent":
@@ -261,8 +256,7 @@ def _permutation(seed: int, epoch: int, chain: int, size: int) -> Tensor:
 
 
 def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
-    """``n`` different numbers below ``size``: the first that the stream names, or of a permutation where those are
-    many."""
+    """``n`` different numbers below ``size``: the first of the stream, or of a permutation where they are many."""
     if 4 * n > size:
         return _permutation(seed, step, chain, size)[:n]
     found: dict[int, None] = {}

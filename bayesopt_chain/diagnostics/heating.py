@@ -15,8 +15,8 @@ Gamma^T M^iT`` and ``R_t = sum_{i<t} M^i Gamma``. What the batches add to the co
                    Q_{L+t} = M^t S_L M^tT + S_t + Z_t + Z_t^T - R_{L+t} C R_{L+t}^T / K,
                    Z_t = sum_{i<=t} M^{t+i-1} Gamma C Gamma^T M^{t-i}T
                    (the last term with R of the L different batches, each used twice)
-    fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1, averaged over what the
-    order may be
+    fixed          (square of a bias)  X = W (S_L - R_L C R_L^T / K) W^T,     W = (1 - M^L)^-1,
+                   averaged over what the order may be
 
 since the ``L`` batches of an epoch are exchangeable with covariance ``C (delta_ij - 1/K)``: with replacement ``C``
 alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothing in their sum when ``b`` divides

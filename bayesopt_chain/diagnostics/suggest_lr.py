@@ -2,12 +2,11 @@ r"""``suggest_lr``: the learning rate that neither diverges nor lets minibatches
 
 Two limits, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.heating` has the equations):
 
-    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1, the
-    curvature being that of the largest
-                 eigenvectors of the Hessian (``lr k = 2 (1 + mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for
-                 Nesterov)
+    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1, the curvature
+                 being that of the largest eigenvectors of the Hessian (``lr k = 2 (1 + mu)`` for momentum,
+                 ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
     heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any
-    direction
+                 direction
 
 Half the stability limit is left as a margin for the curvature of other places and other batches.
 """

@@ -38,6 +38,7 @@ from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.core.state import State
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
@@ -307,7 +308,7 @@ class Thermometer:
             return
         _, state = _unwrapped(self.tx, it.state)
         stacked = state.layout.shapes != tuple(
-            getattr(p, "shape", None) for p in optree.tree_leaves(it.params, none_is_leaf=True)
+            getattr(shards.local(p), "shape", None) for p in optree.tree_leaves(it.params, none_is_leaf=True)
         )
         chains = _count(it.params) if stacked else None
         params = _chains(it.params, chains)
@@ -332,9 +333,9 @@ class Thermometer:
             for path, x, y, scale, white in zip(
                 self._paths, old, optree.tree_leaves(new, none_is_leaf=True), scales, self._white
             ):
-                if scale is None or not bool((scale > 0).all()):
+                if scale is None or _mean((scale > 0).double()) < 1.0:
                     continue
-                ratio = float(((y.double() - x.double()) ** 2 / scale).mean())
+                ratio = _mean((y.double() - x.double()) ** 2 / scale)
                 rows.setdefault(path, []).append(ratio / -white if white < 0 else 1 + (ratio - 1) / white)
         for path, row in rows.items():
             if len(row) == len(kept):
@@ -404,12 +405,22 @@ def _at_rest(link: Link, entry: Any) -> Any:
 
 
 def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
-    """``F_0 T`` for each element, ``None`` where no noise enters."""
+    """``F_0 T`` for each element, ``None`` where no noise enters; of DTensors spread as they are."""
     levels = _levels(tx, state, None)
+    leaves: list[Any] = optree.tree_leaves(params, none_is_leaf=True)
+    if shards.are_spread(params):  # elementwise links know no neighbours: each rank asks for its own elements
+        entries: list[Any] = [optree.tree_map(shards.local, entry) for entry in state]
+        state = State(entries, state.layout._replace(pieces=None))
+        params = optree.tree_map(shards.local, params, none_is_leaf=True)
     return [
-        None if g is None or name(path) not in levels else g * levels[name(path)]
-        for path, g in zip(state.layout.paths, gains(tx, params, state))
+        None if g is None or name(path) not in levels else shards.like(x, g * levels[name(path)])
+        for path, x, g in zip(state.layout.paths, leaves, gains(tx, params, state))
     ]
+
+
+def _mean(x: Tensor) -> float:
+    """The mean over all elements, wherever they lie."""
+    return float(shards.whole(x.sum())) / x.numel()
 
 
 def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float]:
@@ -521,7 +532,7 @@ def _virial(
         if p is not None and p.numel():
             away = p.double() - c.double()
             for part, force in zip(out, (whole, data)):
-                part[name(path)] = float((away * force.double()).mean())
+                part[name(path)] = _mean(away * force.double())
     return out
 
 

@@ -19,10 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.ranks import digest, gather_objects, together, world
+from bayesopt_chain.distributed.shards import local
 
 TABLE = ".metadata"  # DCP's name of the table of contents
 
@@ -41,7 +44,8 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
     Raises:
         TypeError: a leaf that is no tensor.
         FileExistsError: a checkpoint is there already.
-        ValueError: a plain tensor that is not the same on all ranks; with ``chains``, a tensor that is not stacked.
+        ValueError: a plain tensor that is not the same on all ranks, elements of a DTensor that are not on those that hold
+            them; with ``chains``, a tensor that is not stacked.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -56,15 +60,15 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
     """
     from torch.distributed.checkpoint.state_dict_saver import save as write
 
-    def told() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def told() -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
         if (Path(path) / TABLE).exists():
             raise FileExistsError(f"save: {path} holds a checkpoint already; give every step that is saved a directory")
         tensors = _named("save", tree, chains)
-        return tensors, {name: digest(x) for name, x in tensors.items() if not is_dtensor(x)}
+        return tensors, {_piece(name, x): digest(local(x)) for name, x in tensors.items() if not _is_cut(x)}
 
     tensors, digests = together(None, told)
     every = gather_objects(digests, None)
-    wrong = [name for name, mine in digests.items() if any(theirs.get(name, mine) != mine for theirs in every)]
+    wrong = [piece[0] for piece, mine in digests.items() if any(theirs.get(piece, mine) != mine for theirs in every)]
     if wrong:
         raise ValueError(
             f"save: {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ from rank to rank, and one of them would "
@@ -121,6 +125,60 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         )
     with _alone_without_a_warning() as alone:
         read(tensors, checkpoint_id=str(path), no_dist=alone)
+
+
+def _is_cut(x: Tensor) -> bool:
+    """Whether no two ranks hold the same elements of a tensor."""
+    cut = is_dtensor(x) and not any(placement.is_replicate() for placement in x.placements)  # type: ignore[attr-defined]
+    return cut and x.device_mesh.size() == world().size  # type: ignore[attr-defined]
+
+
+def _piece(name: str, x: Tensor) -> tuple[str, int]:
+    """What of a tensor this rank holds: all of one, of which other ranks have replicas, or some of a DTensor's elements."""
+    return name, hash(runs_of(x)) if is_dtensor(x) else 0
+
+
+class Table(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read when it is asked for, by this rank alone.
+
+    Tensors named in ``like`` come spread as the DTensors there, of which theirs have further axes in front; others come whole.
+    """
+
+    def __init__(self, path: Path, like: Mapping[str, Any]) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        if not (path / TABLE).exists():
+            raise FileNotFoundError(f"there is no checkpoint in {path}, or it was not written to its end")
+        self.path, self.like = path, like
+        self.about = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        self.held: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.about)
+
+    def __len__(self) -> int:
+        return len(self.about)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from torch.distributed.checkpoint.state_dict_loader import load as read
+
+        if name not in self.held:
+            x = self._empty(name)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                read({name: x}, checkpoint_id=str(self.path), no_dist=True)
+            self.held[name] = x
+        return self.held[name]
+
+    def _empty(self, name: str) -> Tensor:
+        about: Any = self.about[name]
+        like, dtype = self.like.get(name), about.properties.dtype
+        if like is None or not is_dtensor(like):
+            return torch.empty(about.size, dtype=dtype, device=None if like is None else like.device)
+        part = local(like.detach())
+        axes = len(about.size) - like.ndim
+        empty = part.new_empty((*about.size[:axes], *part.shape), dtype=dtype)
+        return dtensor_of(empty, stacked_spec(spec_of(like), empty, axes))
 
 
 @contextmanager

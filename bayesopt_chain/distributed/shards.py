@@ -16,6 +16,7 @@ reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -62,6 +63,7 @@ class Sharding:
             ValueError: naming the link and the leaf.
         """
         self.pieces: Pieces = layout.pieces
+        self.shapes = layout.shapes
         self.paths, self.where, self.links = layout.paths, layout.where, links
         self.specs: list[Any] = [None] * len(self.pieces)
         # the same of the last gradients that lay as their parameters; of a spread leaf never that of a plain tensor
@@ -145,6 +147,24 @@ class Sharding:
                 )
             out.append(local(x))
         return out
+
+    def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
+        """The sum over all elements of these leaves, of which ``xs`` are the sums over those that are here, 0-d: a message
+        for each axis of a mesh along which leaves are cut."""
+        groups: dict[Any, list[Tensor]] = {}
+        for j, x in zip(leaves, xs):
+            spec = self.specs[j]
+            cut = () if spec is None else tuple([i for i, p in enumerate(spec.placements) if not p.is_replicate()])
+            groups.setdefault((spec.mesh, cut) if cut else None, []).append(x)
+        sums = {where: torch.stack(parts).sum() for where, parts in groups.items()}
+        for where, x in sums.items():
+            for axis in where[1] if where is not None else ():
+                dist.all_reduce(x, group=where[0].get_group(axis))
+        return torch.stack(list(sums.values())).sum()
+
+    def count(self, leaves: Sequence[int]) -> int:
+        """The number of all elements of these leaves."""
+        return sum([math.prod(self.shapes[j] if self.specs[j] is None else self.specs[j].shape) for j in leaves])
 
     def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
         """The entries of a fresh state: the memory of a leaf spread as the leaf is, the key that of the first rank.
@@ -299,7 +319,7 @@ def are_spread(tree: Any) -> bool:
 
 def like(x: Any, part: Any) -> Any:
     """A new local tensor, spread as ``x`` is."""
-    return dtensor_of(part, spec_of(x)) if is_dtensor(x) else part
+    return dtensor_of(part, stacked_spec(spec_of(x), part, 0)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:

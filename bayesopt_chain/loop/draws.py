@@ -12,12 +12,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, overload
 
 import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.distributed.checkpoint import Table
 from bayesopt_chain.loop import checkpoint
 from bayesopt_chain.loop.layouts import Group, Part, grouped, part_folders, parts_of, ranks_of, read_index
 
@@ -26,22 +28,26 @@ Reduce = Literal["mean", "log_mean_exp", "stack"]
 
 
 class Shard(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them, or of a file some chains."""
+    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them, or of a file some chains.
+
+    Of parameters spread over ranks the file is a directory, and its leaves come spread as those of ``like``.
+    """
 
     size: int
     leaves: dict[str, Tensor] | None
     path: Path | None
     checksum: int | None = None
     chains: slice | None = None
+    like: Mapping[str, Any] = MappingProxyType({})
 
-    def load(self) -> dict[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """All leaves; a file is mapped into memory, and read where it is looked at."""
         held = self._held()
         if self.chains is None:
             return held
         return {name: x if name == STEP else x[:, self.chains] for name, x in held.items()}
 
-    def _held(self) -> dict[str, Tensor]:
+    def _held(self) -> Mapping[str, Tensor]:
         if self.leaves is not None:
             return self.leaves
         assert self.path is not None
@@ -49,6 +55,8 @@ class Shard(NamedTuple):
             raise FileNotFoundError(
                 f"Draws: the shard {self.path} is missing; restore it, or open a copy of the directory that has it"
             )
+        if self.path.is_dir():
+            return Table(self.path, {LEAF + name: x for name, x in self.like.items()})
         tensors, _ = checkpoint.read(self.path, verify=False)
         return tensors
 
@@ -120,6 +128,7 @@ class Draws:
         Args:
             path: the directory.
             like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
+                Draws of DTensors come spread as these parameters are, and whole where these are plain tensors, or without it.
 
         Raises:
             FileNotFoundError: no run, or a shard of it is missing.
@@ -319,9 +328,11 @@ class Draws:
         """Compare every shard on disk with its checksum.
 
         Raises:
-            ValueError: the first damaged shard, by name.
+            ValueError: the first damaged shard, by name; draws of DTensors, which have no checksums.
         """
         for shard in self._shards:
+            if shard.path is not None and shard.checksum is None:
+                raise ValueError(f"Draws.verify: {shard.path} was written by several ranks and has no checksum")
             if shard.path is not None:
                 checkpoint.read(shard.path, verify=True)
 
@@ -445,8 +456,8 @@ class Average:
         return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
 
 
-def shards_of(part: Part, chains: range | None = None) -> list[Shard]:
-    """The draws of a part, or of some of its chains.
+def shards_of(part: Part, chains: range | None = None, like: Mapping[str, Any] = MappingProxyType({})) -> list[Shard]:
+    """The draws of a part, or of some of its chains; those of DTensors spread as the leaves of ``like``, by name.
 
     Raises:
         FileNotFoundError: a file that the index names is missing.
@@ -454,7 +465,7 @@ def shards_of(part: Part, chains: range | None = None) -> list[Shard]:
     first, rows = part.chains, None
     if chains is not None and first is not None and chains != first:
         rows = slice(chains.start - first.start, chains.stop - first.start)
-    shards = [Shard(s["draws"], None, part.folder / s["file"], s["checksum"], rows) for s in part.index["shards"]]
+    shards = [Shard(s["draws"], None, part.folder / s["file"], s["checksum"], rows, like) for s in part.index["shards"]]
     for shard in shards:
         if shard.path is not None and not shard.path.exists():
             raise FileNotFoundError(f"Draws: the shard {shard.path} is missing; restore it from a copy")
@@ -477,7 +488,8 @@ def shards_beside(groups: Sequence[Group], spec: Any, names: Sequence[str]) -> l
 def _open_one(part: Part, like: Any) -> Draws:
     index = part.index
     spec, names = _leaves(part, like)
-    return Draws(shards_of(part), spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
+    shards = shards_of(part, like={} if like is None else checkpoint.flat(like)[0])
+    return Draws(shards, spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
 
 
 def _leaves(part: Part, like: Any) -> tuple[Any, list[str]]:

@@ -25,10 +25,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.distributed.shards import are_spread, everywhere
 from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.feed import Feed
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.loop.parts import Follower, Leader, Place, place_of
+from bayesopt_chain.loop.spread import SpreadDisk
 from bayesopt_chain.loop.store import Disk, Memory
 
 
@@ -136,10 +138,11 @@ def sample(
         steps: number of all steps, burn-in included.
         burn_in: first steps whose parameters are not kept.
         thinning: a draw is kept every so many steps.
-        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, and
-            of ranks that share a chain the first one writes. Called again with the same arguments it goes on from its last
-            checkpoint, and returns at once when the run is complete; with more ``steps`` it makes the run longer. Another
-            number of ranks goes on with chains of ``bc.parallel(step, n, mesh=mesh)``, and with one chain that ranks share.
+        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, of ranks
+            that share a chain the first one writes, and of DTensors every rank what it alone holds. Called again with the
+            same arguments it goes on from its last checkpoint, and returns at once when the run is complete; with more
+            ``steps`` it makes the run longer. Another number of ranks goes on with chains of
+            ``bc.parallel(step, n, mesh=mesh)``, with one chain that ranks share, and with DTensors, in any layout.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
@@ -153,7 +156,6 @@ def sample(
 
     Raises:
         ValueError: arguments that make no run; a directory with another run, naming what differs.
-        TypeError: with ``path``, parameters that are DTensors.
         RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
         OSError: the disk is full or read-only; what was committed stays whole.
 
@@ -170,6 +172,10 @@ def sample(
     run = Run(step, params, state, Feed(batches), steps, burn_in, thinning, chains, callbacks, progress)
     if path is None:
         return run.go(Memory(params))
+    if are_spread((params, state)):
+        run.feed.share(None)
+        with SpreadDisk(Path(path), run, checkpoint_seconds) as spread:
+            return run.go(spread)
     place = place_of(Path(path), step)
     if place.shared is not None:
         run.feed.share(place.shared)
@@ -226,9 +232,10 @@ class Run(NamedTuple):
         step = self.step.some(rows)  # type: ignore[attr-defined]
         return self._replace(step=step, params=params, state=state, steps=steps, chains=len(chains), callbacks=())
 
-    def go(self, store: Memory | Disk | Leader) -> Draws:
+    def go(self, store: Memory | Disk | Leader | SpreadDisk) -> Draws:
         """All steps that are still to be made, their draws handed to ``store``."""
         params, state, done = store.resume(self)
+        leaves = optree.tree_leaves(params)
         last, why, finite = (params, state), "", True
         bar = _bar(self.steps, done) if self.progress else None
         whole = True  # whether the last step was made to its end
@@ -237,7 +244,7 @@ class Run(NamedTuple):
                 last, done = (it.params, it.state), it.step
                 if it.is_draw:
                     loss = getattr(it.info, "loss", None)
-                    finite = not torch.is_tensor(loss) or bool(torch.isfinite(loss).all())
+                    finite = not torch.is_tensor(loss) or bool(everywhere(torch.isfinite(loss).all(), leaves))
                     if torch.is_tensor(loss) and not finite:
                         why = f"the loss of step {it.step} is {_shown(loss)}"
                         warnings.warn(f"sample: {why}; the run has diverged and ends here. Lower lr", stacklevel=3)

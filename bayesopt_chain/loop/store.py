@@ -7,7 +7,8 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -66,6 +67,33 @@ class Memory:
         return ([Shard(size, self.take(), None)] if size else []), self.spec, self.names
 
 
+STATE = "1/"  # the paths of a state begin with it in a file of ``(params, state)``
+
+
+def shapes_of(run: Run) -> dict[str, Any]:
+    """By path what the tensors of a run are; of a state that grows, which has no shape of its own, nothing."""
+    tensors, _ = checkpoint.flat((run.params, run.state))
+    fixed = {n: x for n, x in tensors.items() if not (getattr(run.step, "grows", False) and n.startswith(STATE))}
+    return {n: [str(x.dtype), list(x.shape)] for n, x in fixed.items()}
+
+
+def below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose paths begin with a stem, by what follows it."""
+    return {n.removeprefix(stem): x for n, x in tensors.items() if n.startswith(stem)}
+
+
+def merged(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Nested dictionaries with these tensors in them too, by their paths."""
+    out: Any = optree.tree_map(lambda x: x, tree)
+    for name, x in tensors.items():
+        *folders, last = name.split("/")
+        inner = out
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = x
+    return out
+
+
 class Held(NamedTuple):
     """What a checkpoint says of some chains."""
 
@@ -82,13 +110,10 @@ class Disk(Memory):
     def __init__(self, place: Place, run: Run, interval: float) -> None:
         super().__init__(run.params)
         self.place, self.path, self.steps, self.interval = place, place.folder, run.steps, interval
-        tensors, _ = checkpoint.flat((run.params, run.state))
-        checkpoint.require_whole("sample: with path=", tensors)
-        shapes = {n: [str(x.dtype), list(x.shape)] for n, x in tensors.items()}
         chains = None if place.chains is None else [place.chains.start, place.chains.stop]
         self.identity = {
             "burn_in": run.burn_in, "thinning": run.thinning, "chains": run.chains, "numbers": chains, "total": place.total,
-            "tree": shapes,
+            "spread": None, "tree": shapes_of(run),
         }  # fmt: skip
         self.index: dict[str, Any] = {
             "format": checkpoint.FORMAT, **self.identity, "leaves": self.names, "shards": [], "checkpoint": None,
@@ -98,18 +123,7 @@ class Disk(Memory):
         self.bytes = sum(x.nbytes for x in checkpoint.flat(run.params)[0].values())
 
     def __enter__(self) -> Disk:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.path / "lock", "a")
-        except OSError as err:
-            raise OSError(err.errno, f"sample: cannot write to {self.path}: {err.strerror}") from None
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
-            raise RuntimeError(
-                f"sample: another process is writing to {self.path}; wait for it, or give this run a directory of its own"
-            ) from None
+        self.lock = held_by_one(self.path)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -144,14 +158,16 @@ class Disk(Memory):
             )
         tensors = {n: torch.cat([h.tensors[n] for h in held]) if held[1:] else x for n, x in held[0].tensors.items()}
         where = ", ".join([str(group.parts[-1].folder) for group in groups])
-        params, state = checkpoint.filled((run.params, run.state), tensors, held[0].scalars, where)
+        grows = getattr(run.step, "grows", False)
+        like = merged(run.state, below(STATE, tensors)) if grows else run.state
+        params, state = checkpoint.filled((run.params, like), tensors, held[0].scalars, where)
         self.index = own[0].index if own else {**self.index, "since": step, "step": step, "keys": keys_of(state)}
         if step < run.steps:
             for i, h in enumerate(held):
                 if h.batches not in [other.batches for other in held[:i]]:
                     run.feed.seek(h.batches)
-            _set_generators(held[0].generators)
-            if getattr(run.step, "inplace", False):
+            set_generators(held[0].generators)
+            if getattr(run.step, "inplace", False) and not grows:
                 (params, state) = copied((run.params, run.state), (params, state))
         return params, state, step
 
@@ -168,16 +184,7 @@ class Disk(Memory):
         return grouped(parts, self.place.chains)
 
     def _require_same_run(self, part: Part) -> None:
-        for key, mine in self.identity.items():
-            theirs = part.index.get(key)
-            if part.folder != self.path:  # a part of another layout has other chains
-                if key in ("chains", "numbers"):
-                    continue
-                theirs, mine = (_of_one_chain(x) if key == "tree" else x for x in (theirs, mine))
-            if theirs != mine and (key not in ("numbers", "total") or None not in (theirs, mine)):
-                raise ValueError(f"sample: {part.folder} holds another run: {key} {_difference(theirs, mine)}")
-        if part.step > self.steps:
-            raise ValueError(f"sample: {part.folder} has made {part.step} steps already, more than steps={self.steps}")
+        require_same_run(self.identity, part, self.steps, self.path)
 
     def _held(self, group: Group) -> Held:
         """What the newest checkpoint says of the chains of a group."""
@@ -216,7 +223,7 @@ class Disk(Memory):
         index["checkpoint"] = f"checkpoint-{step:012d}.safetensors"
         tensors, scalars = checkpoint.flat((params, state))
         header = {"scalars": scalars, "batches": feed.state()}
-        checkpoint.write(self.path / index["checkpoint"], {**tensors, **_generators()}, header)
+        checkpoint.write(self.path / index["checkpoint"], {**tensors, **generator_states()}, header)
         checkpoint.write_text(self.path / INDEX, json.dumps(index, indent=1))
         self.index, self.committed = index, time.monotonic()
         self.held, self.size = {}, 0
@@ -236,6 +243,52 @@ class Disk(Memory):
         for file in written:
             if file.name not in keep:
                 file.unlink(missing_ok=True)
+
+
+def held_by_one(path: Path) -> IO[str]:
+    """The lock of a run's directory, which is made if absent; closing it gives it back.
+
+    Raises:
+        OSError: the directory cannot be written.
+        RuntimeError: another process holds it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / "lock", "a")  # noqa: SIM115
+    except OSError as err:
+        raise OSError(err.errno, f"sample: cannot write to {path}: {err.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RuntimeError(
+            f"sample: another process is writing to {path}; wait for it, or give this run a directory of its own"
+        ) from None
+    return lock
+
+
+def require_same_run(identity: Mapping[str, Any], part: Part, steps: int, folder: Path | None = None) -> None:
+    """Refuse a part of another run, or of one that has come further; ``folder`` is that of this run.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    for key, mine in identity.items():
+        theirs = part.index.get(key)
+        if folder is not None and part.folder != folder:  # a part of another layout has other chains
+            if key in ("chains", "numbers"):
+                continue
+            theirs, mine = (_of_one_chain(x) if key == "tree" else x for x in (theirs, mine))
+        if theirs != mine and key == "spread":
+            kinds = [("plain tensors", "DTensors")[bool(x)] for x in (theirs, mine)]
+            raise ValueError(
+                f"sample: {part.folder} holds a run of {kinds[0]}, and {kinds[1]} are given: go on with {kinds[0]}, which a "
+                "mesh of one rank has too, or give this run a directory of its own"
+            )
+        if theirs != mine and (key not in ("numbers", "total") or None not in (theirs, mine)):
+            raise ValueError(f"sample: {part.folder} holds another run: {key} {_difference(theirs, mine)}")
+    if part.step > steps:
+        raise ValueError(f"sample: {part.folder} has made {part.step} steps already, more than steps={steps}")
 
 
 @contextmanager
@@ -272,7 +325,7 @@ def _difference(theirs: Any, mine: Any) -> str:
     return f"is {theirs!r}, here {mine!r}"
 
 
-def _generators() -> dict[str, Tensor]:
+def generator_states() -> dict[str, Tensor]:
     """torch's global generators, which dropout and other draws of a model use."""
     out = {"_generator/cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -280,7 +333,7 @@ def _generators() -> dict[str, Tensor]:
     return out
 
 
-def _set_generators(states: Mapping[str, Tensor]) -> None:
+def set_generators(states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["_generator/cpu"])
     rest = [states[k] for k in sorted(states) if "cuda" in k]
     if rest and torch.cuda.is_available():

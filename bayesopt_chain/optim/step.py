@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.step import Info, detach
 from bayesopt_chain.optim import _noise
 
@@ -21,15 +23,21 @@ ModelLoss = Callable[[nn.Module, Any], Any]
 
 
 class ModelStep:
-    """What :func:`as_step` returns. ``step.params`` and ``step.state`` are where it starts."""
+    """What :func:`as_step` returns. ``step.params`` and ``step.state`` are where it starts.
+
+    Optimizers make parts of their state in the first step: a saved state may hold more than ``step.state`` does.
+    """
 
     inplace = True
+    grows = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, scheduler: Any) -> None:
         self.model, self.optimizer, self.loss, self.scheduler = model, optimizer, loss, scheduler
         self._named = dict(model.named_parameters())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = _noise.fresh_key(), 0
+        if are_spread(self.params):
+            self._key = gather_objects(self._key, None)[0]
         self._sources = list(self._named.values())
         self.state = self._pack()
 
@@ -53,6 +61,14 @@ class ModelStep:
         self._count += 1
         self.state = self._pack()
         return self.params, self.state, Info(loss.detach(), detach(aux))
+
+    def grown(self) -> dict[str, Any]:
+        """The state with every tensor that the optimizer will make in its first step; nothing moves."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        get_optimizer_state_dict(self.model, self.optimizer)  # of an optimizer without a state it makes one
+        self.state = self._pack()
+        return self.state
 
     def _pack(self) -> dict[str, Any]:
         out = {
@@ -105,7 +121,7 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, with ``step.params`` and ``step.state`` to
         start from. ``params`` are the model's own tensors by name and move with it: copy what is to be kept. ``state``
         holds tensors only. Around the model torch's global generators are seeded from the state, so that dropout
-        replays too.
+        replays too; of DTensors all ranks call this, and take the first one's seed.
 
     Raises:
         ValueError: at a step, params of other names or shapes than the model's; a loss that is no scalar.
@@ -123,11 +139,12 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
 
 
 def _tensors(x: Any) -> Any:
-    """A nest of tensors alone: a number becomes ``{"number": 0-d tensor}``; what is neither stays out of dicts."""
+    """Dictionaries of tensors alone: a number becomes ``{"number": 0-d tensor}``, a list ``{"[0]": ..., "[1]": ...}``; what
+    is none of these stays out of dicts."""
     if isinstance(x, dict):
         return {str(k): _tensors(v) for k, v in x.items() if _holds(v)}
     if isinstance(x, (list, tuple)):
-        return [_tensors(v) for v in x]
+        return {f"[{i}]": _tensors(v) for i, v in enumerate(x)}
     if torch.is_tensor(x):
         return x.detach()
     return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)}
@@ -146,13 +163,14 @@ def _restored(saved: Any, like: Any = None) -> Any:
     """What :func:`_tensors` was given; ``like``, where there is one, says the kinds and fills in what was left out."""
     if isinstance(saved, dict) and saved.keys() == {"number"}:
         return saved["number"].item()
+    if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
+        saved = [saved[f"[{i}]"] for i in range(len(saved))]
+        mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
+        out = [_restored(v, m) for v, m in zip(saved, mine)]
+        return out if isinstance(like, list) else tuple(out)
     if isinstance(saved, dict):
         mine = like if isinstance(like, dict) else {}
         out = {k: _restored(saved[str(k)], v) if str(k) in saved else v for k, v in mine.items()}
         known = {str(k) for k in mine}
         return {**out, **{k: _restored(v) for k, v in saved.items() if k not in known}}
-    if isinstance(saved, (list, tuple)):
-        mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
-        out = [_restored(v, m) for v, m in zip(saved, mine)]
-        return out if isinstance(like, list) else tuple(out)
     return saved

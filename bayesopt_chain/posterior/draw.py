@@ -132,6 +132,11 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
     return out
 
 
+def over_samples(x: Tensor) -> Tensor:
+    """The mean over axis 0; of one sample the sample itself, for which nothing is computed."""
+    return x[0] if len(x) == 1 else x.mean(0)
+
+
 def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
     """The draw that link ``i`` of a chain asks for, and the trees of parameters to take gradients at.
 

@@ -65,7 +65,6 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.response import OwnNoise, Response
-from bayesopt_chain.distributed.shards import Spread
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
@@ -96,13 +95,6 @@ class Thermostat(Keyed):
     mass: float
     per_parameter: bool
 
-    instead = "; a friction for each parameter (per_parameter=True) takes it"
-
-    @property
-    def spread(self) -> Spread:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A common friction follows the kinetic energy of all parameters."""
-        return "shards" if self.per_parameter else "refused"
-
     @property
     def response(self) -> Response:
         return OwnNoise()
@@ -117,7 +109,7 @@ class Thermostat(Keyed):
         temperature = now(self.temperature, state.count)
         checks.at_this_step("temperature", temperature)
         xi = [x for (x,) in self.normals(state, g, at)]
-        moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature)
+        moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature, at)
         return op.put(g, moves), ThermostatState(
             state.key,
             *op.count([state.count]),
@@ -125,15 +117,18 @@ class Thermostat(Keyed):
             tuple(op.put(state.friction, friction)),  # pyright: ignore[reportCallIssue]
         )
 
-    def advance(self, g: list, v: list, friction: list, n: list, temperature):
+    def advance(self, g: list, v: list, friction: list, n: list, temperature, at: At):
         """Moves, velocities and frictions after one step of the leaves that have a gradient."""
         raise NotImplementedError
 
-    def kinetic(self, v: list) -> list:
-        """``|v|^2 / d``: the mean over all parameters, or each parameter's own."""
+    def kinetic(self, v: list, at: At) -> list:
+        """``|v|^2 / d``: the mean over all parameters, wherever they lie, or each parameter's own."""
         if self.per_parameter:
             return [x * x for x in v]
-        return [sum((x * x).sum().to(v[0].dtype) for x in v) / sum(x.numel() for x in v)]
+        squares = [(x * x).sum().to(v[0].dtype) for x in v]
+        if at.plan.shards is not None:
+            return [at.plan.shards.total(at.present, squares) / at.plan.shards.count(at.present)]
+        return [sum(squares) / sum(x.numel() for x in v)]
 
     def of_each_leaf(self, friction: list, leaves: list) -> list:
         """The friction that each leaf feels."""
@@ -148,13 +143,13 @@ class Thermostat(Keyed):
 class NoseHoover(Thermostat):
     """SGNHT; ``step`` is lr and ``friction`` is ``-log(momentum)``."""
 
-    def advance(self, g, v, friction, n, temperature):
+    def advance(self, g, v, friction, n, temperature, at):
         lr, loss = self.step, -math.expm1(-self.friction)  # 1 - mu
         strength = root(2.0 * loss * temperature / lr)
         kept = [torch.exp(-xi) for xi in friction]
         v = [a * u + x + strength * e for u, x, a, e in zip(v, g, self.of_each_leaf(kept, v), n)]
         moves = [-lr * u for u in v]
-        excess = [lr * (1.0 + a) / 2.0 * k / temperature - 1.0 for a, k in zip(kept, self.kinetic(v))]
+        excess = [lr * (1.0 + a) / 2.0 * k / temperature - 1.0 for a, k in zip(kept, self.kinetic(v, at))]
         return moves, v, self.driven(friction, excess, lr / (loss * self.mass), _CAP)
 
     def __str__(self) -> str:
@@ -168,22 +163,22 @@ class NoseHoover(Thermostat):
 class Badodab(Thermostat):
     """BADODAB; ``step`` is h and ``friction`` is gamma."""
 
-    def advance(self, g, v, friction, n, temperature):
+    def advance(self, g, v, friction, n, temperature, at):
         h = self.step
         p = [u - h * x for u, x in zip(v, g)]
         first = p
-        friction = self.half_thermostat_step(friction, p, temperature)
+        friction = self.half_thermostat_step(friction, p, temperature, at)
         p = [
             torch.exp(-xi * h) * u + root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
             for u, xi, e in zip(p, self.of_each_leaf(friction, p), n)
         ]
-        friction = self.half_thermostat_step(friction, p, temperature)
+        friction = self.half_thermostat_step(friction, p, temperature, at)
         return [(h / 2.0) * (a + b) for a, b in zip(first, p)], p, friction
 
-    def half_thermostat_step(self, friction: list, p: list, temperature) -> list:
+    def half_thermostat_step(self, friction: list, p: list, temperature, at: At) -> list:
         """D: the friction's half step."""
         rate = self.step / (2.0 * self.friction * self.mass)
-        excess = [k / temperature - 1.0 for k in self.kinetic(p)]
+        excess = [k / temperature - 1.0 for k in self.kinetic(p, at)]
         return self.driven(friction, excess, rate, _CAP / self.step)
 
     def __str__(self) -> str:

@@ -169,8 +169,7 @@ def unravel(vector, params):
 @pytest.mark.parametrize("name", ["gaussian learned", "bernoulli", "poisson", "categorical"])
 def test_the_monte_carlo_fisher_is_unbiased(name):
     """A mean of 2000 independent estimates against the exact GGN: each diagonal entry's standardised error is normal
-    up to
-    the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
+    up to the skew of a sum of 12,000 squares, and exceeds 6 with probability below 1e-7; any of 23 below 3e-6.
     """
     likelihood, _, targets = LIKELIHOODS[name]
     forward, params, inputs = by_hand()

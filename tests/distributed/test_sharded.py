@@ -80,7 +80,6 @@ def refusals():
     loss = lambda p, batch: (p["w"] ** 2).sum()  # noqa: E731
     links, precision = {}, bc.precision.Dense(torch.eye(12), torch.tensor(1.0), params_like := {"w": torch.ones(4, 3)})
     for name, tx in {
-        "sgnht": bc.samplers.sgnht(0.1, temperature=0.1),
         "sgfs": bc.samplers.sgfs(0.1, temperature=0.1, batch_size=4, dense=True),
         "precision": bc.chain(bc.scale_by_preconditioner(precision), bc.sghmc(0.1, temperature=0.1)),
         "vi": bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),

@@ -23,8 +23,6 @@ from tests.registry import POSTERIORS, TRANSFORMS
 STEPS = 4
 REFUSED = {  # rows with a link that mixes elements
     "samplers.scale_by_stein_kernel",
-    "samplers.sgnht",
-    "samplers.badodab",
     "samplers.langevin_with_precision",
     "samplers.sgfs, dense",
     "samplers.svgd",

@@ -74,8 +74,7 @@ def test_the_empirical_factor_is_the_gradient(case):
 )
 def test_monte_carlo_factors_have_the_exact_mean(name):
     """40 batches of 100 draws. An entry's error over its standard error, estimated from the 40, has a t distribution
-    with
-    39 degrees of freedom: it exceeds 7 with probability 2e-8, any of 576 entries below 1.3e-5.
+    with 39 degrees of freedom: it exceeds 7 with probability 2e-8, any of 576 entries below 1.3e-5.
     """
     if name == "learned":
         likelihood, event, targets = likelihoods.gaussian("learned"), (2,), lambda: torch.randn(B, 1)

@@ -71,6 +71,20 @@ def test_copied_params_and_state_go_on_bit_for_bit_in_another_model(name, schedu
     assert torch.equal(flat(params), expected) and torch.equal(info.loss, last)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@pytest.mark.parametrize("name", MAKE)
+def test_a_run_on_disk_goes_on_in_another_process_with_a_fresh_optimizer(name, schedule, tmp_path):
+    if name == "chain" and schedule:
+        schedule = None
+    want = bc.sample(step := built(name, schedule), step.params, step.state, BATCH, steps=9)
+    for steps in (4, 7):
+        torch.manual_seed(0)
+        step = built(name, schedule)
+        bc.sample(step, step.params, step.state, BATCH, steps=steps, path=tmp_path / "run")
+    got = bc.sample(step, step.params, step.state, BATCH, steps=9, path=tmp_path / "run")  # the same step goes on too
+    assert got.complete and torch.equal(flat(got[-1]), flat(want[-1])) and torch.equal(got.loss, want.loss)
+
+
 def test_the_state_holds_tensors_only():
     step = built("SGHMC", "cosine")
     tree: Any = step(step.params, step.state, BATCH)[1]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.posterior.draw import over_samples
 from bayesopt_chain.precision import (
     Cholesky,
     Diagonal,
@@ -114,7 +115,7 @@ class MeanField(Family):
         return [z * (-s).exp() for s, z in zip(scale, noise)]
 
     def pullback(self, scale, noise, gradients):
-        return tuple((g * z).mean(0) * s.exp() for s, z, g in zip(scale, noise, gradients))
+        return tuple(over_samples(g * z) * s.exp() for s, z, g in zip(scale, noise, gradients))
 
     def entropy(self, scale):
         return torch.stack([s.sum() for s in scale]).sum() + _constant(sum(s.numel() for s in scale))
@@ -211,7 +212,7 @@ class LowRank(Family):
         (_, log_d), (*eps, z) = _halves(scale), noise
         samples = z.shape[0]
         by_rows = tuple(torch.tensordot(z.to(g.dtype).mT, g, dims=1) / samples for g in gradients)
-        by_log_d = tuple((g * e).mean(0) * d.exp() for g, e, d in zip(gradients, eps, log_d))
+        by_log_d = tuple(over_samples(g * e) * d.exp() for g, e, d in zip(gradients, eps, log_d))
         return (*by_rows, *by_log_d)
 
     def entropy(self, scale):
@@ -275,8 +276,8 @@ class Kronecker(Family):
         lefts, rights = [], []
         for raw_u, raw_v, u, v, z, g in zip(*_halves(scale), *_factors(scale), noise, gradients):
             z, g = _matrices(z, u), _matrices(g, u)
-            lefts.append(_by_raw((g @ v @ z.mT).mean(0), raw_u))
-            rights.append(_by_raw((g.mT @ u @ z).mean(0), raw_v))
+            lefts.append(_by_raw(over_samples(g @ v @ z.mT), raw_u))
+            rights.append(_by_raw(over_samples(g.mT @ u @ z), raw_v))
         return (*lefts, *rights)
 
     def entropy(self, scale):

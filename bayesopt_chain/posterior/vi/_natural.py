@@ -47,7 +47,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Drawing, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.posterior.draw import Drawing, along_samples, over_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import device_of, times
 from bayesopt_chain.posterior.vi._gaussian_families import require_one_prior, require_samples
@@ -181,11 +181,12 @@ class IVON(Natural):
         draw: Any = at.extra.get("draw")
         leaves = at.params
         samples = self._samples(g, draw, state, leaves)
-        means = [None if x is None else x.mean(0) for x in samples]
+        means = [None if x is None else over_samples(x) for x in samples]
         hessian = state.hessian
         if not self.is_deterministic:
             estimates = [
-                None if x is None else (x * z).mean(0) / s for x, z, s in zip(samples, draw.noise, self._sigma(state))
+                None if x is None else over_samples(x * z) / s
+                for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
             warm = scalar(now(self.temperature, state.count), state.key.device) > 0
             hessian = tuple(
@@ -250,7 +251,7 @@ class VON(Natural):
         draw: Any = at.extra.get("draw")
         leaves = at.params
         samples = self._samples(g, draw, state, leaves)
-        means = [None if x is None else x.mean(0) for x in samples]
+        means = [None if x is None else over_samples(x) for x in samples]
         hessian = self._averaged(state, self._increment(leaves, at))
         force, momentum = self._force(means, state, leaves)
         tree = optree.tree_unflatten(

@@ -32,7 +32,14 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
 from bayesopt_chain.core.response import Refused, Response
-from bayesopt_chain.posterior.draw import Draw, Drawing, along_samples, require_drawn_from, standard_normals
+from bayesopt_chain.posterior.draw import (
+    Draw,
+    Drawing,
+    along_samples,
+    over_samples,
+    require_drawn_from,
+    standard_normals,
+)
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import (
     PosteriorTransformation,
@@ -175,7 +182,7 @@ class Variational(Drawing):
         if not self.stick_the_landing:
             entropy = family.entropy_gradient(state.scale)
             by_scale = tuple(x - times(y, temperature) for x, y in zip(by_scale, entropy))
-        by_mean = [x.mean(0) if m else None for x, m in zip(filled, moves)]
+        by_mean = [over_samples(x) if m else None for x, m in zip(filled, moves)]
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
     def _move_mean(self, g: list, state: VariationalState, params: list, op: Op, at: At) -> tuple[list, Any]:

@@ -1,0 +1,313 @@
+"""Runs on disk of parameters that are spread over ranks: the draws of one process, on any number of ranks, in any layout."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import bayesopt_chain as bc
+from tests.distributed.ranks import _one, message_of, run, server
+
+STEPS = 14
+
+
+def start():
+    g = torch.Generator().manual_seed(1)
+    return {"w": torch.randn(6, 5, generator=g).double(), "b": torch.randn(3, generator=g).double()}
+
+
+def loss(params, batch):
+    """Elementwise, so that its gradient has the same bits in every layout."""
+    return 0.5 * ((params["w"] - batch) ** 2).sum() + 0.5 * (params["b"] ** 2).sum()
+
+
+TX = bc.with_stream(bc.sghmc(0.1, temperature=0.05), "philox")
+LAYOUTS = {
+    "fsdp": lambda size: (init_device_mesh("cpu", (size,)), [Shard(0)]),
+    "columns": lambda size: (init_device_mesh("cpu", (size,)), [Shard(1)]),
+    "hsdp": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]),
+    "both": lambda size: (init_device_mesh("cpu", (2, size // 2)), [Shard(0), Shard(1)]),
+}
+
+
+def spread(layout):
+    """The matrix in a layout, the vector on every rank."""
+    mesh, placements = LAYOUTS[layout](dist.get_world_size())
+    whole = start()
+    everywhere = [Replicate()] * mesh.ndim
+    w, b = (distribute_tensor(whole[name], mesh, how) for name, how in (("w", placements), ("b", everywhere)))
+    return {"w": w, "b": b}
+
+
+def sampled(params, path, steps=STEPS, burn_in=4, inplace=False, seconds=30.0, fn=loss, **more):
+    torch.manual_seed(7)
+    step, batches = bc.make_step(fn, TX, inplace=inplace), [torch.tensor(float(i)) for i in range(5)]
+    state = TX.init(params)
+    return bc.sample(
+        step, params, state, batches, steps=steps, burn_in=burn_in, path=path, checkpoint_seconds=seconds, **more
+    )
+
+
+def whole(tree):
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tree.items()}
+
+
+def ranked(path, layout, steps=STEPS, inplace=False, seconds=30.0):
+    """What a rank's draws are, as a whole, and how they lie."""
+    draws = sampled(spread(layout), path, steps, inplace=inplace, seconds=seconds)
+    lies = all(isinstance(x, DTensor) for x in draws.params.values())
+    return whole(draws.params), draws.steps, draws.loss, draws.complete, lies, whole(draws[0])
+
+
+def require_the_run_of_one_process(path, ranks):
+    want = sampled(start(), None)
+    for params, steps, losses, complete, spread_too, first in ranks:
+        assert complete and spread_too and torch.equal(steps, want.steps)
+        torch.testing.assert_close(losses, want.loss, rtol=1e-12, atol=0)
+        assert all(torch.equal(params[name], want.params[name]) for name in params)
+        assert all(torch.equal(first[name], want[0][name]) for name in first)
+    opened = bc.Draws.open(path, like=start())
+    assert opened.complete and torch.equal(opened.steps, want.steps)
+    assert all(torch.equal(x, want.params[name]) for name, x in opened.params.items())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_draws_on_disk_are_those_of_one_process_in_memory(inplace, tmp_path):
+    path = tmp_path / "draws"
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp", STEPS, inplace, 0.0))
+    index = json.loads((path / "index.json").read_text())
+    assert [shard["draws"] for shard in index["shards"]] == [1] * (STEPS - 4), "each draw was committed by itself"
+    assert len(list(path.glob("checkpoint-*"))) == 1
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp", STEPS, inplace))  # complete: at once
+
+
+def test_another_number_of_ranks_goes_on_in_another_layout(tmp_path):
+    path = tmp_path / "draws"
+    run(ranked, 2, tmp_path, path, "fsdp", 7)
+    run(ranked, 1, tmp_path, path, "columns", 10, True)
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "columns", STEPS, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["hsdp", "both"])
+def test_four_ranks_go_on_with_what_three_began_and_hand_it_to_two(layout, tmp_path):
+    path = tmp_path / "draws"
+    run(ranked, 3, tmp_path, path, "columns", 6)
+    run(ranked, 4, tmp_path, path, layout, 11)
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp"))
+
+
+def slow(path, layout):
+    """A run that tells how far it has come, for a test that kills it."""
+    told = lambda it: (path.parent / f"step-{it.step}").touch() if it.step > 8 else time.sleep(0.02)  # noqa: E731
+    sampled(spread(layout), path, seconds=0.0, callbacks=[lambda it: bool(told(it)) or time.sleep(0.05)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_loses_nothing_that_was_committed(victim, tmp_path):
+    path, context = tmp_path / "draws", server()
+    meeting = tmp_path / "meeting"
+    ranks = [
+        context.Process(
+            target=_one, args=(slow, rank, 2, meeting, tmp_path / f"{rank}.pt", (path, "fsdp")), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    end = time.monotonic() + 120
+    while not (tmp_path / "step-10").exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert json.loads((path / "index.json").read_text())["step"] < STEPS
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "columns"))
+
+
+def opened(path, layout):
+    params = spread(layout)
+    draws = bc.Draws.open(path, like=params)
+    assert dist.get_rank() or whole_alone(path), "one rank may read alone"
+    stacked = draws.params["w"]
+    assert stacked.placements == tuple(Shard(p.dim + 1) for p in params["w"].placements)
+    return whole(draws[3]), stacked.full_tensor(), draws.steps
+
+
+def whole_alone(path):
+    return bc.Draws.open(path).params["w"].shape == (STEPS - 4, 6, 5)
+
+
+def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
+    path, want = tmp_path / "draws", sampled(start(), None)
+    run(ranked, 2, tmp_path, path, "fsdp")
+    for one, every, steps in run(opened, 2, tmp_path, path, "columns"):
+        assert torch.equal(every, want.params["w"]) and torch.equal(steps, want.steps)
+        assert all(torch.equal(x, want[3][name]) for name, x in one.items())
+    draws = bc.Draws.open(path)
+    assert torch.equal(draws.thin(2).params["w"], want.thin(2).params["w"])
+    assert [int(s) for s in draws[2:4].steps] == [7, 8]
+    predicted = draws.predict(lambda p, x: p["w"] @ x, [torch.ones(5, dtype=torch.float64)])
+    torch.testing.assert_close(predicted, want.params["w"].sum(-1).mean(0))
+    with pytest.raises(ValueError, match="written by several ranks and has no checksum"):
+        draws.verify()
+
+
+# refusals
+
+
+def refusals(path):
+    said = {"thinning": message_of(lambda: sampled(spread("fsdp"), path, thinning=2))}
+    said["steps"] = message_of(lambda: sampled(spread("fsdp"), path, steps=6))
+    other = {"w": spread("fsdp")["w"]}
+    said["tree"] = message_of(
+        lambda: sampled(other, path, fn=lambda p, batch: 0.5 * ((p["w"] - batch) ** 2).sum(), steps=STEPS)
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (path / "draws-000000" / ".metadata").unlink()
+    dist.barrier()
+    said["damaged"] = message_of(lambda: bc.Draws.open(path).params)
+    return said
+
+
+def test_another_run_is_refused_on_every_rank(tmp_path):
+    path = tmp_path / "draws"
+    run(ranked, 2, tmp_path, path, "fsdp", 9)
+    for said in run(refusals, 2, tmp_path, path):
+        assert "thinning is 1, here 2" in said["thinning"] and "has made 9 steps already" in said["steps"]
+        assert "holds another run: tree" in said["tree"]
+        assert "was not written to its end" in said["damaged"]
+    with pytest.raises(ValueError, match="a run of DTensors, and plain tensors are given"):
+        sampled(start(), path)
+
+
+def in_directories_of_their_own(root):
+    return message_of(lambda: sampled(spread("fsdp"), root / f"rank-{dist.get_rank()}"))
+
+
+def test_ranks_that_name_several_directories_are_refused(tmp_path):
+    for said in run(in_directories_of_their_own, 2, tmp_path, tmp_path / "draws"):
+        assert "the ranks name 2 directories" in said
+    assert not (tmp_path / "draws").exists()
+
+
+def beside_others_files(path):
+    if dist.get_rank() == 0:
+        for name in ("checkpoint-500", "draws-old", "checkpoint-000000000009", "draws-000000"):
+            (path / name).mkdir(parents=True)
+    dist.barrier()
+    sampled(spread("fsdp"), path, steps=6)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for i in range(4):
+            (path / f"draws-{i:06d}").mkdir(exist_ok=True)
+        (path / "index.json").unlink()
+    dist.barrier()
+    return message_of(lambda: sampled(spread("fsdp"), path))
+
+
+def test_only_what_a_run_writes_is_cleared_away(tmp_path):
+    path = tmp_path / "draws"
+    said = run(beside_others_files, 2, tmp_path, path)
+    assert any("parts of a run but no index.json" in text for text in said) and None not in said
+    assert (path / "checkpoint-500").exists() and (path / "draws-old").exists()
+
+
+def not_finite_on_one_rank(path):
+    bad = lambda p, batch: loss(p, batch) * (float("nan") if dist.get_rank() and batch == 2.0 else 1.0)  # noqa: E731
+    with pytest.warns(UserWarning, match="diverged"):
+        draws = sampled(spread("fsdp"), path, burn_in=0, fn=bad)
+    return draws.complete, draws.why, len(draws)
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all(tmp_path):
+    ranks = run(not_finite_on_one_rank, 2, tmp_path, None)
+    assert [(complete, n) for complete, _, n in ranks] == [(False, 2)] * 2 and len({why for _, why, _ in ranks}) <= 2
+
+
+def two_chains_on_meshes_of_their_own(path):
+    """Ranks 0 and 1 hold a chain, ranks 2 and 3 another one: torch would keep one of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("chains", "shards"))
+    chain = mesh["chains"].get_local_rank()
+    x = distribute_tensor(torch.full((4, 3), float(chain)), mesh["shards"], [Shard(0)])
+    alike = distribute_tensor(torch.ones(4, 3), mesh["shards"], [Shard(0)])
+    bc.distributed.save(path / "alike", {"x": alike})
+    return message_of(lambda: bc.distributed.save(path / "chains", {"x": x}))
+
+
+@pytest.mark.slow
+def test_chains_on_meshes_of_their_own_are_not_taken_for_replicas(tmp_path):
+    for said in run(two_chains_on_meshes_of_their_own, 4, tmp_path, tmp_path):
+        assert "x differ from rank to rank" in said and "chains=chains.numbers" in said
+
+
+# diagnostics
+
+CHAINS = {
+    "sghmc": TX,
+    "decay": bc.with_stream(bc.sgd(0.1, 0.9, weight_decay=0.2, temperature=0.05), "philox"),
+    "Adam": bc.with_stream(bc.adam(0.02, temperature=0.05), "philox"),
+}
+
+
+def read(name):
+    """Kinetic and configurational temperatures of a run, on ranks or in one process."""
+    torch.manual_seed(7)
+    tx, params = CHAINS[name], spread("fsdp") if dist.is_initialized() else start()
+    meter = bc.diagnostics.Thermometer(tx)
+    draws = bc.sample(
+        bc.make_step(loss, tx), params, tx.init(params), [torch.tensor(1.0)], steps=40, thinning=4, callbacks=[meter]
+    )
+    if name == "Adam":
+        return [meter.estimates[leaf].value for leaf in "wb"]
+    report = bc.diagnostics.temperatures(draws, tx, loss, [torch.tensor(1.0)], thermometer=meter)
+    return [part[leaf].value for part in report for leaf in "wb"]
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("name", CHAINS)
+def test_temperatures_are_those_of_one_process(name, tmp_path):
+    for values in run(read, 2, tmp_path, name):
+        assert values == pytest.approx(read(name), rel=1e-10)
+
+
+# modules
+
+
+def fully_sharded(path, steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = bc.optim.SGHMC(
+        model.named_parameters(), lr=0.05, temperature=0.01, generator=bc.distributed.generator(0), stream="philox"
+    )
+    rows = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+    data = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)[rows]
+    torch.manual_seed(3 + (dist.get_rank() if dist.is_initialized() else 0))  # the first rank's key is everyone's
+    step = bc.optim.as_step(model, optimizer, lambda m, x: m(x).square().mean())
+    draws = bc.sample(step, step.params, step.state, data, steps=steps, path=path)
+    return whole(draws.params), draws.loss
+
+
+def test_a_fully_sharded_module_goes_on_with_its_run_on_another_number_of_ranks(tmp_path):
+    path = tmp_path / "draws"
+    for size, steps in ((2, 4), (1, 6)):
+        run(fully_sharded, size, tmp_path, path, steps)
+    want, losses = fully_sharded(None, 9)
+    for params, seen in run(fully_sharded, 2, tmp_path, path, 9):
+        torch.testing.assert_close(seen, losses, rtol=1e-10, atol=0)
+        for name, x in params.items():
+            torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
