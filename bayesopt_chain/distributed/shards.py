@@ -151,16 +151,17 @@ class Sharding:
     def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
         """The sum over all elements of these leaves, of which ``xs`` are the sums over those that are here, 0-d: a message
         for each axis of a mesh along which leaves are cut."""
-        groups: dict[Any, list[Tensor]] = {}
+        groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which a leaf is cut
         for j, x in zip(leaves, xs):
-            spec = self.specs[j]
-            cut = () if spec is None else tuple([i for i, p in enumerate(spec.placements) if not p.is_replicate()])
-            groups.setdefault((spec.mesh, cut) if cut else None, []).append(x)
-        sums = {where: torch.stack(parts).sum() for where, parts in groups.items()}
-        for where, x in sums.items():
-            for axis in where[1] if where is not None else ():
-                dist.all_reduce(x, group=where[0].get_group(axis))
-        return torch.stack(list(sums.values())).sum()
+            spec: Any = self.specs[j]
+            cut = [] if spec is None else [i for i, p in enumerate(spec.placements) if not p.is_replicate()]
+            groups.setdefault(tuple([spec.mesh.get_group(i) for i in cut]), []).append(x)
+        sums: list[Tensor] = []
+        for every, parts in groups.items():
+            sums.append(torch.stack(parts).sum())
+            for group in every:
+                dist.all_reduce(sums[-1], group=group)
+        return torch.stack(sums).sum()
 
     def count(self, leaves: Sequence[int]) -> int:
         """The number of all elements of these leaves."""
