@@ -153,9 +153,7 @@ class Sharding:
         for each axis of a mesh along which leaves are cut."""
         groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which a leaf is cut
         for j, x in zip(leaves, xs):
-            spec: Any = self.specs[j]
-            cut = [] if spec is None else [i for i, p in enumerate(spec.placements) if not p.is_replicate()]
-            groups.setdefault(tuple([spec.mesh.get_group(i) for i in cut]), []).append(x)
+            groups.setdefault(_cut_over(self.specs[j]), []).append(x)
         sums: list[Tensor] = []
         for every, parts in groups.items():
             sums.append(torch.stack(parts).sum())
@@ -202,6 +200,13 @@ class Sharding:
         for group in _groups([spec.mesh for spec in self.specs if spec is not None]):
             dist.broadcast(key, group=group, group_src=0)
         return entry._replace(key=key)
+
+
+def _cut_over(spec: Any) -> tuple[Any, ...]:
+    """The process groups over which a leaf is cut; none for a plain tensor."""
+    if spec is None:
+        return ()
+    return tuple([spec.mesh.get_group(i) for i, p in enumerate(spec.placements) if not p.is_replicate()])
 
 
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
