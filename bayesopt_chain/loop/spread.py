@@ -137,7 +137,10 @@ class SpreadDisk(Memory):
         place, alike = index["batches"], index["ranks"] == world().size
         if not alike and _as_many(feed.state()["loader"], place["loader"]):  # each rank's batches are what they were
             place = {**place, "whole": feed.whole}
-        feed.follow(place) if place["whole"] == feed.whole else feed.seek(place)
+        if self.first or place["whole"] != feed.whole:
+            feed.seek(place)
+        else:
+            feed.follow(place)
         if alike:
             states, _ = checkpoint.read(self.path / index["generators"])
             mine = f"{world().rank}/"
@@ -164,7 +167,6 @@ class SpreadDisk(Memory):
 
     def shards(self) -> tuple[list[Shard], Any, list[str]]:
         """The draws that were committed, spread as the parameters are."""
-        together(None, lambda: None)
         return shards_of(Part(self.path, self.index), like=self.like), self.spec, self.names
 
     def _commit(self, params: Any, state: Any, step: int, feed: Feed, complete: bool, why: str) -> None:

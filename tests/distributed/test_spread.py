@@ -192,6 +192,29 @@ def test_another_run_is_refused_on_every_rank(tmp_path):
         sampled(start(), path)
 
 
+def with_epochs(path, steps, seed, size):
+    """A run over epochs of data that every rank has."""
+    torch.manual_seed(7)
+    data = bc.epochs(torch.arange(12.0, dtype=torch.float64), 3, seed=seed)
+    fn = lambda p, batch: loss(p, batch.mean())  # noqa: E731
+    params = spread("columns") if size else start()
+    draws = bc.sample(bc.make_step(fn, TX), params, TX.init(params), data, steps=steps, path=path)
+    return whole(draws.params)
+
+
+def other_batches(path):
+    return message_of(lambda: with_epochs(path, 9, 4, True))
+
+
+def test_the_place_in_the_batches_is_kept_on_another_number_of_ranks(tmp_path):
+    path, want = tmp_path / "draws", with_epochs(None, 9, 3, False)
+    run(with_epochs, 2, tmp_path, path, 5, 3, True)
+    for said in run(other_batches, 2, tmp_path, path):
+        assert "seed=3 (here 4)" in said
+    for params in run(with_epochs, 1, tmp_path, path, 9, 3, True):
+        assert all(torch.equal(params[name], want[name]) for name in params)
+
+
 def in_directories_of_their_own(root):
     return message_of(lambda: sampled(spread("fsdp"), root / f"rank-{dist.get_rank()}"))
 
