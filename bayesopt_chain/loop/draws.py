@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, overload
 
 import optree
@@ -38,7 +37,7 @@ class Shard(NamedTuple):
     path: Path | None
     checksum: int | None = None
     chains: slice | None = None
-    like: Mapping[str, Any] = MappingProxyType({})
+    like: Mapping[str, Any] | None = None
 
     def load(self) -> Mapping[str, Tensor]:
         """All leaves; a file is mapped into memory, and read where it is looked at."""
@@ -56,7 +55,7 @@ class Shard(NamedTuple):
                 f"Draws: the shard {self.path} is missing; restore it, or open a copy of the directory that has it"
             )
         if self.path.is_dir():
-            return Table(self.path, {LEAF + name: x for name, x in self.like.items()})
+            return Table(self.path, {LEAF + name: x for name, x in (self.like or {}).items()})
         tensors, _ = checkpoint.read(self.path, verify=False)
         return tensors
 
@@ -456,7 +455,7 @@ class Average:
         return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
 
 
-def shards_of(part: Part, chains: range | None = None, like: Mapping[str, Any] = MappingProxyType({})) -> list[Shard]:
+def shards_of(part: Part, chains: range | None = None, like: Mapping[str, Any] | None = None) -> list[Shard]:
     """The draws of a part, or of some of its chains; those of DTensors spread as the leaves of ``like``, by name.
 
     Raises:
@@ -488,7 +487,7 @@ def shards_beside(groups: Sequence[Group], spec: Any, names: Sequence[str]) -> l
 def _open_one(part: Part, like: Any) -> Draws:
     index = part.index
     spec, names = _leaves(part, like)
-    shards = shards_of(part, like={} if like is None else checkpoint.flat(like)[0])
+    shards = shards_of(part, like=None if like is None else checkpoint.flat(like)[0])
     return Draws(shards, spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
 
 

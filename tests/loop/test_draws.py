@@ -1,7 +1,9 @@
 """Draws: slices, merging, prediction, and what ArviZ makes of them."""
 
 import math
+import pickle
 
+import optree
 import pytest
 import torch
 
@@ -26,6 +28,16 @@ def test_a_slice_is_draws_and_a_number_is_a_tree():
     assert torch.equal(draws[2]["a"]["w"], trees[2]["a"]["w"]) and torch.equal(draws[-1]["b"], trees[-1]["b"])
     assert draws[1:4].params["b"].shape == (3,) and torch.equal(draws.thin(2).params["b"], draws.params["b"][::2])
     assert [torch.equal(d["b"], t["b"]) for d, t in zip(draws, trees)] == [True] * 6
+
+
+def test_draws_pickle_in_memory_and_on_disk(tmp_path):
+    params, tx = {"w": torch.ones(3)}, bc.sgld(0.1, temperature=0.1)
+    step = bc.make_step(lambda p, batch: p["w"].square().sum(), tx)
+    kept = bc.sample(step, params, tx.init(params), None, steps=4, path=tmp_path / "draws")
+    for draws in (made()[1], kept):
+        again = pickle.loads(pickle.dumps(draws))
+        for a, b in zip(again, draws):
+            assert all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
 
 
 def test_merging_appends_and_refuses_others():
