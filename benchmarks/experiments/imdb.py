@@ -493,12 +493,12 @@ EXPERIMENT = Experiment(
         | {"noise_batches": 4, "hessian": 32},
         "small": MODEL
         | RATES
-        | {"data": 12_480, "test": 3000, "temperatures": (1.0, 0.03)}
+        | {"data": 8320, "test": 3000, "temperatures": (1.0, 0.1, 0.01)}
         | {
-            "optimizer_steps": 780,
-            "warmup": 390,
-            "hot": 195,
-            "steps": 390,
+            "optimizer_steps": 2600,
+            "warmup": 520,
+            "hot": 520,
+            "steps": 1560,
             "members": 5,
             "draws": 5,
             "logit_draws": 1000,
