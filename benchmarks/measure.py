@@ -8,8 +8,10 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -65,6 +67,7 @@ def environment() -> dict:
             versions[package] = None
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
         "python": platform.python_version(),
         "versions": versions,
         "cpu": _cpu(),
@@ -74,6 +77,17 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.system(),
     }
+
+
+def _commit() -> str | None:
+    """The commit of this working copy, with a plus sign where its code differs; ``None`` outside of git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
 
 
 def _cpu() -> str:

@@ -14,8 +14,9 @@ is Bayes; likelihood and prior are tempered alike.
     SGHMC         parallel: the last parameters of ``members`` chains; serial: ``members`` draws of the first one, half an
                   epoch apart, from the end of its run on. At ``T = 0`` parallel is a deep ensemble
 
-MLE, MAP and VI take ``optimizer_steps`` batches of one size. A chain is ``warmup`` steps of the MLE's optimizer from weights of
-its own, the same for every temperature, then ``hot`` steps of SGHMC at ``hot_lr`` and ``steps`` at ``lr``. In between, what is
+MLE, MAP and VI take ``optimizer_steps`` batches of one size, MAP and VI the first ``warmup`` of them without the prior, which
+otherwise takes Adam to the mode at zero, where the network stays at chance. A chain is ``warmup`` steps of the MLE's optimizer
+from weights of its own, the same for every temperature, then ``hot`` steps of SGHMC at ``hot_lr`` and ``steps`` at ``lr``. In between, what is
 left of the embedding's first weights, a draw of the prior, is scaled to the prior at ``T``: rare words, of which the data say
 little, then have their variance ``T / prior`` from the start, which they would reach at these rates only after many epochs
 (``spread`` is the embedding's variance over that). Without the prior in it the warm-up does not stay at chance, where the
@@ -192,9 +193,15 @@ class Work(NamedTuple):
         return bc.chain(bc.add_decayed_weights(decay), bc.adam(self.s["adam_lr"]))
 
     def optimum(self, decay: float) -> dict[str, Tensor]:
-        """Where Adam ends, from the start of the first chain."""
-        name = "map" if decay else "mle"
-        return self.run(name, self.optimizer(decay), self.start(0), self.s["optimizer_steps"])[-1]
+        """Where Adam ends: without the prior from the start of the first chain, with it from that chain's warm-up."""
+        if not decay:
+            return self.run("mle", self.optimizer(0.0), self.start(0), self.s["optimizer_steps"])[-1]
+        return self.run("map", self.optimizer(decay), self.warm(0, 0.0), self.behind_warmup)[-1]
+
+    @property
+    def behind_warmup(self) -> int:
+        """Steps that MAP and VI make behind the warm-up, as many as the MLE in all."""
+        return self.s["optimizer_steps"] - self.s["warmup"]
 
     def sampler(self, lr: float, temperature: float) -> Any:
         """SGHMC with the prior."""
@@ -241,7 +248,7 @@ class Work(NamedTuple):
             init_scale=self.s["vi_scale"] * math.sqrt(temperature),
             weight_decay=self.decay,
         )
-        params, state = self.run("vi", tx, self.start(0), self.s["optimizer_steps"], at=temperature).last
+        params, state = self.run("vi", tx, self.warm(0, 0.0), self.behind_warmup, at=temperature).last
         return tx.posterior(state, params)
 
     def laplace(self, estimator: Callable[..., Any]) -> Callable[[float], bc.Gaussian]:
@@ -493,12 +500,12 @@ EXPERIMENT = Experiment(
         | {"noise_batches": 4, "hessian": 32},
         "small": MODEL
         | RATES
-        | {"data": 12_480, "test": 3000, "temperatures": (1.0, 0.03)}
+        | {"data": 8320, "test": 3000, "temperatures": (1.0, 0.1, 0.01)}
         | {
-            "optimizer_steps": 780,
-            "warmup": 390,
-            "hot": 195,
-            "steps": 390,
+            "optimizer_steps": 2600,
+            "warmup": 520,
+            "hot": 520,
+            "steps": 1560,
             "members": 5,
             "draws": 5,
             "logit_draws": 1000,
