@@ -16,12 +16,11 @@ is Bayes; likelihood and prior are tempered alike.
 
 MLE, MAP and VI take ``optimizer_steps`` batches of one size, MAP and VI the first ``warmup`` of them without the prior, which
 otherwise takes Adam to the mode at zero, where the network stays at chance. A chain is ``warmup`` steps of the MLE's optimizer
-from weights of its own, the same for every temperature, then ``hot`` steps of SGHMC at ``hot_lr`` and ``steps`` at ``lr``. In between, what is
-left of the embedding's first weights, a draw of the prior, is scaled to the prior at ``T``: rare words, of which the data say
-little, then have their variance ``T / prior`` from the start, which they would reach at these rates only after many epochs
-(``spread`` is the embedding's variance over that). Without the prior in it the warm-up does not stay at chance, where the
-prior holds Adam from some starts. ``data`` is a multiple of the batch, so that a run of ``steps`` equal to ``data / batch``
-ends with an epoch.
+from weights of its own, the same for every temperature, then ``hot`` steps of SGHMC at ``hot_lr`` and ``steps`` at ``lr``. In
+between, what is left of the embedding's first weights, a draw of the prior, is scaled to the prior at ``T``: rare words, of
+which the data say little, then have their variance ``T / prior`` from the start, which they would reach at these rates only
+after many epochs (``spread`` is the embedding's variance over that). ``data`` is a multiple of the batch, so that a run of
+``steps`` equal to ``data / batch`` ends with an epoch.
 
 ``rho`` is the share of the noise budget ``2 T / lr_eff`` that the minibatches spend, ``kappa`` the relaxations an epoch (each
 the largest of the directions looked at), ``heating`` the variance that they add over the one at ``T`` in the worst
