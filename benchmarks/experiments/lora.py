@@ -193,7 +193,7 @@ EXPERIMENT = Experiment(
         | ADAPTER
         | {"book_characters": None, "lr": 1e-3, "epochs": 20, "batch": 8, "fisher_batch": 32},
     },
-    {"smoke": 1, "small": 2, "full": 10},
+    {"smoke": 1, "small": 3, "full": 10},
     run,
     says,
     shown=(*SHORT, "all", "new", "forgotten"),
