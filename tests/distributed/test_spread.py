@@ -148,6 +148,7 @@ def whole_alone(path):
     return bc.Draws.open(path).params["w"].shape == (STEPS - 4, 6, 5)
 
 
+@pytest.mark.slow
 def test_draws_are_opened_in_any_layout_and_by_one_rank_alone(tmp_path):
     path, want = tmp_path / "draws", sampled(start(), None)
     run(ranked, 2, tmp_path, path, "fsdp")
@@ -206,6 +207,7 @@ def other_batches(path):
     return message_of(lambda: with_epochs(path, 9, 4, True))
 
 
+@pytest.mark.slow
 def test_the_place_in_the_batches_is_kept_on_another_number_of_ranks(tmp_path):
     path, want = tmp_path / "draws", with_epochs(None, 9, 3, False)
     run(with_epochs, 2, tmp_path, path, 5, 3, True)
@@ -219,6 +221,7 @@ def in_directories_of_their_own(root):
     return message_of(lambda: sampled(spread("fsdp"), root / f"rank-{dist.get_rank()}"))
 
 
+@pytest.mark.slow
 def test_ranks_that_name_several_directories_are_refused(tmp_path):
     for said in run(in_directories_of_their_own, 2, tmp_path, tmp_path / "draws"):
         assert "the ranks name 2 directories" in said
@@ -240,6 +243,7 @@ def beside_others_files(path):
     return message_of(lambda: sampled(spread("fsdp"), path))
 
 
+@pytest.mark.slow
 def test_only_what_a_run_writes_is_cleared_away(tmp_path):
     path = tmp_path / "draws"
     said = run(beside_others_files, 2, tmp_path, path)
@@ -299,6 +303,7 @@ def read(name):
     return [part[leaf].value for part in report for leaf in "wb"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sample")
 @pytest.mark.parametrize("name", CHAINS)
 def test_temperatures_are_those_of_one_process(name, tmp_path):
