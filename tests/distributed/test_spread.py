@@ -330,6 +330,7 @@ def fully_sharded(path, steps):
     return whole(draws.params), draws.loss
 
 
+@pytest.mark.slow
 def test_a_fully_sharded_module_goes_on_with_its_run_on_another_number_of_ranks(tmp_path):
     path = tmp_path / "draws"
     for size, steps in ((2, 4), (1, 6)):
