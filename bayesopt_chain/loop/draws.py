@@ -548,11 +548,14 @@ def shown(chains: range) -> str:
     return f"chain {chains.start}" if len(chains) == 1 else f"chains {chains.start} to {chains.stop - 1}"
 
 
-def nested(flat: dict[str, Any]) -> Any:
+def nested(flat: Mapping[str, Any]) -> Any:
     """A nested dictionary from one with paths as keys."""
-    if list(flat) == ["tensor"]:
-        return flat["tensor"]
-    out: dict[str, Any] = {}
+    return flat["tensor"] if list(flat) == ["tensor"] else merged({}, flat)
+
+
+def merged(tree: Any, flat: Mapping[str, Any]) -> Any:
+    """Nested dictionaries with these values in them too, by their paths."""
+    out: Any = optree.tree_map(lambda x: x, tree)
     for name, value in flat.items():
         *folders, last = name.split("/")
         inner = out

@@ -28,7 +28,7 @@ from bayesopt_chain.distributed import checkpoint as shared
 from bayesopt_chain.distributed.ranks import gather_objects, together, world
 from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.loop import checkpoint
-from bayesopt_chain.loop.draws import LOSS, Shard, shards_of
+from bayesopt_chain.loop.draws import LOSS, Shard, merged, shards_of
 from bayesopt_chain.loop.feed import Feed
 from bayesopt_chain.loop.layouts import INDEX, Part, read_index
 from bayesopt_chain.loop.store import (
@@ -37,7 +37,6 @@ from bayesopt_chain.loop.store import (
     Memory,
     generator_states,
     held_by_one,
-    merged,
     require_same_run,
     set_generators,
     shapes_of,

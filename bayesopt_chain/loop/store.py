@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.loop import checkpoint
-from bayesopt_chain.loop.draws import BUFFER, LEAF, LOSS, STEP, Shard, shards_beside, shards_of
+from bayesopt_chain.loop.draws import BUFFER, LEAF, LOSS, STEP, Shard, merged, shards_beside, shards_of
 from bayesopt_chain.loop.feed import Feed
 from bayesopt_chain.loop.layouts import INDEX, Group, Part, grouped, parts_of, read_index
 from bayesopt_chain.loop.module_state import buffers_of
@@ -80,18 +80,6 @@ def shapes_of(run: Run) -> dict[str, Any]:
 def below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose paths begin with a stem, by what follows it."""
     return {n.removeprefix(stem): x for n, x in tensors.items() if n.startswith(stem)}
-
-
-def merged(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Nested dictionaries with these tensors in them too, by their paths."""
-    out: Any = optree.tree_map(lambda x: x, tree)
-    for name, x in tensors.items():
-        *folders, last = name.split("/")
-        inner = out
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = x
-    return out
 
 
 class Held(NamedTuple):
