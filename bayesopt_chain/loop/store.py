@@ -270,8 +270,8 @@ def require_same_run(identity: Mapping[str, Any], part: Part, steps: int, folder
         if theirs != mine and key == "spread":
             kinds = [("plain tensors", "DTensors")[bool(x)] for x in (theirs, mine)]
             raise ValueError(
-                f"sample: {part.folder} holds a run of {kinds[0]}, and {kinds[1]} are given: go on with {kinds[0]}, which a "
-                "mesh of one rank has too, or give this run a directory of its own"
+                f"sample: {part.folder} holds a run of {kinds[0]}, and {kinds[1]} are given: go on with {kinds[0]} (DTensors "
+                "on a mesh of one rank will do), or give this run a directory of its own"
             )
         if theirs != mine and (key not in ("numbers", "total") or None not in (theirs, mine)):
             raise ValueError(f"sample: {part.folder} holds another run: {key} {_difference(theirs, mine)}")
