@@ -19,7 +19,6 @@ from bayesopt_chain import (
     testing,
 )
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
-from bayesopt_chain.core import response
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
@@ -44,6 +43,7 @@ from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.matching import response
 from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
 from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd

@@ -14,13 +14,13 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation,
 
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
-from bayesopt_chain.core.response import Decay, Linear, Nonlinear, Response
 from bayesopt_chain.fused.lower import lower
 from bayesopt_chain.links.foreign import Foreign, keywords_of
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
+from bayesopt_chain.matching.response import Decay, Linear, Nonlinear, Response
 from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.trees import spread_prefix
 
@@ -51,10 +51,10 @@ def chain(*links: GradientTransformation) -> Chain:
         >>> updates["w"].shape
         torch.Size([3])
     """
-    return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)], lower)
+    return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)])
 
 
-Chain.compose = staticmethod(chain)
+Chain.compose, Chain.lower = staticmethod(chain), staticmethod(lower)
 chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
 
 
@@ -204,7 +204,7 @@ def with_stream(tx: GradientTransformation, stream: Stream) -> Chain:
         return replace(link, **({"stream": stream} if isinstance(link, Keyed) else {}), **inner)
 
     tx = tx if isinstance(tx, Chain) else chain(tx)
-    return tx.with_links([switched(x) for x in tx.links])
+    return type(tx)([switched(x) for x in tx.links])
 
 
 def masked(link: GradientTransformation, mask: Any) -> Chain:
@@ -230,7 +230,7 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
         tensor([-0.1000])
     """
     tx = chain(link)
-    return tx.with_links([replace(x, masks=(*x.masks, mask)) for x in tx.links])
+    return type(tx)([replace(x, masks=(*x.masks, mask)) for x in tx.links])
 
 
 @dataclass(frozen=True)

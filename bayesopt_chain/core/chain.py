@@ -15,13 +15,13 @@ from torchopt.base import GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import check_link
-from bayesopt_chain.core.link import ANY, At, Link, show
-from bayesopt_chain.core.matching import describe
+from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
-from bayesopt_chain.core.response import Noise
 from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
 from bayesopt_chain.distributed import shards
+from bayesopt_chain.matching.response import Noise
+from bayesopt_chain.matching.sites import note
 from bayesopt_chain.tracing import is_traced
 from bayesopt_chain.trees import paths_of
 
@@ -41,27 +41,24 @@ class Chain(GradientTransformation):
         True
     """
 
-    links: tuple[Link, ...]
-    lower: Lower | None
-    kinds: tuple[str, ...]
-    accepts: frozenset[str]
-    needy: Link | None
-    plans: dict[Layout, Plan]
-    last: tuple[Layout, Plan] | None
-    compose: ClassVar[Callable[..., Chain]]  # set by the layer above, which knows what others wrote
+    compose: ClassVar[Callable[..., Chain]]  # both are set by the layers above, which know what others wrote
+    lower: ClassVar[Lower]
 
-    def __new__(cls, links: Sequence[Link], lower: Lower | None = None) -> Self:
+    def __new__(cls, links: Sequence[Link]) -> Self:
         self = super().__new__(
             cls,
             lambda params, **k: shards.start(self._start, params, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
             lambda *a, **k: shards.step(self._step, self.plan, *a, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         )
-        self.links, self.lower = tuple(links), lower
+        return self
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.accepts = frozenset[str]().union(*(x.accepts for x in self.links))
         self.needy = next((x for x in self.links if x.needs_params), None)
-        self.plans, self.last = dict[Layout, Plan](), None
-        return self
+        self.plans: dict[Layout, Plan] = {}
+        self.last: tuple[Layout, Plan] | None = None
 
     @property
     def response(self) -> Any:
@@ -73,10 +70,6 @@ class Chain(GradientTransformation):
     def needs(self) -> frozenset[str]:
         """The keywords without which ``update`` refuses."""
         return frozenset[str]().union(*(x.needs for x in self.links))
-
-    def with_links(self, links: Sequence[Link]) -> Chain:
-        """The same kind of transformation with other links in the places of its own."""
-        return type(self)(links, self.lower)
 
     def chain(self, next: GradientTransformation) -> Chain:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This chain followed by ``next``."""
@@ -97,13 +90,15 @@ class Chain(GradientTransformation):
         return hash(self.links) if self.links else hash(tuple(IdentityGradientTransformation()))
 
     def __reduce__(self) -> Any:
-        return type(self), (self.links, self.lower)
+        return type(self), (self.links,)
 
     def __repr__(self) -> str:
-        if len(self.links) == 1 and not isinstance(self.links[0].response, Noise):
-            return show(self.links[0])
-        lines = [f"    {show(x)},{describe(self.links, i)}" for i, x in enumerate(self.links)]
-        return "\n".join(["chain(", *lines, ")"])
+        lines = [f"    {x.shown}," for x in self.links]
+        for i, x in enumerate(self.links):
+            if isinstance(x.response, Noise):
+                beside = [k for k, other in enumerate(self.links) if not other.masks or other.masks == x.masks]
+                lines[i] += f"  # {note(self.links, beside, i)}"
+        return self.links[0].shown if lines == [f"    {self.links[0].shown},"] else "\n".join(["chain(", *lines, ")"])
 
     def plan(self, state: Any) -> Plan:
         """What is worked out for a state's layout.
@@ -125,7 +120,7 @@ class Chain(GradientTransformation):
                 "to go on from it, as from an optimizer's, call init(params, like=state) of this chain"
             )
         if layout not in self.plans:
-            self.plans[layout] = Plan(self.links, layout, self.lower)
+            self.plans[layout] = Plan(self.links, layout, type(self).lower)
         self.last = (layout, self.plans[layout])
         return self.plans[layout]
 
@@ -159,11 +154,9 @@ class Chain(GradientTransformation):
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
-        update = Update(plan, PURE, spec, leaves, [])
-        for i, (x, w) in enumerate(zip(self.links, where)):
-            update.entries.append(x.init([leaves[j] for j in w], At(update, i, w)))
-        for i, strength in update.strengths().items():
-            plan.noise[i].started(strength, update)
+        update = Update(plan, PURE, spec, leaves, [()] * len(self.links))
+        for i in (*plan.order, *plan.noise):  # noise looks at the others' rates
+            update.entries[i] = self.links[i].init([leaves[j] for j in where[i]], At(update, i, where[i]))
         state = State(update.entries, layout)
         state = state if like is None else warm_start(state, like)
         return state if plan.shards is None else State(plan.shards.spread(state, leaves, plan.noise), layout)
@@ -176,7 +169,7 @@ class Chain(GradientTransformation):
                 f"its links take: {', '.join(sorted(self.accepts)) or 'no further keywords'}"
             )
         if params is None and self.needy is not None:
-            raise ValueError(f"{show(self.needy)} needs the parameters: call update(updates, state, params=params)")
+            raise ValueError(f"{self.needy.shown} needs the parameters: call update(updates, state, params=params)")
         plan = self.plan(state)
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
         p = plan.check(spec, g, params)

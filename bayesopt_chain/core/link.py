@@ -1,8 +1,8 @@
 """What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
 Three rules keep links short. A link sees only the leaves that are there: masks and missing gradients are the chain's affair.
-A metric that learns does so in ``learn``, from the clean gradient, before noise is added. A link that owns a pole names the
-field of its state that holds it: the chain rescales it before a step and adds carried noise after (see ``matching``).
+A metric that learns does so from the clean gradient, and asks for the noise before it acts (``At.with_noise``). A link that
+owns a pole names the field of its state that holds it: the chain rescales it before a step and adds carried noise after.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torchopt.base import EmptyState
 
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Response
 from bayesopt_chain.core.state import edited
 from bayesopt_chain.distributed.shards import Spread
+from bayesopt_chain.matching.response import Linear, Response
 
 if TYPE_CHECKING:
-    from bayesopt_chain.core.matching import Site
     from bayesopt_chain.core.update import Injection, Plan, Update
+    from bayesopt_chain.matching.sites import Site
 
 
 @dataclass(slots=True)
@@ -59,11 +59,13 @@ class At:
         accepts = self.plan.links[self.i].accepts
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
-    @property
-    def learned(self) -> list[Any]:
-        """What the link's ``learn`` gave for each of these leaves in this step."""
-        by_leaf = self.update.learned[self.i]
-        return [by_leaf[j] for j in self.present]
+    def with_noise(self, denominators: Sequence[Tensor]) -> Leaves:
+        """The gradients with the noise that enters inside a metric which has just learned ``1 / P``, its ``denominators``.
+
+        A metric that learns calls it once in ``update``, between learning and acting.
+        """
+        self.update.enter(self.i, dict(zip(self.present, denominators)))
+        return [self.update.g[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
@@ -118,6 +120,12 @@ class Link:
         return Linear()
 
     @property
+    def shown(self) -> str:
+        """The link with its masks."""
+        masks = ", ".join(str(getattr(mask, "label", "...")) for mask in self.masks)
+        return f"masked({self}, {masks})" if masks else str(self)
+
+    @property
     def accepts(self) -> frozenset[str]:
         """The keywords of ``update`` that it takes."""
         return frozenset()
@@ -131,16 +139,12 @@ class Link:
         """The first state."""
         return EmptyState()
 
-    def learn(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Any, Sequence[Any]]:
-        """The state of a metric that has seen the clean gradient, and what it makes of it, leaf by leaf: ``at.learned``."""
-        raise NotImplementedError
-
     def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
         """New leaves and state."""
         return g, state
 
     def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
-        """``P^power e`` of a metric for noise of its leaves ``at.present``; ``e`` may be overwritten."""
+        """``P^power e`` of a metric that does not learn, for noise of its leaves ``at.present``; ``e`` may be overwritten."""
         raise NotImplementedError
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
@@ -166,10 +170,3 @@ class Link:
     def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
         """What a step that took its gradient at a draw says about itself; ``None`` for loss and aux alone."""
         return None
-
-
-def show(link: Link) -> str:
-    """A link with its masks."""
-    if not link.masks:
-        return str(link)
-    return f"masked({link}, {', '.join(str(getattr(mask, 'label', '...')) for mask in link.masks)})"

@@ -70,12 +70,16 @@ def is_by_leaf(field: Any, n: int) -> bool:
     return type(field) is tuple and len(field) == n  # pyright: ignore[reportUnknownArgumentType]
 
 
+def replaced(tensors: Sequence[Any], at: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
+    """These tensors with ``new`` ones at the places ``at``."""
+    by_place = dict(zip(at, new))
+    return tuple([by_place.get(k, t) for k, t in enumerate(tensors)])
+
+
 def edited(entry: Any, field: str, at: Sequence[int], change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
     """The entry with the tensors numbered ``at`` of a field by leaf changed."""
-    tensors = list(getattr(entry, field))
-    for k, t in zip(at, change([tensors[k] for k in at])):
-        tensors[k] = t
-    return entry._replace(**{field: tuple(tensors)})
+    tensors: Sequence[Tensor] = getattr(entry, field)
+    return entry._replace(**{field: replaced(tensors, at, change([tensors[k] for k in at]))})
 
 
 def unshared(new: State, old: State) -> State:

@@ -1,26 +1,26 @@
 """How an update runs: what is worked out once for the leaves of a state, and one update in progress.
 
-An update draws the noise, rescales velocities where a rate changed, and then lets every link learn, noise in, the link act, and
+An update draws the noise, rescales velocities where a rate changed, and then lets noise in before every link, the link act, and
 its velocity keep what it carries of the noise. Masks and missing gradients are settled here, and no link knows of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Link, show
-from bayesopt_chain.core.matching import Site, match
+from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Metric, Noise
-from bayesopt_chain.core.state import Layout, is_by_leaf
+from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
+from bayesopt_chain.matching.response import Metric, Noise
+from bayesopt_chain.matching.sites import Site, match
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
@@ -40,32 +40,25 @@ class Injected(NamedTuple):
     hot: Tensor | None  # false where a changing temperature is zero: those gradients keep their bits
 
 
-class Injection:
+class Injection(Protocol):
     """What draws for a noise link: the noise of all its sites, on the leaves numbered ``leaves``."""
 
     sites: Sequence[Site]
     leaves: Sequence[int]
 
-    def start(self, leaves: Sequence[Any]) -> Any:
-        """The link's first state, given all leaves of the parameters."""
-        raise NotImplementedError
-
     def strength(self, state: Any, rates: Rates) -> Any:
         """What is known of a step before anything is drawn; refuses values out of range before anything is changed."""
-        raise NotImplementedError
+        ...
 
     def draw(self, state: Any, strength: Any, g: Sequence[Any], op: Op) -> tuple[list[Injected], Any]:
         """The noise of every site, for the leaves whose gradient is there, and the link's next state."""
-        raise NotImplementedError
-
-    def started(self, strength: Any, update: Update) -> None:
-        """Look at the first step's noise when a state is made."""
+        ...
 
 
 class Plan:
     """What a chain works out once for a layout."""
 
-    def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower | None) -> None:
+    def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
         self.shards = None if layout.pieces is None else Sharding(layout, links)
@@ -78,8 +71,10 @@ class Plan:
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
         self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
-        self.stages = self.staged(lower(links, self) if lower else {})
-        self.drawn = self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run}  # not in a run
+        self.stages = self.staged(lower(links, self))
+        self.drawn = sorted(
+            self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run}
+        )  # not in a run
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
     def matched(self) -> dict[int, list[Site]]:
@@ -130,7 +125,7 @@ class Plan:
         for i in self.coupled:
             if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
-                    f"{show(self.links[i])}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
+                    f"{self.links[i].shown}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
                 )
         return p
 
@@ -147,7 +142,6 @@ class Update:
     g: list[Any] = field(default_factory=lambda: [])
     extra: dict[str, Any] = field(default_factory=lambda: {})
     missing: bool = False  # whether a gradient is
-    learned: dict[int, dict[int, Any]] = field(default_factory=lambda: {})  # by link and leaf, what ``learn`` made
     noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
@@ -161,10 +155,6 @@ class Update:
             if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
                 self.g[j] = x.to(dtypes[j])
 
-    def strengths(self) -> dict[int, Any]:
-        """That of every noise link; refuses values out of range before anything is changed."""
-        return {i: noise.strength(self.entries[i], self.rates) for i, noise in self.plan.noise.items()}
-
     def rates(self, i: int, leaves: Sequence[int]) -> Tensor:
         """What a changing gain is now, by leaf."""
         every = self.plan.links[i].rate(self.entries[i], len(self.plan.where[i]))
@@ -174,10 +164,10 @@ class Update:
 
     def draw(self) -> None:
         """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
-        for i, strength in self.strengths().items():
-            if i in self.plan.drawn:
-                new, self.entries[i] = self.plan.noise[i].draw(self.entries[i], strength, self.g, self.op)
-                self.noises += new
+        drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in self.plan.drawn}
+        for i, (noise, strength) in drawn.items():
+            new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
+            self.noises += new
         for x in self.noises:
             if x.scale is not None and x.leaves and (i := x.site.whole.owner) is not None:
                 dtypes = self.plan.layout.dtypes
@@ -186,46 +176,47 @@ class Update:
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
     def take(self, run: tuple[int, ...], link: Link) -> None:
-        """Let a link, or a lowered run, learn, let the noise in, let the link act, and its velocity carry its part."""
-        i, op, where = run[0], self.op, self.plan.where[run[0]]
-        present = tuple([j for j in where if self.g[j] is not None]) if self.missing and not link.whole else where
+        """Let the noise in, a link or a lowered run act, and its velocity carry its part."""
+        i, where, alone = run[0], self.plan.where[run[0]], len(run) == 1
+        present = where if link.whole or not self.missing else tuple([j for j in where if self.g[j] is not None])
         if where and not present:
             return
-        at = At(self, i, present)
-        if i in self.plan.learning:
-            entry, made = link.learn([self.g[j] for j in present], self.part(i, present), op, at)
-            self.put_back(i, present, entry)
-            self.learned[i] = dict(zip(present, made))
-        if i in self.plan.entering:
+        if i in self.plan.entering and i not in self.plan.learning:
             self.enter(i)
         states = [self.part(k, present) for k in run]
-        new, after = link.update([self.g[j] for j in present], states if len(run) > 1 else states[0], op, at)
-        for k, entry in zip(run, after if len(run) > 1 else [after]):
+        g = [self.g[j] for j in present]
+        new, after = link.update(g, states[0] if alone else states, self.op, At(self, i, present))
+        for k, entry in zip(run, [after] if alone else after):
             self.put_back(k, present, entry)
         for j, y in zip(present, new):
             self.g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
             if x.site.carried and x.site.whole.owner == i:
                 waits, at = [e * x.site.carried for e in x.noise], self.positions(i, x.leaves)
-                self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, op)
+                self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
 
-    def enter(self, i: int) -> None:
-        """Colour and add the noise that enters before link ``i``, or inside it."""
+    def enter(self, i: int, denominators: Mapping[int, Tensor] | None = None) -> None:
+        """Colour and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
         for n, x in enumerate(self.noises):
             if x.site.enters != i or not x.leaves:
                 continue
-            e, hot = self.coloured(x.site, x.leaves, x.noise), x.hot
+            e, hot = self.coloured(x.site, x.leaves, x.noise, denominators), x.hot
             old = [self.g[j] for j in x.leaves]
             warm = None if hot is None else [torch.where(hot, y + z, y) for y, z in zip(old, e)]
             for j, y in zip(x.leaves, self.op.add(old, e) if warm is None else self.op.put(old, warm)):
                 self.g[j] = y
             self.noises[n] = x._replace(noise=e if x.site.carried else [])
 
-    def coloured(self, site: Site, leaves: Sequence[int], e: Leaves) -> Leaves:
+    def coloured(
+        self, site: Site, leaves: Sequence[int], e: Leaves, denominators: Mapping[int, Tensor] | None = None
+    ) -> Leaves:
         """Noise of these leaves of a site as the metrics shape it; one that has learned nothing yet counts as 1."""
         for m, power in site.colours:
-            if m in self.learned or m not in self.plan.learning:
+            if m not in self.plan.learning:
                 e = self.plan.links[m].colour(e, power, self.part(m, leaves), At(self, m, tuple(leaves)))
+            elif denominators is not None:
+                factors = [denominators[j] ** -power for j in leaves]
+                e = [x * f if f.requires_grad else x.mul_(f) for x, f in zip(e, factors)]
         return e
 
     def part(self, i: int, leaves: Sequence[int]) -> Any:
@@ -238,15 +229,10 @@ class Update:
 
     def put_back(self, i: int, leaves: Sequence[int], new: Any) -> None:
         """Replace that part."""
-        n = len(self.plan.where[i])
+        old, n = self.entries[i], len(self.plan.where[i])
         if len(leaves) < n and hasattr(new, "_fields"):
             keep = self.positions(i, leaves)
-            fields = list[Any](new)
-            for f, old in enumerate(self.entries[i]):
-                if is_by_leaf(old, n):
-                    changed = dict(zip(keep, new[f]))
-                    fields[f] = tuple([changed.get(k, t) for k, t in enumerate(old)])
-            new = type(new)(*fields)
+            new = type(new)(*[replaced(f, keep, part) if is_by_leaf(f, n) else part for f, part in zip(old, new)])
         self.entries[i] = new
 
     def positions(self, i: int, leaves: Sequence[int]) -> list[int]:

@@ -32,16 +32,16 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.core import law
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
-from bayesopt_chain.core.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
+from bayesopt_chain.matching import law
+from bayesopt_chain.matching.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing import NormalProbe
 from bayesopt_chain.trees import paths_of

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.filters import Filtered
 from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
+from bayesopt_chain.matching.filters import Filtered
+from bayesopt_chain.matching.sites import Site
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_plain, is_transformed
 
@@ -139,7 +139,7 @@ class Noisy(Link):
 
     @property
     def _level(self) -> float:
-        return self.site.constants[0]  # pyright: ignore[reportOptionalSubscript]
+        return self.site.process.c[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _is_plain(self, g: Sequence[Any], kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
         if self.noise.noise != "gaussian" or any([x is None for x in g]) or not is_plain(noise.key, noise.count, g[0]):
@@ -229,12 +229,12 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[
     known = (
         isinstance(noise, LangevinNoise) and noise.stream in keyed_stream.IN_CHUNKS
     )  # any other is drawn by its link
-    simple = known and not site.colours and site.rates == ((), ()) and site.constants
+    simple = known and not site.colours and site.rates == ((), ()) and not site.changes
     if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     leaves = set(site.leaves)
     following = [k for k in plan.order if k >= i and not leaves.isdisjoint(plan.where[k])]
-    if i == n and process.memory == 1 and len(set(site.constants or ())) == 1:
+    if i == n and process.memory == 1 and len(set(process.c)) == 1:
         momentum, run = None, (n, *following[:1])
     elif i != n and _is_heavy_ball(links[i]) and site.whole.owner == i and not process.memory:
         momentum, run = links[i], (*following[:2], n)

@@ -11,7 +11,7 @@ scale, a learning rate or temperature that is a tensor or a schedule, or noise t
 multiplication and the addition behind it rounded once: equal to one unit in the last place for each operation.
 
 Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
-momentum, the remembered draw (:mod:`bayesopt_chain.core.matching`):
+momentum, the remembered draw (:mod:`bayesopt_chain.matching.sites`):
 
     v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
@@ -39,8 +39,6 @@ from torch import Tensor
 from bayesopt_chain import tracing
 from bayesopt_chain._torch import foreach_add_, foreach_copy_, fused_sgd_
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.filters import Filtered
-from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import IN_PLACE, owned
 from bayesopt_chain.core.state import State
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
@@ -48,6 +46,8 @@ from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
+from bayesopt_chain.matching.filters import Filtered
+from bayesopt_chain.matching.sites import Site
 from bayesopt_chain.random import philox
 from bayesopt_chain.random import stream as keyed_stream
 
@@ -331,7 +331,7 @@ def recognise(tx) -> FusedSGD | None:
     found: dict = {"lr": float(last.step_size)}
     for i, link in enumerate(links):
         if isinstance(link, LangevinNoise):
-            if not link.is_static or link.temperature == 0 or link.lr is not None or "noise" in found:
+            if not link.is_static or link.temperature == 0 or "noise" in found:
                 return None
             found["noise"] = i
         elif type(link) is FlipSign and not found.keys() & {"maximize", "weight_decay", "momentum"}:
@@ -355,13 +355,13 @@ def recognise(tx) -> FusedSGD | None:
 def _own(site: Site, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
     """The noise as the sweeps and the kernel draw it; ``None`` for any other."""
     process = site.process
-    if link.noise != "gaussian" or not isinstance(process, Filtered) or process.d != (1.0,):
+    if link.noise != "gaussian" or site.changes or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     if link.stream not in keyed_stream.IN_CHUNKS:  # any other is drawn by its link
         return None
     if not (g.device.type == "cpu" or has_kernel(g)):
         return None
-    level, *more = site.constants or [0.0]
+    level, *more = process.c
     if has_velocity:
         return None if more else _Own(level, site.carried)
     return _Own(level, 1.0) if more == [level] else None

@@ -25,9 +25,9 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Metric, Response
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.links.rms import averaged, frozen_note, inverse_coloured, require_decay, require_settings
+from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings
+from bayesopt_chain.matching.response import Metric, Response
 from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
 
@@ -78,22 +78,29 @@ class TwoMoments(Link):
         moments = [zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2)]
         return self.state(*moments, new_counts(leaves))
 
-    def learn(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Any, Any]:
+    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
-        state = self.state(state.mu, nu, op.count(state.count))
-        return state, self.made_of(state)
+        count = op.count(state.count)
+        made = self.made_of(nu, count)
+        g = at.with_noise(self.denominators(made))
+        mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
+        return self.moves(mu, made, count), self.state(mu, nu, count)
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: Op) -> Leaves:
         """The next second moments."""
         return op.average(nu, self.b2, g, 1 - self.b2, True)
 
-    def made_of(self, state: Any) -> Sequence[Any]:
+    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> Sequence[Any]:
         """What ``P`` is made of, for each leaf."""
-        raise NotImplementedError
+        return nu
 
-    def first(self, g: Leaves, state: Any, op: Op) -> tuple[Tensor, ...]:
-        """The next first moments, of gradients with noise."""
-        return tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
+    def denominators(self, made: Sequence[Any]) -> Sequence[Tensor]:
+        """``1 / P`` as the noise sees it."""
+        return made
+
+    def moves(self, mu: Sequence[Tensor], made: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+        """``P`` times the corrected first moments, which gradients with noise were averaged into."""
+        raise NotImplementedError
 
     def steady(self, count: Tensor) -> Tensor:
         """The count as the second moment sees it."""
@@ -113,18 +120,13 @@ class ScaleByAdam(TwoMoments):
     name = "scale_by_adam"
     state = ScaleByAdamState
 
-    def made_of(self, state: ScaleByAdamState) -> list[Tensor]:
-        correct = by_count(lambda c: 1 - pow(self.b2, self.steady(c)), state.count)
-        return [n.div(c).add_(self.eps_root).sqrt_().add(self.eps) for n, c in zip(state.nu, correct)]
+    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Tensor]:
+        correct = by_count(lambda c: 1 - pow(self.b2, self.steady(c)), count)
+        return [n.div(c).add_(self.eps_root).sqrt_().add(self.eps) for n, c in zip(nu, correct)]
 
-    def colour(self, e: Leaves, power: float, state: ScaleByAdamState, at: At) -> Leaves:
-        return inverse_coloured(e, at.learned, power)
-
-    def update(self, g: Leaves, state: ScaleByAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByAdamState]:
-        mu = self.first(g, state, op)
-        correct = by_count(lambda c: 1 - pow(self.b1, c), state.count)
-        moves = [m.div(c).div(d) for m, c, d in zip(mu, correct, at.learned)]
-        return moves, ScaleByAdamState(mu, state.nu, state.count)
+    def moves(self, mu: Sequence[Tensor], made: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+        correct = by_count(lambda c: 1 - pow(self.b1, c), count)
+        return [m.div(c).div(d) for m, c, d in zip(mu, correct, made)]
 
 
 @dataclass(frozen=True)
@@ -137,17 +139,9 @@ class ScaleByAdaMax(TwoMoments):
     def second(self, g: Leaves, nu: Sequence[Tensor], op: Op) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
 
-    def made_of(self, state: ScaleByAdamaxState) -> tuple[Tensor, ...]:
-        return state.nu
-
-    def colour(self, e: Leaves, power: float, state: ScaleByAdamaxState, at: At) -> Leaves:
-        return inverse_coloured(e, at.learned, power)
-
-    def update(self, g: Leaves, state: ScaleByAdamaxState, op: Op, at: At) -> tuple[Leaves, ScaleByAdamaxState]:
-        mu = self.first(g, state, op)
-        correct = by_count(lambda c: 1 - _power(self.b1, c), state.count)
-        moves = [m.div(n).div_(c) for m, n, c in zip(mu, state.nu, correct)]
-        return moves, ScaleByAdamaxState(mu, state.nu, state.count)
+    def moves(self, mu: Sequence[Tensor], made: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+        correct = by_count(lambda c: 1 - _power(self.b1, c), count)
+        return [m.div(n).div_(c) for m, n, c in zip(mu, made, correct)]
 
 
 class _Factors(NamedTuple):
@@ -174,20 +168,16 @@ class ScaleByRAdam(TwoMoments):
     name = "scale_by_radam"
     state = ScaleByRAdamState
 
-    def made_of(self, state: ScaleByRAdamState) -> list[Any]:
-        factors = by_count(self._factors, state.count)
-        return [(n.sqrt().add(self.eps), f) for n, f in zip(state.nu, factors)]
+    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Any]:
+        factors = by_count(self._factors, count)
+        return [(n.sqrt().add(self.eps), f) for n, f in zip(nu, factors)]
 
-    def colour(self, e: Leaves, power: float, state: ScaleByRAdamState, at: At) -> Leaves:
-        start = 0.0 if self.rectifies else 1.0  # of the noise's scale
-        return inverse_coloured(
-            e, [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in at.learned], power
-        )
+    def denominators(self, made: Sequence[Any]) -> list[Tensor]:
+        start = 0.0 if self.rectifies else 1.0
+        return [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in made]
 
-    def update(self, g: Leaves, state: ScaleByRAdamState, op: Op, at: At) -> tuple[Leaves, ScaleByRAdamState]:
-        mu = self.first(g, state, op)
-        moves = [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, at.learned)]
-        return moves, ScaleByRAdamState(mu, state.nu, state.count)
+    def moves(self, mu: Sequence[Tensor], made: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+        return [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, made)]
 
     @property
     def rectifies(self) -> bool:

@@ -9,7 +9,7 @@ learns from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Metric, Response
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.links.rms import inverse_coloured
+from bayesopt_chain.matching.response import Metric, Response
 
 
 class AdaptiveWindowState(NamedTuple):
@@ -47,7 +46,7 @@ class AdaptiveWindow(Link):
     def init(self, leaves: Leaves, at: At) -> AdaptiveWindowState:
         return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))  # pyright: ignore[reportCallIssue]
 
-    def learn(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[AdaptiveWindowState, Any]:
+    def update(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[Leaves, AdaptiveWindowState]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
         for x, t, m, v, c in zip(g, *state):
             learns = c < self.freeze_after
@@ -59,13 +58,8 @@ class AdaptiveWindow(Link):
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
-        return AdaptiveWindowState(*new, op.count(state.count)), [v.sqrt().add(self.eps) for v in new[2]]  # pyright: ignore[reportCallIssue]
-
-    def colour(self, e: Leaves, power: float, state: AdaptiveWindowState, at: At) -> Leaves:
-        return inverse_coloured(e, at.learned, power)
-
-    def update(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[Leaves, AdaptiveWindowState]:
-        return op.div(g, at.learned), state
+        d = [v.sqrt().add(self.eps) for v in new[2]]
+        return op.div(at.with_noise(d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
 
     def __str__(self) -> str:
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"

@@ -10,8 +10,8 @@ from torch import Tensor
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Response
 from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.matching.response import Linear, Response
 
 
 class DelayState(NamedTuple):

@@ -18,9 +18,9 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import OwnNoise, Response
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.matching.response import OwnNoise, Response
 from bayesopt_chain.random.stream import draw_numbers
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 
@@ -42,6 +42,7 @@ class FilteredNoise(Keyed):
     later: tuple[float, ...] = ()
     gain: Callable[[Tensor], Any] | None = None
     beside: tuple[int, int] = (0, 0)
+    noise: str = "gaussian"
 
     @property
     def response(self) -> Response:
@@ -55,7 +56,7 @@ class FilteredNoise(Keyed):
         temperature = now(self.temperature, state.count)
         checks.at_this_step("temperature", temperature)
         scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
-        xi = self.normals(state, g, at, len(self.current))
+        xi = self.normals(state, g, at, len(self.current), self.noise)
         e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
         if self.later:

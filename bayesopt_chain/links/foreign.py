@@ -12,7 +12,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain.core.link import ANY, At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Response
+from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link, show
+from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Metric, OwnNoise, Rate, Refused
 from bayesopt_chain.links.weight_decay import add_decayed_weights
+from bayesopt_chain.matching.response import Linear, Metric, OwnNoise, Rate, Refused
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
 
@@ -80,7 +80,7 @@ class Prior(Link):
             changes = isinstance(response, (Metric, Rate, OwnNoise, Refused))
             if (changes or (isinstance(response, Linear) and response != Linear())) and set(where) & set(at.index):
                 raise ValueError(
-                    f"add_gaussian_prior: {show(link)} stands before it, so that another prior than this would act; write "
+                    f"add_gaussian_prior: {link.shown} stands before it, so that another prior than this would act; write "
                     "add_gaussian_prior first"
                 )
 

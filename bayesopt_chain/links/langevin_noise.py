@@ -1,6 +1,6 @@
 r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
 
-Its noise is matched to the chain around it (:mod:`bayesopt_chain.core.matching`), so that the parameters sample
+Its noise is matched to the chain around it (:mod:`bayesopt_chain.matching.sites`), so that the parameters sample
 ``exp(-loss / temperature)``. The state holds the key and step count of the random stream, the draws that the next step
 still needs and, where they change with time, the temperature and gains of the last step.
 """
@@ -22,16 +22,18 @@ from torchopt.base import EmptyState
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.filters import Conditions
 from bayesopt_chain.core.link import At
-from bayesopt_chain.core.matching import Site
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Noise, Response
 from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
+from bayesopt_chain.links.filtered_noise import FilteredNoise
 from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.matching import law
+from bayesopt_chain.matching.filters import Conditions, Filtered
+from bayesopt_chain.matching.response import Linear, Noise, OwnNoise, Response
+from bayesopt_chain.matching.sites import Site
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
-from bayesopt_chain.schedules import ScalarOrSchedule
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain
 
@@ -56,8 +58,6 @@ class LangevinNoise(Keyed):
 
     temperature: ScalarOrSchedule
     order: int = 2
-    lr: float | None = None  # told, with the momentum, where its neighbours cannot be seen
-    momentum: float = 0.0
     noise: str = "gaussian"
 
     @property
@@ -70,10 +70,11 @@ class LangevinNoise(Keyed):
         temperature = self.temperature if isinstance(self.temperature, (int, float)) else None
         if temperature == 0:
             return Linear()
-        return Noise(self.order, temperature, None if self.lr is None else Linear((self.lr,), (1.0, -self.momentum)))
+        return Noise(self.order, temperature)
 
     def init(self, leaves: Leaves, at: At) -> Any:
-        return at.plan.noise[at.i].start(at.update.params or []) if at.i in at.plan.noise else EmptyState()
+        injection: Any = at.plan.noise.get(at.i)
+        return EmptyState() if injection is None else injection.start(at.update)
 
     def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
         return LangevinInjection(self, sites, plan)
@@ -81,10 +82,27 @@ class LangevinNoise(Keyed):
     def __str__(self) -> str:
         words = [checks.show(self.temperature)]
         words += [f"order={self.order}"] if self.order != 2 else []
-        words += [f"lr={self.lr}, momentum={self.momentum}"] if self.lr is not None else []
         words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
         words += [f"stream={self.stream!r}"] if self.stream is not None else []
         return f"inject_langevin_noise({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class ToldNoise(FilteredNoise):
+    """Noise matched to the learning rate and momentum that its caller states, where its neighbours cannot be seen."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    @property
+    def response(self) -> Response:
+        return OwnNoise(
+            hint="lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; here the noise is "
+            "matched to its neighbours: leave them out"
+        )
+
+    def __str__(self) -> str:
+        return f"inject_langevin_noise({checks.show(self.temperature)}, lr={self.lr}, momentum={self.momentum})"
 
 
 class Strength(NamedTuple):
@@ -113,21 +131,25 @@ class LangevinInjection(Injection):
         self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
         self.processes = [sites[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
-        lone = sites[0].constants if len(sites) == 1 and not sites[0].process.memory else None
-        self.level = lone[0] if lone else None  # of white noise that is scaled while it is drawn
+        lone = sites[0].process if len(sites) == 1 and not sites[0].changes else None
+        # of white noise that is scaled while it is drawn
+        self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
 
-    def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
+    def start(self, update: Update) -> LangevinNoiseState:
         """The first state."""
+        leaves = update.params or []
         device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
         memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
-        changes = any(site.constants is None for site in self.sites)
+        changes = any(site.changes for site in self.sites)
         conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
         key = keyed_stream.new_key(self.link.generator, device)
-        return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
+        state = LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
+        self.started(self.strength(state, update.rates), update)
+        return state
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
-        if not state.conditions and any(site.constants is None for site in self.sites):
+        if not state.conditions and any(site.changes for site in self.sites):
             raise ValueError(
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
             )
@@ -135,11 +157,9 @@ class LangevinInjection(Injection):
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
         by_site: list[Any] = [
-            ([site.constants] * len(rows), None, None)
-            if site.constants is not None
-            else _coefficients(
-                site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
-            )
+            _coefficients(site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates)
+            if site.changes
+            else ([None] * len(rows), None, None)
             for site, rows in zip(self.sites, self.rows)
         ]
         return Strength(temperature, by_site)
@@ -287,4 +307,12 @@ def inject_langevin_noise(
         raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    return Chain((LangevinNoise(temperature, order, lr, momentum, noise, generator=generator, stream=stream),))
+    if lr is None:
+        return Chain((LangevinNoise(temperature, order, noise, generator=generator, stream=stream),))
+    if is_zero(temperature):
+        return Chain(())
+    c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
+    told = ToldNoise(
+        temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator, stream=stream
+    )
+    return Chain((told,))

@@ -16,8 +16,8 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Rate, Response
 from bayesopt_chain.links.leaves import new_counts
+from bayesopt_chain.matching.response import Linear, Rate, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, scalar
 from bayesopt_chain.tracing import is_hidden
 

@@ -19,7 +19,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Decay, Response
+from bayesopt_chain.matching.response import Decay, Response
 
 
 class LocalizationState(NamedTuple):

@@ -1,7 +1,7 @@
 r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
 
 Where matched noise of constant lr and temperature acts right in front of it, the velocity also carries the half of that
-noise that acts in the next step (:mod:`bayesopt_chain.core.matching`): ``mu`` times it is then a Langevin sampler's
+noise that acts in the next step (:mod:`bayesopt_chain.matching.sites`): ``mu`` times it is then a Langevin sampler's
 velocity, of variance ``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
 
 As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
@@ -19,8 +19,8 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Linear, Response
 from bayesopt_chain.links.leaves import new_counts, zeros
+from bayesopt_chain.matching.response import Linear, Response
 
 
 class TraceState(NamedTuple):

@@ -24,9 +24,9 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Metric, Response
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.rms import RunningScale
+from bayesopt_chain.matching.response import Metric, Response
 
 
 class PreconditionerState(NamedTuple):

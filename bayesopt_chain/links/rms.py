@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import PURE, Leaves, Op
-from bayesopt_chain.core.response import Metric, Refused, Response
 from bayesopt_chain.links.leaves import new_counts, zeros
+from bayesopt_chain.matching.response import Metric, Refused, Response
 
 
 class RunningScaleState(NamedTuple):
@@ -67,11 +67,6 @@ def averaged(
     return tuple(op.put(old, [torch.where(c < freeze_after, n, o) for o, n, c in zip(old, new(PURE), count)]))
 
 
-def inverse_coloured(e: Leaves, denominators: Sequence[Tensor], power: float) -> Leaves:
-    """``P^power e`` for ``P = 1 / denominator``."""
-    return [x.mul_(f) if not f.requires_grad else x * f for x, f in zip(e, (d**-power for d in denominators))]
-
-
 def frozen_note(freeze_after: int | None) -> str:
     """What ``repr`` adds where ``P`` is frozen: from then on sampling is exact."""
     return f", freeze_after={freeze_after}" if freeze_after is not None else ""
@@ -98,7 +93,9 @@ class RunningScale(Link):
             new_counts(leaves) if self.freeze_after is not None else (),
         )
 
-    def learn(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[RunningScaleState, Any]:
+    def learned(self, g: Leaves, state: RunningScaleState, op: Op) -> RunningScaleState:
+        """The state that has seen these gradients."""
+
         def average(old: Sequence[Tensor], square: bool) -> tuple[Tensor, ...]:
             def new(op: Op) -> Leaves:
                 return op.average(old, self.decay, g, 1 - self.decay, square)
@@ -107,8 +104,7 @@ class RunningScale(Link):
 
         mu = average(state.mu, False) if self.centred else ()
         nu = average(state.nu, True)
-        state = RunningScaleState(mu, nu, op.count(state.count))
-        return state, self.denominators(state)
+        return RunningScaleState(mu, nu, op.count(state.count))
 
     def denominators(self, state: RunningScaleState) -> list[Tensor]:
         """``1 / P``."""
@@ -117,11 +113,10 @@ class RunningScale(Link):
         # rounding may leave less than 0, of which TorchOpt makes NaN
         return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
-    def colour(self, e: Leaves, power: float, state: RunningScaleState, at: At) -> Leaves:
-        return inverse_coloured(e, at.learned, power)
-
     def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
-        return op.div(g, at.learned), state
+        state = self.learned(g, state, op)
+        d = self.denominators(state)
+        return op.div(at.with_noise(d), d), state
 
     def __str__(self) -> str:
         name = "stddev" if self.centred else "rms"
@@ -144,16 +139,12 @@ class RootSumOfSquares(Link):
         count = new_counts(leaves) if self.freeze_after is not None else ()
         return ScaleByRssState(zeros(leaves, self.initial_accumulator_value), count)
 
-    def learn(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[ScaleByRssState, Any]:
+    def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
         old = state.sum_of_squares
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
-        return ScaleByRssState(nu, op.count(state.count)), [n.sqrt().add(self.eps) for n in nu]
-
-    def colour(self, e: Leaves, power: float, state: ScaleByRssState, at: At) -> Leaves:
-        return inverse_coloured(e, at.learned, power)
-
-    def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
-        return [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(g, at.learned), state.sum_of_squares)], state
+        d = [n.sqrt().add(self.eps) for n in nu]
+        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(at.with_noise(d), d), nu)]
+        return moves, ScaleByRssState(nu, op.count(state.count))
 
     def __str__(self) -> str:
         return f"scale_by_rss(eps={self.eps}{frozen_note(self.freeze_after)})"

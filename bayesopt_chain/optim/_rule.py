@@ -11,7 +11,7 @@ decay. Behind it comes
     V' += e,    theta' -= h e + h_1 e_1                                                         (noise)
 
 The displacement ``theta' - theta`` is a sum of a momentum branch and a direct branch; the spectrum that matched noise
-asks of a sum of branches is the sum of what it asks of each (:mod:`bayesopt_chain.core.law`, where it reads
+asks of a sum of branches is the sum of what it asks of each (:mod:`bayesopt_chain.matching.law`, where it reads
 ``T cot(w/2) Im[(z - 1 + s) F*]``, linear in ``F``), so that ``e`` and ``e_1`` are matched each by itself and drawn
 independently.
 
@@ -27,7 +27,7 @@ the next step's variance:
 
 except where ``A / T`` falls by more than ``mu^2`` (a rise of lr, such as a warm restart): there the velocity is first
 multiplied by ``k / mu``, ``k^2 = (A_t / T_t) / (A_{t-1} / T_{t-1})``. A falling temperature never rescales. This is
-:func:`bayesopt_chain.core.law.scheduled_momentum_noise` with a momentum that may move too (``OneCycleLR``,
+:func:`bayesopt_chain.matching.law.scheduled_momentum_noise` with a momentum that may move too (``OneCycleLR``,
 ``CyclicLR``); where it moves, the position's half of the noise is that of ``mu_{t-1}`` and the velocity's that of
 ``mu_t``, an error of the order of the change of mu in one step. Without momentum nothing needs to be known of the step
 before.

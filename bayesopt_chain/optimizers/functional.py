@@ -18,13 +18,13 @@ from torch import Tensor
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.response import Noise
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
+from bayesopt_chain.matching.response import Noise
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 

@@ -26,9 +26,9 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Nonlinear, Response
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.matching.response import Nonlinear, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, now
 
 

@@ -30,9 +30,9 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import OwnNoise, Response
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.matching.response import OwnNoise, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 

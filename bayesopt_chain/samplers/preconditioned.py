@@ -28,7 +28,6 @@ Hutter, "Bayesian optimization with robust Bayesian neural networks" (2016). The
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.rms import RunningScale, RunningScaleState, inverse_coloured, scale_by_rms
+from bayesopt_chain.links.rms import RunningScale, RunningScaleState, scale_by_rms
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_zero, now, scalar
 
 
@@ -122,7 +121,7 @@ class RunningScaleWithDivergence(RunningScale):
     def init(self, leaves: Leaves, at: At) -> RunningScaleState:
         return super().init(leaves, at)._replace(count=new_counts(leaves))
 
-    def learn(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[RunningScaleState, Any]:
+    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
         if at.extra.get("hessian_diagonal") is None:
             raise ValueError(
                 "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
@@ -130,20 +129,14 @@ class RunningScaleWithDivergence(RunningScale):
             )
         hessian = at.leaves(at.extra["hessian_diagonal"])
         strength = by_count(self._strength, state.count)
-        state, denominators = super().learn(g, state, op, at)
+        state = self.learned(g, state, op)
+        d = self.denominators(state)
         drifts = list[Tensor]()
         for x, nu, h, t in zip(g, state.nu, hessian, strength):
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
             drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
-        return state, list(zip(denominators, drifts))
-
-    def colour(self, e: Leaves, power: float, state: RunningScaleState, at: At) -> Leaves:
-        return inverse_coloured(e, [d for d, _ in at.learned], power)
-
-    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
-        g = op.div(g, [d for d, _ in at.learned])
-        return op.add(g, [drift for _, drift in at.learned]), state
+        return op.add(op.div(at.with_noise(d), d), drifts), state
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""

@@ -28,9 +28,9 @@ from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import OwnNoise, Response
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
+from bayesopt_chain.matching.response import OwnNoise, Response
 from bayesopt_chain.random import stream as keyed_stream
 
 _SWAP_STREAM = 0x2545F4914F6CDD1D

@@ -24,8 +24,8 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Leaves, Op
-from bayesopt_chain.core.response import Refused, Response
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 

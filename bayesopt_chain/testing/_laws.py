@@ -360,7 +360,9 @@ def _go_on(tx, params, state, steps: int = 3):
 
 def _of_leaf(state, i: int) -> list:
     """What the states with one entry for each of the three example leaves remember of leaf ``i``."""
-    per_leaf = [v for s in state for v in (s if isinstance(s, tuple) else ()) if isinstance(v, tuple) and len(v) == 3]
+    entries = [entry for s in state for entry in (s if isinstance(s, State) else (s,))]  # torchopt.chain nests states
+    fields = [field for entry in entries if isinstance(entry, tuple) for field in entry]
+    per_leaf = [field for field in fields if type(field) is tuple and len(field) == 3]
     return [v[i].clone() for v in per_leaf if torch.is_tensor(v[i])]
 
 

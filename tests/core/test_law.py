@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bayesopt_chain.core.law import (
+from bayesopt_chain.matching.law import (
     NoMatchedNoise,
     is_stable,
     noise_filter,

@@ -36,6 +36,12 @@ CHAINS = {
 }
 
 
+class Plain(bc.Chain):
+    """A chain whose links run one by one."""
+
+    lower = staticmethod(lambda links, plan: {})
+
+
 def runs_of(tx, state):
     return [run for run, _ in tx.plan(state).stages if len(run) > 1]
 
@@ -67,7 +73,7 @@ def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, m
     tx = CHAINS[name](0.3)
     if name != "sgd":
         tx = bc.with_stream(tx, stream)
-    plain = type(tx)(tx.links)
+    plain = Plain(tx.links)
     params = [torch.randn(shape).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
     gradients = [[torch.randn(p.shape).to(p.dtype) for p in params] for _ in range(4)]
     if name != "clipped, with decay":
@@ -94,7 +100,7 @@ def test_every_group_of_a_partition_is_lowered_by_itself():
     torch.manual_seed(0)
     params, gradients = [torch.randn(5), torch.randn(2, 3)], [[torch.randn(5), torch.randn(2, 3)] for _ in range(3)]
     tx = bc.partition({"a": bc.sghmc(0.1, temperature=0.3), "b": bc.sgld(0.2, temperature=0.3)}, ["a", "b"])
-    plain = type(tx)(tx.links)
+    plain = Plain(tx.links)
     assert len(runs_of(tx, tx.init(params))) == 2
     walks = []
     for each, inplace in ((tx, True), (tx, False), (plain, False)):
@@ -124,7 +130,7 @@ def test_every_group_of_a_partition_is_lowered_by_itself():
 def test_noise_that_is_none_of_the_runs_is_left_to_the_chain(name, tx):
     state = tx.init([torch.zeros(3)])
     plan = tx.plan(state)
-    assert plan.drawn == plan.noise.keys() != set()
+    assert plan.drawn == list(plan.noise) != []
 
 
 @pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bayesopt_chain as bc
-from bayesopt_chain.core.law import scheduled_momentum_noise
+from bayesopt_chain.matching.law import scheduled_momentum_noise
 from bayesopt_chain.optim._rule import Linear, noise_of
 from tests.optim.probe import Probed
 

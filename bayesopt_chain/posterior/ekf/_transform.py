@@ -19,7 +19,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import At, Link
 from bayesopt_chain.core.op import Op
-from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.ekf import _smoothing
 from bayesopt_chain.posterior.ekf._information import information, of_moving, weighed

@@ -46,7 +46,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
-from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Drawing, along_samples, over_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import device_of, times

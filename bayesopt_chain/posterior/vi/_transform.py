@@ -31,7 +31,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Op
-from bayesopt_chain.core.response import Refused, Response
+from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Draw,
     Drawing,

@@ -1,6 +1,6 @@
 r"""What a link does to the gradients that pass through it, in the few words the noise needs to know.
 
-A link's response decides where noise may go and how strong it must be (see :mod:`bayesopt_chain.core.law`).
+A link's response decides where noise may go and how strong it must be (see :mod:`bayesopt_chain.matching.law`).
 
 Example:
     >>> import bayesopt_chain as bc
@@ -58,12 +58,11 @@ class Nonlinear:
 class Noise:
     """The noise that is matched to the other links, of order 1 (white) or 2.
 
-    ``temperature`` if it is a number, which never changes; ``told``: what it is matched to where it cannot see the others.
+    ``temperature`` if it is a number, which never changes.
     """
 
     order: int = 2
     temperature: float | None = None
-    told: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class OwnNoise:
 
     before: int = 0
     behind: int = 0
+    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"
 
 
 @dataclass(frozen=True)
