@@ -38,12 +38,12 @@ _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.fl
 class MomentumThenScale(Link):
     """Momentum and a constant factor behind it, with the bits of the two links."""
 
-    momentum: Momentum
-    scale: Scale
+    momentum: float
+    factor: float
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
-        mu, factor = self.momentum.momentum, _factor(self.scale)
+        mu, factor = self.momentum, self.factor
         if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
             sizes = tuple(map(Tensor.numel, g))
             if all(map(_alike, g, first.trace)) and _are_plain(g, first.trace, sizes, g[0].dtype):
@@ -57,10 +57,6 @@ class MomentumThenScale(Link):
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
-
-
-def _factor(scale: Scale) -> float:
-    return scale.sign * scale.step_size  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
 def _alike(x: Tensor, t: Tensor) -> bool:
@@ -117,14 +113,15 @@ class Noisy(Link):
     """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
 
     noise: LangevinNoise
-    momentum: Momentum | None
-    scale: Scale
-    site: Site
-    sizes: tuple[int, ...]
+    momentum: float | None
+    factor: float
+    level: float  # of the noise
+    carried: float  # what the velocity holds back of it
     shapes: tuple[torch.Size, ...]
+    sizes: tuple[int, ...]
     numbers: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
-    pieces: tuple[Any, ...] | None = None  # of leaves that are spread over ranks, the elements that are here
+    pieces: tuple[Any, ...] | None  # of leaves that are spread over ranks, the elements that are here
     whole = True
 
     def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,10 +134,6 @@ class Noisy(Link):
             return u, (noise._replace(count=count, memory=kept), states[1])
         return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))
 
-    @property
-    def _level(self) -> float:
-        return self.site.process.c[0]  # pyright: ignore[reportAttributeAccessIssue]
-
     def _is_plain(self, g: Sequence[Any], kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
         if self.noise.noise != "gaussian" or any([x is None for x in g]) or not is_plain(noise.key, noise.count, g[0]):
             return False
@@ -150,21 +143,20 @@ class Noisy(Link):
         self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
         """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
-        level, mu = self._level, self.momentum.momentum if self.momentum is not None else None
-        scale = 1.0 if mu is None else level  # scaled while it is drawn
-        dtype, kernel = g[0].dtype, sweep_kernel()
+        mu, dtype, kernel = self.momentum, g[0].dtype, sweep_kernel()
+        scale = 1.0 if mu is None else self.level  # scaled while it is drawn
         parts = keyed_stream.drawn(
             noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale, self.pieces
         )
         if kernel is None:
             flat = torch.cat([e.clone() for _, e in parts])
-            flat = flat.mul_(level) if mu is None else flat
+            flat = flat.mul_(self.level) if mu is None else flat
             return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
         u, t = _results(op, g, kept)
         for part, e in parts:
-            e = e.mul_(level) if mu is None else e
+            e = e.mul_(self.level) if mu is None else e
             places = [pointers(xs, part) for xs in (g, kept, u, t)]
-            kernel(dtype, part.sizes, *places, _factor(self.scale), mu, e, self.site.carried)
+            kernel(dtype, part.sizes, *places, self.factor, mu, e, self.carried)
         return u, tuple(t)
 
     def _by_links(
@@ -174,13 +166,12 @@ class Noisy(Link):
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
         checks.own_key(noise.key, here)
-        level = self._level
-        scale = level if self.momentum is not None else 1.0
+        scale = 1.0 if self.momentum is None else self.level
         like, kind, stream = noise.memory, self.noise.noise, self.noise.stream
         xi = keyed_stream.normals(
             noise.key, noise.count, like, [1] * len(g), kind, stream, scale, self.numbers, self.pieces
         )
-        e = [xi[k][0] if self.momentum is not None else xi[k][0] * level for k in live]
+        e = [xi[k][0] * self.level if self.momentum is None else xi[k][0] for k in live]
         u, t = self._moved(here, [kept[k] for k in live], e, op)
         moved, after = list(g), list(kept)
         for k, x, y in zip(live, u, t):
@@ -189,16 +180,15 @@ class Noisy(Link):
 
     def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: Op) -> tuple[Leaves, tuple[Tensor, ...]]:
         """The run, one operation after the other."""
-        f = _factor(self.scale)
         if self.momentum is None:
             y = [x + m[0] for x, m in zip(e, kept)]
             after = op.put(kept, [x.unsqueeze(0) for x in e])
-            return op.mul(op.add(g, y), f), tuple(after)
+            return op.mul(op.add(g, y), self.factor), tuple(after)
         g = op.add(g, e)
-        v = op.average(kept, self.momentum.momentum, g)
-        u = op.mul(op.put(g, v), f)
-        if self.site.carried:
-            v = op.add(v, [x * self.site.carried for x in e])
+        v = op.average(kept, self.momentum, g)
+        u = op.mul(op.put(g, v), self.factor)
+        if self.carried:
+            v = op.add(v, [x * self.carried for x in e])
         return u, tuple(v)
 
 
@@ -206,55 +196,51 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
     """By its first link, every run that can be swept at once; ``plan.order`` has the links without those of noise."""
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
-        m, s = links[i], links[k]
-        if _is_heavy_ball(m) and _is_constant(s):
-            runs[i] = ((i, k), MomentumThenScale(m, s))  # pyright: ignore[reportArgumentType]
+        if (mu := _heavy_ball(links[i])) is not None and (factor := _constant(links[k])) is not None:
+            runs[i] = ((i, k), MomentumThenScale(mu, factor))
     for n, injection in plan.noise.items():
         if len(injection.sites) == 1 and (run := _noisy(links, plan, n, injection.sites[0])) is not None:
             runs[run[0][0]] = run
     return runs
 
 
-def _is_heavy_ball(link: Link) -> bool:
-    return type(link) is Momentum and not (link.nesterov or link.dampening or link.moment_requires_grad)
+def _heavy_ball(link: Link) -> float | None:
+    """The momentum of a link that is momentum alone."""
+    if type(link) is not Momentum or link.nesterov or link.dampening or link.moment_requires_grad:
+        return None
+    return link.momentum
 
 
-def _is_constant(link: Link) -> bool:
-    return type(link) is Scale and isinstance(link.step_size, (int, float))
+def _constant(link: Link) -> float | None:
+    """The factor of a link that is one for ever."""
+    if type(link) is not Scale or not isinstance(link.step_size, (int, float)):
+        return None
+    return link.sign * link.step_size
 
 
 def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
-    noise, process, i = links[n], site.process, site.enters
-    known = (
-        isinstance(noise, LangevinNoise) and noise.stream in keyed_stream.IN_CHUNKS
-    )  # any other is drawn by its link
-    simple = known and not site.colours and site.rates == ((), ()) and not site.changes
-    if not simple or not isinstance(process, Filtered) or process.d != (1.0,):
+    noise, process, i, layout = links[n], site.process, site.enters, plan.layout
+    if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_CHUNKS:
+        return None  # any other is drawn by its link
+    if site.changes or site.colours or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    leaves = set(site.leaves)
-    following = [k for k in plan.order if k >= i and not leaves.isdisjoint(plan.where[k])]
-    if i == n and process.memory == 1 and len(set(process.c)) == 1:
-        momentum, run = None, (n, *following[:1])
-    elif i != n and _is_heavy_ball(links[i]) and site.whole.owner == i and not process.memory:
-        momentum, run = links[i], (*following[:2], n)
+    first = [k for k in plan.order if k >= i and not set(site.leaves).isdisjoint(plan.where[k])]
+    mu = _heavy_ball(links[i]) if i != n and site.whole.owner == i else None
+    if mu is not None and not process.memory:
+        run = (*first[:2], n)
+    elif i == n and len(process.c) == 2 and process.c[0] == process.c[1]:
+        run = (n, *first[:1])
     else:
         return None
-    if len(run) < 2 + (momentum is not None) or not _is_constant(scale := links[run[1]]):
+    if len(run) < 2 + (mu is not None) or (factor := _constant(links[run[1]])) is None:
         return None
-    if any(plan.where[k] != site.leaves for k in run) or any(plan.layout.shapes[j] is None for j in site.leaves):
+    shapes = tuple([layout.shapes[j] for j in site.leaves])
+    if any(plan.where[k] != site.leaves for k in run) or None in shapes:
         return None
-    shapes = tuple(plan.layout.shapes[j] for j in site.leaves)
-    dtypes = {plan.layout.dtypes[j] for j in site.leaves}
-    link = Noisy(
-        noise,  # pyright: ignore[reportArgumentType]
-        momentum,  # pyright: ignore[reportArgumentType]
-        scale,  # pyright: ignore[reportArgumentType]
-        site,
-        tuple(shape.numel() for shape in shapes),
-        shapes,
-        tuple(plan.numbers[j] for j in site.leaves),
-        dtypes.pop() if len(dtypes) == 1 else None,
-        None if plan.layout.pieces is None else tuple(plan.layout.pieces[j] for j in site.leaves),
-    )
-    return run, link
+    sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in site.leaves}
+    numbers = tuple([plan.numbers[j] for j in site.leaves])
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    pieces = None if layout.pieces is None else tuple([layout.pieces[j] for j in site.leaves])
+    level = process.c[0]
+    return run, Noisy(noise, mu, factor, level, site.carried, shapes, sizes, numbers, dtype, pieces)

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -119,13 +120,12 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 
 
 class LangevinInjection(Injection):
-    """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
+    """A noise link with its sites, and the places of their leaves in its state: site by site, leaf by leaf."""
 
     def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
         self.link, self.sites = link, sites
-        places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
-        row = {place: k for k, place in enumerate(places)}
-        self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
+        places = [(j, n) for n, site in enumerate(sites) for j in site.leaves]
+        self.rows = [range(a, b) for a, b in pairwise(accumulate([len(site.leaves) for site in sites], initial=0))]
         self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
         self.leaves = [j for j, _ in places]
         self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
@@ -157,7 +157,7 @@ class LangevinInjection(Injection):
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
         by_site: list[Any] = [
-            _coefficients(site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates)
+            _coefficients(site, temperature, state.conditions[0][rows.start : rows.stop], rates)
             if site.changes
             else ([None] * len(rows), None, None)
             for site, rows in zip(self.sites, self.rows)
