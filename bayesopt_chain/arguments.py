@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.checks import LARGEST, number, short, temperature
+from bayesopt_chain.checks import LARGEST, TEMPERATURE_HINT, number, short
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class Range:
     tensor: bool = False
     schedule: bool = False
     none: bool = False
+    hint: str = ""  # what to do instead
 
     def __call__(self, name: str, value: Any, ranges: bool) -> None:
         """Refuse what it may not be; ``ranges=False`` looks at the type alone."""
         if not (self.none and value is None):
             within = self.within if ranges else None
-            number(name, value, within, integer=self.integer, tensor=self.tensor, schedule=self.schedule)
+            number(name, value, within, self.integer, self.tensor, self.schedule, self.hint)
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,12 @@ class NumberOrTree:
             self.range(name, value, ranges)
 
 
-def _temperature(name: str, value: Any, ranges: bool) -> None:
-    temperature(value)
-
-
 _FLAG, _COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
 _POSITIVE, _NOT_NEGATIVE, _FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
 _MOMENT = Range("[0, 1)")
 _AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
 ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
-    "temperature": _temperature,
+    "temperature": Range("[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT),
     "lr": Range("[0, inf)", tensor=True, schedule=True),
     "step_size": Range("(-inf, inf)", tensor=True, schedule=True),
     "generator": _generator,

@@ -20,7 +20,6 @@ def number(
     name: str,
     value: Any,
     within: str | None = "(-inf, inf)",
-    *,
     integer: bool = False,
     tensor: bool = False,
     schedule: bool = False,
@@ -79,6 +78,7 @@ def number(
 
 
 LARGEST = 2**62  # of what is counted
+TEMPERATURE_HINT = "1 / N samples a posterior of N data"
 
 _WORDS = {
     "(-inf, inf)": "be finite",
@@ -104,8 +104,7 @@ def short(value: Any) -> str:
 
 def temperature(value: Any) -> None:
     """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
-    hint = "1 / N samples a posterior of N data"
-    number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=hint)
+    number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT)
 
 
 def at_this_step(name: str, value: float | Tensor) -> None:
@@ -146,13 +145,19 @@ def momentum(name: str, value: Any) -> None:
 
 
 def parameters(leaves: Sequence[Any], paths: Sequence[Any]) -> None:
-    """Parameters that can be sampled: at least one, floating point, real."""
+    """Parameters that can be sampled: at least one, floating point, real, whole."""
     found = False
     for leaf, path in zip(leaves, paths):
         if leaf is None:
             continue
         found = True
-        unsharded(leaf, path)
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where "
+                "whole parameters are needed. Keep whole parameters on every rank and spread the data "
+                "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
+                "gathers one"
+            )
         if not torch.is_tensor(leaf) or not leaf.is_floating_point():
             kind = leaf.dtype if torch.is_tensor(leaf) else type(leaf).__name__
             raise TypeError(
@@ -225,21 +230,6 @@ def differentiable(leaves: Sequence[Any], params: Any) -> None:
         raise TypeError(
             f"params: leaf {path} is {short(leaf)} ({type(leaf).__name__}), not a tensor; make it one (torch.tensor(...)), or "
             "keep it in the batch"
-        )
-
-
-def unsharded(leaf: Any, path: Any) -> None:
-    """Refuse a DTensor, where whole leaves are needed.
-
-    Raises:
-        ValueError: naming the leaf.
-    """
-    if is_dtensor(leaf):
-        raise ValueError(
-            f"params: leaf {name(path)} is a DTensor (FSDP2, tensor parallelism), of which each rank has a part, where whole "
-            "parameters are needed. Keep whole parameters on every rank and spread the data "
-            "(bc.make_step(loss, tx, mesh=mesh)) or the chains (bc.parallel(step, n, mesh=mesh)); leaf.full_tensor() "
-            "gathers one"
         )
 
 

@@ -186,6 +186,10 @@ class Update:
         states = [self.part(k, present) for k in run]
         g = [self.g[j] for j in present]
         new, after = link.update(g, states[0] if alone else states, self.op, At(self, i, present))
+        if i in self.plan.learning and any(x.site.enters == i and x.noise for x in self.noises):
+            raise ValueError(
+                f"{link.shown}: it learns, so its update must ask for the noise: at.with_noise(denominators)"
+            )
         for k, entry in zip(run, [after] if alone else after):
             self.put_back(k, present, entry)
         for j, y in zip(present, new):
@@ -198,7 +202,7 @@ class Update:
     def enter(self, i: int, denominators: Mapping[int, Tensor] | None = None) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
         for n, x in enumerate(self.noises):
-            if x.site.enters != i or not x.leaves:
+            if x.site.enters != i or not x.noise:
                 continue
             e, hot = self.coloured(x.site, x.leaves, x.noise, denominators), x.hot
             old = [self.g[j] for j in x.leaves]

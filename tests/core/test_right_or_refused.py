@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass
 
 import optree
 import pytest
@@ -10,6 +11,7 @@ import torchopt
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.state import State
 from bayesopt_chain.testing import assert_bitwise_equal, stationary_covariance
 from tests.registry.samplers import TreePrecision
@@ -429,3 +431,19 @@ def test_a_dense_preconditioner_takes_schedules_and_stands_before_the_momentum()
     with pytest.raises(ValueError, match="before the momentum"):
         late.init(P)
     assert math.isfinite(T)
+
+
+@dataclass(frozen=True)
+class Silent(Link):
+    """A metric that learns, and never asks for the noise that enters inside it."""
+
+    @property
+    def response(self):
+        return bc.response.Metric(learns=True)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_metric_that_learns_and_does_not_ask_for_the_noise_is_refused(inplace):
+    tx = bc.chain(bc.Chain((Silent(),)), bc.inject_langevin_noise(T), bc.scale_by_neg_lr(0.1))
+    with pytest.raises(ValueError, match=r"Silent.*at\.with_noise"):
+        tx.update(optree.tree_map(torch.ones_like, P), tx.init(P), params=P, inplace=inplace)
