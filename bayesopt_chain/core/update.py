@@ -204,10 +204,10 @@ class Update:
         for n, x in enumerate(self.noises):
             if x.site.enters != i or not x.noise:
                 continue
-            e, hot = self.coloured(x.site, x.leaves, x.noise, denominators), x.hot
-            old = [self.g[j] for j in x.leaves]
-            warm = None if hot is None else [torch.where(hot, y + z, y) for y, z in zip(old, e)]
-            for j, y in zip(x.leaves, self.op.add(old, e) if warm is None else self.op.put(old, warm)):
+            e = self.coloured(x.site, x.leaves, x.noise, denominators)
+            if x.hot is not None:  # -0.0 changes the bits of nothing that it is added to
+                e = [torch.where(x.hot, y, -0.0) for y in e]
+            for j, y in zip(x.leaves, self.op.add([self.g[j] for j in x.leaves], e)):
                 self.g[j] = y
             self.noises[n] = x._replace(noise=e if x.site.carried else [])
 
