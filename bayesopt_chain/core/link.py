@@ -7,7 +7,7 @@ owns a pole names the field of its state that holds it: the chain rescales it be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,12 +59,13 @@ class At:
         accepts = self.plan.links[self.i].accepts
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
-    def with_noise(self, denominators: Sequence[Tensor]) -> Leaves:
+    def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
         """The gradients with the noise that enters inside a metric which has just learned ``1 / P``, its ``denominators``.
 
-        A metric that learns calls it once in ``update``, between learning and acting.
+        A metric that learns calls it once in ``update``, between learning and acting. They are asked for where noise enters.
         """
-        self.update.enter(self.i, dict(zip(self.present, denominators)))
+        if self.i in self.plan.entering:
+            self.update.enter(self.i, dict(zip(self.present, denominators())))
         return [self.update.g[j] for j in self.present]
 
     def tree(self, leaves: Sequence[Any]) -> Any:

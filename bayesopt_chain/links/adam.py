@@ -82,7 +82,7 @@ class TwoMoments(Link):
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
         made = self.made_of(nu, count)
-        g = at.with_noise(self.denominators(made))
+        g = at.with_noise(lambda: self.denominators(made))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
         return self.moves(mu, made, count), self.state(mu, nu, count)
 

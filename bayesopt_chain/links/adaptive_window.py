@@ -59,7 +59,7 @@ class AdaptiveWindow(Link):
             square.append(torch.where(learns, new_square, v))
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
         d = [v.sqrt().add(self.eps) for v in new[2]]
-        return op.div(at.with_noise(d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
+        return op.div(at.with_noise(lambda: d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
 
     def __str__(self) -> str:
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"

@@ -116,7 +116,7 @@ class RunningScale(Link):
     def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
         state = self.learned(g, state, op)
         d = self.denominators(state)
-        return op.div(at.with_noise(d), d), state
+        return op.div(at.with_noise(lambda: d), d), state
 
     def __str__(self) -> str:
         name = "stddev" if self.centred else "rms"
@@ -143,7 +143,7 @@ class RootSumOfSquares(Link):
         old = state.sum_of_squares
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
         d = [n.sqrt().add(self.eps) for n in nu]
-        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(at.with_noise(d), d), nu)]
+        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(at.with_noise(lambda: d), d), nu)]
         return moves, ScaleByRssState(nu, op.count(state.count))
 
     def __str__(self) -> str:

@@ -136,7 +136,7 @@ class RunningScaleWithDivergence(RunningScale):
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
             drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
-        return op.add(op.div(at.with_noise(d), d), drifts), state
+        return op.add(op.div(at.with_noise(lambda: d), d), drifts), state
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""

