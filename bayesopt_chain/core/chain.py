@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import optree
-from torchopt.base import GradientTransformation, IdentityGradientTransformation
+from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import check_link
@@ -94,11 +94,13 @@ class Chain(GradientTransformation):
 
     def __repr__(self) -> str:
         lines = [f"    {x.shown}," for x in self.links]
-        for i, x in enumerate(self.links):
-            if isinstance(x.response, Noise):
-                beside = [k for k, other in enumerate(self.links) if not other.masks or other.masks == x.masks]
-                lines[i] += f"  # {note(self.links, beside, i)}"
-        return self.links[0].shown if lines == [f"    {self.links[0].shown},"] else "\n".join(["chain(", *lines, ")"])
+        noises = [i for i, x in enumerate(self.links) if isinstance(x.response, Noise)]
+        if len(lines) == 1 and not noises:
+            return self.links[0].shown
+        for i in noises:
+            masks = self.links[i].masks
+            lines[i] += f"  # {note(self.links, [k for k, x in enumerate(self.links) if x.masks in ((), masks)], i)}"
+        return "\n".join(["chain(", *lines, ")"])
 
     def plan(self, state: Any) -> Plan:
         """What is worked out for a state's layout.
@@ -154,9 +156,12 @@ class Chain(GradientTransformation):
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
-        update = Update(plan, PURE, spec, leaves, [()] * len(self.links))
-        for i in (*plan.order, *plan.noise):  # noise looks at the others' rates
-            update.entries[i] = self.links[i].init([leaves[j] for j in where[i]], At(update, i, where[i]))
+        update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
+        for i, (x, w) in enumerate(zip(self.links, where)):
+            if w or i in plan.noise or not here:  # else its masks select nothing
+                update.entries[i] = x.init([leaves[j] for j in w], At(update, i, w))
+        for i, noise in plan.noise.items():
+            noise.started(update.entries[i], update)
         state = State(update.entries, layout)
         state = state if like is None else warm_start(state, like)
         return state if plan.shards is None else State(plan.shards.spread(state, leaves, plan.noise), layout)

@@ -46,6 +46,10 @@ class Injection(Protocol):
     sites: Sequence[Site]
     leaves: Sequence[int]
 
+    def started(self, state: Any, update: Update) -> None:
+        """Look at the first step when a state is made; refuses values out of range."""
+        ...
+
     def strength(self, state: Any, rates: Rates) -> Any:
         """What is known of a step before anything is drawn; refuses values out of range before anything is changed."""
         ...
@@ -179,7 +183,7 @@ class Update:
         """Let the noise in, a link or a lowered run act, and its velocity carry its part."""
         i, where, alone = run[0], self.plan.where[run[0]], len(run) == 1
         present = where if link.whole or not self.missing else tuple([j for j in where if self.g[j] is not None])
-        if where and not present:
+        if not present:
             return
         if i in self.plan.entering and i not in self.plan.learning:
             self.enter(i)

@@ -50,12 +50,18 @@ class FilteredNoise(Keyed):
 
     def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
         draw_numbers(tuple([at.plan.numbers[j] for j in at.index]), (len(self.current),) * len(at.index))  # or refuses
-        return FilteredNoiseState(*self.start(leaves, at), zeros(leaves) if self.later else ())
+        state = FilteredNoiseState(*self.start(leaves, at), zeros(leaves) if self.later else ())
+        self.scale(state.count)
+        return state
+
+    def scale(self, count: Tensor) -> Any:
+        """The factor of all constants in a step; refuses a temperature out of range."""
+        temperature = now(self.temperature, count)
+        checks.at_this_step("temperature", temperature)
+        return root(temperature) * (1.0 if self.gain is None else now(self.gain, count))
 
     def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:
-        temperature = now(self.temperature, state.count)
-        checks.at_this_step("temperature", temperature)
-        scale = root(temperature) * (1.0 if self.gain is None else now(self.gain, state.count))
+        temperature, scale = now(self.temperature, state.count), self.scale(state.count)
         xi = self.normals(state, g, at, len(self.current), self.noise)
         e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory

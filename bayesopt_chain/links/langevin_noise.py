@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import At
 from bayesopt_chain.core.op import Leaves, Op
 from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
-from bayesopt_chain.links.filtered_noise import FilteredNoise
+from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered
@@ -75,17 +74,20 @@ class LangevinNoise(Keyed):
 
     def init(self, leaves: Leaves, at: At) -> Any:
         injection: Any = at.plan.noise.get(at.i)
-        return EmptyState() if injection is None else injection.start(at.update)
+        return EmptyState() if injection is None else injection.start(at.update.params or [])
 
     def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
         return LangevinInjection(self, sites, plan)
 
     def __str__(self) -> str:
-        words = [checks.show(self.temperature)]
-        words += [f"order={self.order}"] if self.order != 2 else []
-        words += [f"noise={self.noise!r}"] if self.noise != "gaussian" else []
-        words += [f"stream={self.stream!r}"] if self.stream is not None else []
-        return f"inject_langevin_noise({', '.join(words)})"
+        return _shown(self, self.order)
+
+
+def _shown(link: LangevinNoise | ToldNoise, order: int, *more: str) -> str:
+    words = [checks.show(link.temperature), *([f"order={order}"] if order != 2 else []), *more]
+    words += [f"noise={link.noise!r}"] if link.noise != "gaussian" else []
+    words += [f"stream={link.stream!r}"] if link.stream is not None else []
+    return f"inject_langevin_noise({', '.join(words)})"
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,16 @@ class ToldNoise(FilteredNoise):
             "matched to its neighbours: leave them out"
         )
 
+    def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
+        state = super().init(leaves, at)
+        spread = float(self.scale(state.count)) * sum(map(abs, (*self.current, *self.later))) * self.lr
+        for j, leaf in zip(at.index, leaves):
+            if leaf.dtype in LOW and is_plain(leaf) and _rounds_away(j, leaf, spread):
+                break
+        return state
+
     def __str__(self) -> str:
-        return f"inject_langevin_noise({checks.show(self.temperature)}, lr={self.lr}, momentum={self.momentum})"
+        return _shown(self, 2 if self.later else 1, f"lr={self.lr}, momentum={self.momentum}")
 
 
 class Strength(NamedTuple):
@@ -120,12 +130,13 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 
 
 class LangevinInjection(Injection):
-    """A noise link with its sites, and the places of their leaves in its state: site by site, leaf by leaf."""
+    """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
     def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
         self.link, self.sites = link, sites
-        places = [(j, n) for n, site in enumerate(sites) for j in site.leaves]
-        self.rows = [range(a, b) for a, b in pairwise(accumulate([len(site.leaves) for site in sites], initial=0))]
+        places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
+        row = {place: k for k, place in enumerate(places)}
+        self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
         self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
         self.leaves = [j for j, _ in places]
         self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
@@ -135,17 +146,14 @@ class LangevinInjection(Injection):
         # of white noise that is scaled while it is drawn
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
 
-    def start(self, update: Update) -> LangevinNoiseState:
+    def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
         """The first state."""
-        leaves = update.params or []
         device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
         memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
         changes = any(site.changes for site in self.sites)
         conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
         key = keyed_stream.new_key(self.link.generator, device)
-        state = LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
-        self.started(self.strength(state, update.rates), update)
-        return state
+        return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
@@ -157,7 +165,7 @@ class LangevinInjection(Injection):
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
         by_site: list[Any] = [
-            _coefficients(site, temperature, state.conditions[0][rows.start : rows.stop], rates)
+            _coefficients(site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates)
             if site.changes
             else ([None] * len(rows), None, None)
             for site, rows in zip(self.sites, self.rows)
@@ -197,13 +205,13 @@ class LangevinInjection(Injection):
             out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
         return out, LangevinNoiseState(key, *op.count([count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
 
-    def started(self, strength: Strength, update: Update) -> None:
+    def started(self, state: LangevinNoiseState, update: Update) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
 
         Learned preconditioners are not known yet and count as one.
         """
         leaves = update.params or []
-        for site, (coefficients, _, after) in zip(self.sites, strength.by_site):
+        for site, (coefficients, _, after) in zip(self.sites, self.strength(state, update.rates).by_site):
             low = [(n, j) for n, j in enumerate(site.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
                 ones = [torch.ones(()).double() for _ in range(site.process.draws)]
@@ -211,15 +219,21 @@ class LangevinInjection(Injection):
                 (e,) = update.coloured(site, [j], [e.float().expand(leaves[j].shape).clone()])
                 gain = site.whole.b[0] / site.whole.a[0] / site.whole.head  # what a unit of noise moves in one step
                 behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
-                step = float(e.float().abs().mean()) * gain * behind
-                size = float(leaves[j].detach().abs().float().mean())
-                if 0 < step < torch.finfo(leaves[j].dtype).eps * size / 2:
-                    warnings.warn(
-                        f"inject_langevin_noise: leaf {j} is {leaves[j].dtype} with entries near {size:.2g}, and a step's "
-                        f"noise of about {step:.2g} would round away; keep float32 master parameters",
-                        stacklevel=4,
-                    )
+                if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
                     return
+
+
+def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
+    """Whether a step's noise of this size is smaller than half the spacing of a leaf's numbers; then with a warning."""
+    size = float(leaf.detach().abs().float().mean())
+    if not 0 < step < torch.finfo(leaf.dtype).eps * size / 2:
+        return False
+    warnings.warn(
+        f"inject_langevin_noise: leaf {j} is {leaf.dtype} with entries near {size:.2g}, and a step's "
+        f"noise of about {step:.2g} would round away; keep float32 master parameters",
+        stacklevel=4,
+    )
+    return True
 
 
 def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Rates) -> Any:

@@ -53,7 +53,7 @@ class Filtered:
     def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
         """The level of this step's noise, and what the links' memory is multiplied by before the step."""
         if not self.rescales:
-            return law.root(now.temperature * now.square, torch.where), None
+            return law.root(now.temperature, torch.where), None
         began = before.inverse > 0
         ratio = torch.where(began, now.inverse / torch.where(began, before.inverse, 1.0), 1.0)
         return law.root(now.temperature * now.inverse, torch.where), law.root(ratio, torch.where)

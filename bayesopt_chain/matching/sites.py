@@ -242,7 +242,8 @@ def _whole(links: Sequence[Neighbour], r: Responses, at: int) -> Whole | None:
             raise ValueError(f"chain: write {links[dense[0]].shown} before the momentum and the noise")
     descent = [(i, tuple([-sign * v for v in n])) for i, n in decays]
     owner = poles[0] if len(poles) == 1 else None
-    return Whole(tuple([-sign * v for v in b]), a, head, tuple(metrics), tuple(rates), descent, owner)
+    b = tuple([-sign * v for v in law.trim(b)])
+    return Whole(b, tuple(law.trim(a)), head, tuple(metrics), tuple(rates), descent, owner)
 
 
 def _processes(whole: Whole, noise: Noise, changes: bool, rescales: bool) -> list[tuple[tuple[int, ...], Process]]:

@@ -135,6 +135,10 @@ def test_noise_in_plain_torchopt_chain_needs_lr():
     tx = torchopt.chain(bc.inject_langevin_noise(1.0, lr=0.1), bc.scale_by_neg_lr(0.1))
     updates, _ = tx.update({"w": torch.ones(2)}, tx.init(P), params=P)
     assert torch.isfinite(updates["w"]).all()
+    with pytest.raises(ValueError, match=r"temperature.*-1"):
+        bc.inject_langevin_noise(lambda count: -1.0, lr=0.1).init(P)
+    with pytest.warns(UserWarning, match="round away"):
+        bc.inject_langevin_noise(1e-9, lr=1e-4).init(torch.full((3,), 100.0, dtype=torch.bfloat16))
 
 
 def test_stated_noise_is_refused_where_the_noise_can_see_its_neighbours():

@@ -76,7 +76,53 @@ def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
     assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
     assert "acts inside scale_by_adam" in repr(bc.adam(temperature=T))
     assert "unmatched" in repr(bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T)))
-    assert "lr=0.1" in repr(bc.inject_langevin_noise(T, lr=0.1))
+    told = bc.inject_langevin_noise(T, lr=0.1, order=1, noise="rademacher")
+    assert repr(told) == "inject_langevin_noise(0.3, order=1, lr=0.1, momentum=0.0, noise='rademacher')"
+    assert repr(bc.chain()) == repr(bc.add_momentum(0.0)) == "chain(\n)"
+
+
+def test_a_remembered_draw_is_named_by_its_leaf_where_groups_of_leaves_alternate():
+    tx = bc.chain(
+        bc.masked(bc.add_momentum(0.9), [True, False, True]),
+        bc.inject_langevin_noise(bc.schedules.constant(T)),
+        bc.scale_by_neg_lr(0.1),
+    )
+    params = [torch.zeros(n) for n in (2, 3, 4)]
+    named = bc.state_dict(tx.init(params))
+    assert [named[f"1.LangevinNoise.memory[{j}]"].shape[1:] for j in range(3)] == [p.shape for p in params]
+
+
+def test_keys_are_drawn_in_the_order_of_the_links():
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    for first, second in (("sghmc", "ubu"), ("ubu", "sghmc")):
+        make = {"sghmc": lambda: bc.sghmc(0.1, temperature=T), "ubu": lambda: bc.samplers.ubu(0.1, 1.0, temperature=T)}
+        torch.manual_seed(0)
+        want = [torch.randint(2**63 - 1, ()) for _ in range(2)]
+        torch.manual_seed(0)
+        state = bc.partition({"a": make[first](), "b": make[second]()}, {"a": "a", "b": "b"}).init(params)
+        assert [entry.key for entry in state if hasattr(entry, "key")] == want
+
+
+OWN = {
+    "ubu": lambda: bc.samplers.ubu(0.1, 1.0, temperature=T),
+    "lattice_walk": lambda: bc.samplers.lattice_walk(0.1, temperature=T),
+    "sgnht": lambda: bc.samplers.sgnht(0.1, temperature=T),
+    "badodab": lambda: bc.samplers.badodab(0.1, temperature=T),
+    "sghmc": lambda: bc.sghmc(0.1, temperature=T),
+    "told": lambda: bc.inject_langevin_noise(T, lr=0.1),
+    "adam": lambda: bc.adam(0.1, temperature=T),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_group_without_leaves_changes_nothing(name, inplace):
+    params, alone = {"w": torch.ones(2)}, bc.sgd(0.1)
+    tx = bc.partition({"here": alone, "nowhere": OWN[name]()}, {"w": "here"})
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update({"w": torch.ones(2)}, state, params=params, inplace=inplace)
+    assert_bitwise_equal(updates, {"w": torch.full((2,), -0.1)})
 
 
 def test_responses_are_attributes():

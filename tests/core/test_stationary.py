@@ -5,6 +5,7 @@ import math
 import optree
 import pytest
 import torch
+import torchopt
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -135,8 +136,19 @@ SCHEDULED = {
         bc.inject_langevin_noise(t),
         bc.scale_by_neg_lr(lr),
     ),
+    "declared, a pole that cancels": lambda lr, t: bc.chain(
+        bc.with_response(torchopt.base.identity(), bc.response.Linear((1.0, -0.5), (1.0, -0.5))),
+        bc.inject_langevin_noise(t),
+        bc.scale_by_neg_lr(lr),
+    ),
+    "declared, a zero at the end": lambda lr, t: bc.chain(
+        bc.with_response(torchopt.transform.trace(0.9), bc.response.Linear((1.0, 0.0), (1.0, -0.9))),
+        bc.add_decayed_weights(0.3),
+        bc.inject_langevin_noise(t),
+        bc.scale_by_neg_lr(lr),
+    ),
 }  # fmt: skip
-PRIORS = {"decoupled decay": 0.03, "nesterov and decay": 0.03, "mixed decay": 0.03}
+PRIORS = {"decoupled decay": 0.03, "nesterov and decay": 0.03, "mixed decay": 0.03, "declared, a zero at the end": 0.03}
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
