@@ -16,7 +16,7 @@ from bayesopt_chain.matching.law import (
     spectral_factor,
     spectrum,
 )
-from tests.core.reference import matched_noise_oracle as oracle
+from tests.matching.reference import matched_noise_oracle as oracle
 
 
 def matched_noise(b, a, lr, temperature=1.0, order=2):
