@@ -1,5 +1,5 @@
-"""What a chain is: links, their responses, the law of matched noise, and the loop that runs them.
+"""What a chain is: links, run one after the other over the leaves of a tree, and the noise between them.
 
-To be read in this order: ``response``, ``link`` and ``op`` say what a link is; ``law`` and ``filters`` what noise it needs;
-``matching`` where that enters; ``state``, ``update`` and ``chain`` how all of it runs.
+To be read in this order: ``link`` and ``op`` say what a link is; ``state``, ``update`` and ``chain`` how all of it runs. What
+noise a chain needs stands in :mod:`bayesopt_chain.matching`.
 """

@@ -69,7 +69,7 @@ class Plan:
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
-        self.noise = {i: links[i].injection(sites, self) for i, sites in self.matched().items()}
+        self.noise = {i: links[i].injection(sites, self) for i, sites in match(links, self.where).items()}
         self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
         self.coupled = [i for i, x in enumerate(links) if x.coupled]
@@ -80,18 +80,6 @@ class Plan:
             self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run}
         )  # not in a run
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
-
-    def matched(self) -> dict[int, list[Site]]:
-        """The sites of every noise link."""
-        groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
-        for j in sorted({j for w in self.where for j in w}):
-            groups.setdefault(tuple([i for i, w in enumerate(self.where) if j in w]), []).append(j)
-        out = {i: list[Site]() for i in range(len(self.links)) if i not in self.order}
-        for acting, leaves in groups.items():
-            n, found = match(self.links, acting, tuple(leaves), self.where)
-            if n is not None:
-                out[n].extend(found)
-        return out
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:
         """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""

@@ -77,12 +77,27 @@ class Site(NamedTuple):
     carried: float  # what the velocity holds back of this noise for the next step
 
 
-def match(
+def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[Site]]:
+    """The sites of every noise link; ``where`` are the leaves that each link acts on.
+
+    Raises:
+        ValueError: no noise makes this chain sample; the message says why and what would.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
+    for j in sorted({j for w in where for j in w}):
+        groups.setdefault(tuple([i for i, w in enumerate(where) if j in w]), []).append(j)
+    out = {i: list[Site]() for i, x in enumerate(links) if isinstance(x.response, Noise)}
+    for acting, leaves in groups.items():
+        n, found = match_group(links, acting, tuple(leaves), where)
+        if n is not None:
+            out[n].extend(found)
+    return out
+
+
+def match_group(
     links: Sequence[Neighbour], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
 ) -> tuple[int | None, list[Site]]:
     """The noise link of the leaves on which the links numbered ``acting`` act, and its sites.
-
-    ``where`` are the leaves that each link acts on.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what would.
@@ -288,7 +303,7 @@ def _processes(whole: Whole, noise: Noise, changes: bool, rescales: bool) -> lis
 def note(links: Sequence[Neighbour], acting: Sequence[int], i: int) -> str:
     """What ``repr`` says of noise link ``i`` beside those ``acting`` on its leaves: where it acts, what it is matched to."""
     try:
-        _, sites = match(links, acting, (0,), [(0,)] * len(links))
+        _, sites = match_group(links, acting, (0,), [(0,)] * len(links))
     except ValueError as err:
         return f"unmatched: {str(err).removeprefix('chain: ')}"
     if not sites:
