@@ -126,9 +126,9 @@ def match_group(
     if whole is None:
         return written, []
     changes = bool(whole.rates) or noise.temperature is None
-    _check_mixing(links, whole, r, changes, [i for i in acting if where[i] != leaves])
     rescales = memory == [whole.owner] and links[memory[0]].rescales
     parts = _processes(whole, noise, changes, rescales)
+    _check_mixing(links, whole, r, changes, [i for i in acting if where[i] != leaves])
     carrier = r[at] if whole.owner == at and links[at].carries and len(parts) == 1 else None
     sites = list[Site]()
     for met, process in parts:
@@ -292,10 +292,10 @@ def _processes(whole: Whole, noise: Noise, changes: bool, rescales: bool) -> lis
         return [(whole.metrics, process), *((met, filtered(r)) for met, r in rest.items())]
     except law.NoMatchedNoise as err:
         hint = ""
-        if len(a) == 3 and len(b) == 1:
+        if len(a) == 3 and len(b) == 1 and (margin := sum(a) - 4 * a[2]) < 0:
             hint = (
                 ". Two cascaded momenta admit no matched noise once 1 - mu1 - mu2 - 3 mu1 mu2 < 0 "
-                f"(here {sum(a) - 4 * a[2]:.3g}); lower one of them"
+                f"(here {margin:.3g}); lower one of them"
             )
         raise ValueError(f"chain: no noise can be matched to {whole}: {err}{hint}") from None
 
