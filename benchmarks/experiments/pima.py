@@ -7,9 +7,10 @@ of full-batch gradients. ``mean`` is the largest error of a posterior mean, in p
 largest relative error of a standard deviation; ``covariance`` the relative error of the covariance in the metric of the truth
 (Frobenius norm over sqrt(d)); ``ksd`` the kernel Stein discrepancy of 1,000 draws; ``seconds`` the sampling alone, compilation
 left out. Peers run at every step size and friction of a grid and their best row by ``covariance`` is kept; ours at one
-setting, lr at half of the stability limit at the mode. Nearer to that limit a chain is unstable wherever the curvature is larger
-than at the mode, and some make long excursions: the row at 0.8 of it. BlackJAX computes in float32, as JAX does unless told otherwise; everything else,
-the row that says so excepted, in float64. A time is compared with that of the same precision.
+setting, lr at half of the stability limit at the mode. Nearer to it a chain is unstable wherever the curvature is larger than
+there, and some make long excursions: see the row near the limit, at 0.8 of it. BlackJAX computes in float32, as JAX does
+unless told otherwise; everything else, the row that says so excepted, in float64. A time is compared with that of the same
+precision.
 """
 
 from __future__ import annotations
