@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.tracing import batch_levels, is_hidden, is_readable, is_transformed
+from bayesopt_chain.tracing import batch_levels, is_hidden, is_plain, is_readable, is_transformed
 
 
 def number(
@@ -175,11 +175,9 @@ def samplable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
         TypeError, ValueError: naming the leaves.
     """
     parameters(leaves, paths)
-    if is_transformed():
-        return
     seen: dict[tuple[int, int], str] = {}
     for leaf, path in zip(leaves, paths):
-        if leaf.numel() and leaf.layout is torch.strided and leaf.device.type != "meta":
+        if is_plain(leaf) and leaf.numel() and leaf.layout is torch.strided:
             place = (leaf.data_ptr(), leaf.numel())
             if place[0] and seen.setdefault(place, path) != path:
                 raise ValueError(

@@ -106,9 +106,10 @@ class ToldNoise(FilteredNoise):
 
     def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
         state = super().init(leaves, at)
-        spread = float(self.scale(state.count)) * sum(map(abs, (*self.current, *self.later))) * self.lr
+        scale, gain = self.scale(state.count), self.lr * sum(map(abs, (*self.current, *self.later)))
         for j, leaf in zip(at.index, leaves):
-            if leaf.dtype in LOW and is_plain(leaf) and _rounds_away(j, leaf, spread):
+            plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
+            if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
                 break
         return state
 

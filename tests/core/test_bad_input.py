@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torchopt
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
@@ -394,3 +395,10 @@ def test_a_decay_that_repels_more_than_the_chain_dissipates_is_refused(temperatu
     )
     with pytest.raises(ValueError, match="negative at w = 0"):
         tx.init([torch.ones(3)])
+
+
+@pytest.mark.filterwarnings("error")
+def test_parameters_without_an_address_are_not_asked_for_one():
+    with FakeTensorMode():
+        for tx in (bc.sghmc(0.1, temperature=1.0), bc.inject_langevin_noise(1.0, lr=0.1)):
+            tx.init({"w": torch.ones(2), "b": torch.ones(1, dtype=torch.bfloat16)})
