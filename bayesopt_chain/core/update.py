@@ -1,7 +1,7 @@
 """How an update runs: what is worked out once for the leaves of a state, and one update in progress.
 
-An update draws the noise, rescales velocities where a rate changed, and then lets noise in before every link, the link act, and
-its velocity keep what it carries of the noise. Masks and missing gradients are settled here, and no link knows of them.
+An update draws the noise and rescales velocities where a rate changed. Then, link after link, noise enters, the link acts, and
+its velocity keeps what it carries of the noise. Masks and missing gradients are settled here, and no link knows of them.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
     raise NotImplementedError
 
 
-class LangevinInjection(Injection):
+class LangevinInjection:
     """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
     def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
@@ -139,12 +139,12 @@ class LangevinInjection(Injection):
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
         self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
-        self.leaves = [j for j, _ in places]
+        self.leaves: Sequence[int] = [j for j, _ in places]
         self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
         self.processes = [sites[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
         lone = sites[0].process if len(sites) == 1 and not sites[0].changes else None
-        # of white noise that is scaled while it is drawn
+        # of white noise, which is scaled while it is drawn
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
 
     def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:

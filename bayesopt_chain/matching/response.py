@@ -71,7 +71,7 @@ class OwnNoise:
 
     before: int = 0
     behind: int = 0
-    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"
+    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"  # what to do instead
 
 
 @dataclass(frozen=True)
