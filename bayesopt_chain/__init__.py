@@ -35,12 +35,8 @@ from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_r
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
-from bayesopt_chain.loop.batch_norm import refresh_batch_norm
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
-from bayesopt_chain.loop.checkpoint import load, save
-from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
-from bayesopt_chain.loop.sample import iterate, sample
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
 from bayesopt_chain.loop.step import Info, make_step
 from bayesopt_chain.matching import response
@@ -52,6 +48,10 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
+from bayesopt_chain.runs.batch_norm import refresh_batch_norm
+from bayesopt_chain.runs.checkpoint import load, save
+from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.sample import iterate, sample
 from bayesopt_chain.samplers.langevin import sghmc, sgld
 from bayesopt_chain.version import __version__
 

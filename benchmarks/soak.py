@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks import runs
-from tests.loop.test_sample import kill_and_resume
+from tests.runs.test_sample import kill_and_resume
 
 
 def main() -> None:

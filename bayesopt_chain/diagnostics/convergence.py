@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from bayesopt_chain.loop.draws import Draws
+    from bayesopt_chain.runs.draws import Draws
 
 
 def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> Any:

@@ -19,7 +19,7 @@ from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.diagnostics.temperatures import MARGIN, Temperatures, Thermometer, temperatures
 
 if TYPE_CHECKING:
-    from bayesopt_chain.loop.draws import Draws
+    from bayesopt_chain.runs.draws import Draws
 
 MIXED = 1.1  # R-hat above which a run is reported
 HOT = 0.1  # excess of temperature above which a run is reported

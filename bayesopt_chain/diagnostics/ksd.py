@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from bayesopt_chain.loop.draws import Draws
+    from bayesopt_chain.runs.draws import Draws
 
 
 def ksd(

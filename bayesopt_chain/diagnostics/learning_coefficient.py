@@ -24,10 +24,10 @@ from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics.temperatures import estimate
 from bayesopt_chain.links.localization import add_localization
-from bayesopt_chain.loop.feed import Feed
 from bayesopt_chain.loop.parallel import parallel, stack
-from bayesopt_chain.loop.sample import iterate
 from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.runs.resumable_batches import ResumableBatches
+from bayesopt_chain.runs.sample import iterate
 from bayesopt_chain.samplers.langevin import sghmc
 
 
@@ -99,7 +99,7 @@ def local_learning_coefficient(
     """
     if not temperature > 0:
         raise ValueError(f"local_learning_coefficient: temperature must be positive, got {temperature}")
-    feed = Feed(batches)
+    feed = ResumableBatches(batches)
     every = [feed.batches] if feed.is_one else list(batches)
     with torch.no_grad():
         reference = float(torch.stack([_value(loss, params, batch).double() for batch in every]).mean())

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.loop.parallel import parallel, stack
-from bayesopt_chain.loop.sample import iterate
 from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.runs.sample import iterate
 
 Z = 3.0  # standard errors that a difference must stand above before it is called one
 

@@ -47,8 +47,8 @@ from bayesopt_chain.testing import NormalProbe
 from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
-    from bayesopt_chain.loop.draws import Draws
-    from bayesopt_chain.loop.sample import Iteration
+    from bayesopt_chain.runs.draws import Draws
+    from bayesopt_chain.runs.run import Iteration
 
 SIZE = 2.0**-26  # of the impulses that read the gains: clipping does not see them, and scaling by it is exact
 BATCHES = 20  # into which a series is cut for its standard error

@@ -74,6 +74,35 @@ def runs(
         >>> runs((4, 6), (2,), (1,), (Shard(1),))
         ((3, 3), (9, 3), (15, 3), (21, 3))
     """
+    axes = _axes(shape, mesh, coordinate, placements)
+    held: Runs = ((0, 1),)
+    stride = 1
+    for n, axis in zip(reversed(shape), reversed(axes)):
+        if held == ((0, stride),):  # all of what lies inside one index: neighbours stay together
+            held = tuple([(start * stride, length * stride) for start, length in axis])
+        else:
+            inside = held
+            indices = [i for start, length in axis for i in range(start, start + length)]
+            held = tuple([(i * stride + start, length) for i in indices for start, length in inside])
+        stride *= n
+    return _merged(held)
+
+
+def axes_of(x: Tensor) -> list[Runs]:
+    """The indices of each axis of a leaf that this rank holds: its elements are those of all their combinations."""
+    if not is_dtensor(x):
+        return [((0, n),) for n in x.shape]
+    sharded: Any = x
+    mesh = sharded.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return [() for _ in x.shape]
+    return _axes(tuple(x.shape), tuple(mesh.shape), tuple(coordinate), tuple(sharded.placements))
+
+
+def _axes(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
+) -> list[Runs]:
     axes: list[Runs] = [_merged([(0, n)]) for n in shape]
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
         kind = type(placement).__name__
@@ -88,17 +117,7 @@ def runs(
         d = placement.dim % len(shape)
         axis = axes[d]
         axes[d] = _merged([run for i in range(parts) for run in _part(_part(axis, parts, i), size, place)])
-    held: Runs = ((0, 1),)
-    stride = 1
-    for n, axis in zip(reversed(shape), reversed(axes)):
-        if held == ((0, stride),):  # all of what lies inside one index: neighbours stay together
-            held = tuple([(start * stride, length * stride) for start, length in axis])
-        else:
-            inside = held
-            indices = [i for start, length in axis for i in range(start, start + length)]
-            held = tuple([(i * stride + start, length) for i in indices for start, length in inside])
-        stride *= n
-    return _merged(held)
+    return axes
 
 
 def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
@@ -12,15 +12,24 @@ from torch import Tensor
 
 from bayesopt_chain import batches, tracing
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
-from bayesopt_chain.loop.draws import Draws
+from bayesopt_chain.loop.chain_keys import chain_draws
 from bayesopt_chain.loop.module_state import is_keyed, keyed
 from bayesopt_chain.loop.options import joined, split
-from bayesopt_chain.loop.parts import chain_draws, gather
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_readable
 from bayesopt_chain.trees import paths_of
+
+Gathered = TypeVar("Gathered", bound="Gatherable")
+
+
+class Gatherable(Protocol):
+    """Draws of some chains, which know how to join those of other ranks."""
+
+    def gather(self: Gathered, mesh: Any) -> Gathered:
+        """The draws of all ranks of a mesh."""
+        ...
 
 
 class Parallel:
@@ -95,13 +104,13 @@ class Parallel:
             rows,
         )
 
-    def gather(self, draws: Draws) -> Draws:
+    def gather(self, draws: Gathered) -> Gathered:
         """The draws of all chains, on every rank of the mesh, for diagnostics; without a mesh, the draws themselves.
 
         Raises:
             ValueError: on every rank, draws of other leaves or steps.
         """
-        return draws if self.mesh is None else gather(draws, self.mesh)
+        return draws if self.mesh is None else draws.gather(self.mesh)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""

@@ -99,6 +99,7 @@ class Step:
     buffers: Mapping[str, Tensor] | None = field(default=None, compare=False)
     monitor: bool = False
     ranks: DataParallel | None = None
+    loss: Any = field(default=None, compare=False)
 
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """The state to start from: that of ``tx.init(params)`` or, where the step was given buffers, a :class:`ModuleState` of
@@ -355,7 +356,7 @@ def make_step(
     form = fused.recognise(tx) if inplace else None
     finite = FiniteCheck() if check_finite else None
     chosen = evaluate_draw if draws else evaluate_particles if stacked else evaluate
-    return Step(chosen, tx, inplace, form, finite, buffers, monitor, ranks)
+    return Step(chosen, tx, inplace, form, finite, buffers, monitor, ranks, loss)
 
 
 def one_gradient(loss: Any, params: Any, batch: Any, buffers: Any) -> tuple[Any, Info, Any]:

@@ -151,7 +151,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
 def test_ranks_write_their_own_folders_and_the_draws_are_opened_together(tmp_path):
     path = tmp_path / "draws"
     ranks = run(sampled, 2, tmp_path, "philox", {"loop": True}, path)
-    assert sorted(p.name for p in path.iterdir()) == ["part-00000-of-00002", "part-00001-of-00002"]
+    assert sorted(p.name for p in path.iterdir()) == ["chains-00000-00004", "chains-00004-00008"]
     opened = bc.Draws.open(path)
     assert opened.complete and opened.chains == N and same(opened.params, ranks[0][1])
     assert torch.equal(opened.loss, ranks[0][2]) and opened.steps.tolist() == list(range(5, 15))
@@ -169,7 +169,7 @@ def test_a_run_of_ranks_goes_on_where_it_stopped(tmp_path):
 def test_a_missing_part_is_named(tmp_path):
     path = tmp_path / "draws"
     run(sampled, 2, tmp_path, "philox", {"loop": True}, path)
-    (path / "part-00001-of-00002").rename(tmp_path / "elsewhere")
+    (path / "chains-00004-00008").rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match="no draws of chains 4 to 7 of 8"):
         bc.Draws.open(path)
 

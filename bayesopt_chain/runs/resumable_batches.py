@@ -12,7 +12,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.ranks import gather_objects
 
 
-class Feed:
+class ResumableBatches:
     """Batches without end, with a place in them that can be saved and returned to.
 
     Of ranks that share a chain each has a feed of its own part of the data; ``whole`` is what they have together.

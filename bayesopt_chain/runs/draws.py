@@ -8,56 +8,35 @@ is written last, so that a directory always holds whole draws.
 
 from __future__ import annotations
 
+import glob
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain.distributed.checkpoint import Table
-from bayesopt_chain.loop import checkpoint
-from bayesopt_chain.loop.layouts import Group, Part, grouped, part_folders, parts_of, ranks_of, read_index
+from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs.table import (
+    BUFFER,
+    LEAF,
+    LOSS,
+    STEP,
+    Group,
+    Shard,
+    Writer,
+    grouped,
+    read_index,
+    side_by_side,
+    writers_of,
+)
 
-STEP, LOSS, LEAF, BUFFER = "_step", "_loss", "params/", "buffers/"
 Reduce = Literal["mean", "log_mean_exp", "stack"]
-
-
-class Shard(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or a file of them, or of a file some chains.
-
-    Of parameters spread over ranks the file is a directory, and its leaves come spread as those of ``like``.
-    """
-
-    size: int
-    leaves: dict[str, Tensor] | None
-    path: Path | None
-    checksum: int | None = None
-    chains: slice | None = None
-    like: Mapping[str, Any] | None = None
-
-    def load(self) -> Mapping[str, Tensor]:
-        """All leaves; a file is mapped into memory, and read where it is looked at."""
-        held = self._held()
-        if self.chains is None:
-            return held
-        return {name: x if name == STEP else x[:, self.chains] for name, x in held.items()}
-
-    def _held(self) -> Mapping[str, Tensor]:
-        if self.leaves is not None:
-            return self.leaves
-        assert self.path is not None
-        if not self.path.exists():
-            raise FileNotFoundError(
-                f"Draws: the shard {self.path} is missing; restore it, or open a copy of the directory that has it"
-            )
-        if self.path.is_dir():
-            return Table(self.path, {LEAF + name: x for name, x in (self.like or {}).items()})
-        tensors, _ = checkpoint.read(self.path, verify=False)
-        return tensors
 
 
 class Draws:
@@ -115,17 +94,16 @@ class Draws:
         spec = optree.tree_structure(trees[0], none_is_leaf=True)
         leaves = {LEAF + name: torch.stack([tree[name] for tree in flat]) for name in flat[0]}
         leaves[STEP] = torch.arange(1, len(flat) + 1)
-        return cls([Shard(len(flat), leaves, None)], spec, list(flat[0]), chains=chains)
+        return cls([Shard(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod
-    def open(cls, path: str | Path, *, like: Any = None) -> Draws:
+    def open(cls, path: str | Path | Sequence[str | Path], *, like: Any = None) -> Draws:
         """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; nothing is read yet.
 
-        Those that several ranks wrote, one number of ranks after another perhaps, are read into memory, side by side on
-        the axis of chains (:meth:`beside`).
+        Those that several ranks wrote, one number of ranks after another perhaps, stand side by side on the axis of chains.
 
         Args:
-            path: the directory.
+            path: the directory; a list of them, or a pattern such as ``"runs/job-*"``, opens the chains of several runs as one.
             like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
                 Draws of DTensors come spread as these parameters are, and whole where these are plain tensors, or without it.
 
@@ -133,10 +111,9 @@ class Draws:
             FileNotFoundError: no run, or a shard of it is missing.
             ValueError: a damaged index, or other parameters than ``like``; parts of several ranks that drew the same noise.
         """
-        path = Path(path)
-        if ((parts := parts_of(path)) and [part.folder for part in parts] != [path]) or part_folders(path):
-            return _open_parts(path, parts, like)
-        return _open_one(Part(path, read_index(path)), like)
+        given = path if isinstance(path, (list, tuple)) else [path]
+        paths = [Path(str(p)) for g in given for p in (sorted(glob.glob(str(g))) if glob.has_magic(str(g)) else [g])]
+        return _opened(paths, like)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -210,7 +187,7 @@ class Draws:
         complete = self.complete and all(other.complete for other in others)
         return Draws(shards, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
 
-    def beside(self, *others: Draws) -> Draws:
+    def stack_chains(self, *others: Draws) -> Draws:
         """These draws and those of other chains at the same steps, side by side on the axis of chains, in memory.
 
         Where one has fewer draws than another, those that all have.
@@ -224,23 +201,53 @@ class Draws:
         if any(
             c.keys() != columns[0].keys() or (c and not torch.equal(c[STEP], columns[0][STEP])) for c in columns[1:]
         ):
-            raise ValueError("Draws.beside: these are draws of other leaves, or after other steps")
+            raise ValueError("Draws.stack_chains: these are draws of other leaves, or after other steps")
         stacked = {STEP: columns[0][STEP]} if size else {}
         for name in columns[0].keys() - {STEP}:
             rows = [c[name][:, None] if d.chains is None else c[name] for c, d in zip(columns, every)]
             stacked[name] = torch.cat(rows, 1)
         complete = all(d.complete and len(d) == size for d in every)
         why = next((d.why for d in every if d.why), "" if complete else "some of the chains have more draws")
-        return self.holding_columns(stacked, chains=sum(d.chains or 1 for d in every), complete=complete, why=why)
+        return self.with_columns(stacked, chains=sum(d.chains or 1 for d in every), complete=complete, why=why)
+
+    def gather(self, mesh: Any) -> Draws:
+        """The draws of all ranks of a mesh, side by side on the axis of chains, in memory on every rank.
+
+        Raises:
+            ValueError: on every rank, draws of other leaves or steps.
+        """
+        mine = self.columns()
+        kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
+        every = gather_objects((kinds, self.chains, self.complete, self.why), mesh)
+        if any(their[0].keys() != kinds.keys() for their in every):
+            raise ValueError(
+                "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
+            )
+        columns: list[dict[str, Tensor]] = [{} for _ in every]
+        device = torch.device(mesh.device_type)
+        for name, x in mine.items():
+            sizes = [their[0][name][0].itemsize * torch.Size(their[0][name][1]).numel() for their in every]
+            sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+            sent[: sizes[mesh.get_local_rank()]] = x.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+            came = [torch.empty_like(sent) for _ in every]
+            dist.all_gather(came, sent, group=mesh.get_group())
+            for column, their, raw, n in zip(columns, every, came, sizes):
+                dtype, shape = their[0][name]
+                column[name] = raw[:n].clone().view(dtype).view(shape).to(x.device)
+        parts = [
+            self.with_columns(column, chains=chains, complete=complete, why=why)
+            for column, (_, chains, complete, why) in zip(columns, every)
+        ]
+        return parts[0].stack_chains(*parts[1:])
 
     def columns(self) -> dict[str, Tensor]:
         """Everything that is held of the draws, by name, draws on axis 0."""
         names = self._shards[self._rows[0][0]].load() if self._rows else ()
         return {name: self._column(name) for name in names}
 
-    def holding_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
+    def with_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
         """Draws of the same parameters that hold these columns."""
-        shards = [Shard(len(columns[STEP]), columns, None)] if columns else []
+        shards = [Shard(len(columns[STEP]), columns)] if columns else []
         return Draws(shards, self._spec, self._names, chains=chains, complete=complete, why=why)
 
     @torch.no_grad()
@@ -283,7 +290,7 @@ class Draws:
             raise ValueError(f"predict: reduce is 'mean', 'log_mean_exp' or 'stack', got {reduce!r}")
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
-        run = Forward(with_buffers(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
+        run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
         out = []
         for batch in batches:
             average = Average(reduce)
@@ -327,13 +334,12 @@ class Draws:
         """Compare every shard on disk with its checksum.
 
         Raises:
-            ValueError: the first damaged shard, by name; draws of DTensors, which have no checksums.
+            ValueError: the first damaged shard, by name.
         """
-        for shard in self._shards:
-            if shard.path is not None and shard.checksum is None:
-                raise ValueError(f"Draws.verify: {shard.path} was written by several ranks and has no checksum")
-            if shard.path is not None:
-                checkpoint.read(shard.path, verify=True)
+        for files in {id(cell.files): cell.files for shard in self._shards for cell in shard.cells}.values():
+            for i, part in enumerate(files.about["parts"]):
+                for name in part["sums"]:
+                    files.piece(i, name)
 
     def _with(self, rows: Sequence[tuple[int, int]]) -> Draws:
         return Draws(
@@ -358,12 +364,12 @@ class Draws:
         held = self._shards[0].load() if self._shards else {}
         return sorted(name.removeprefix(BUFFER) for name in held if name.startswith(BUFFER))
 
-    def holding(self, buffers: Mapping[str, Tensor]) -> Draws:
+    def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
         """The same draws with these buffers, leaves ``[S, ...]`` or ``[S, chains, ...]``, in the place of their own."""
         leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
         leaves |= {BUFFER + name: x for name, x in buffers.items()}
         leaves |= {name: self._column(name) for name in (STEP, LOSS) if all(name in s.load() for s in self._shards)}
-        shard = Shard(len(self), leaves, None)
+        shard = Shard(len(self), leaves)
         return Draws(
             [shard], self._spec, self._names, chains=self.chains, complete=self.complete, why=self.why, last=self.last
         )
@@ -381,7 +387,7 @@ class Draws:
             yield block
 
 
-def with_buffers(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
+def buffered_forward(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
     """A function of params, batch and buffers from what a user passed.
 
     Raises:
@@ -455,92 +461,111 @@ class Average:
         return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
 
 
-def shards_of(part: Part, chains: range | None = None, like: Mapping[str, Any] | None = None) -> list[Shard]:
-    """The draws of a part, or of some of its chains; those of DTensors spread as the leaves of ``like``, by name.
+def _opened(paths: Sequence[Path], like: Any) -> Draws:
+    """The draws of all writers of these runs, side by side."""
+    if not paths:
+        raise FileNotFoundError("Draws.open: no directory is named, or none fits the pattern")
+    groups, every = list[Group](), list[Writer]()
+    for path in paths:
+        writers = writers_of(path)
+        if not writers:
+            if any(path.glob("*/lock")):
+                raise FileNotFoundError(
+                    f"Draws.open: none of the ranks that began a run in {path} has committed a draw yet"
+                )
+            read_index(path)
+        groups += _groups_of(path, writers)
+        every += writers
+    first = every[0].index
+    for w in every:
+        differing = [k for k in ("burn_in", "thinning", "tree") if w.index[k] != first[k]]
+        if differing:
+            raise ValueError(f"Draws.open: {w.folder} and {every[0].folder} hold runs with another {differing[0]}")
+    _require_chains_of_their_own(groups)
+    spec, names = _leaves(every[0], like)
+    shards = side_by_side(groups, None if like is None else checkpoint.flat(like)[0])
+    newest = [g.newest for g in groups if g.newest is not None]
+    even = len({sum(s.draws for s, _ in g.segments) for g in groups}) == 1
+    complete = even and all(w.index["complete"] for w in newest)
+    why = next(
+        (w.index["why"] for w in newest if w.index["why"]),
+        "" if complete else "some of the chains have more draws" if not even else "",
+    )
+    stacked = len(groups) > 1 or groups[0].stacked
+    chains = sum(
+        len(g.chains) if g.newest is None or g.newest.chains is not None else g.newest.index["chains"] or 1
+        for g in groups
+    )
+    return Draws(shards, spec, names, chains=chains if stacked else None, complete=complete, why=why)
+
+
+def _groups_of(path: Path, writers: Sequence[Writer]) -> list[Group]:
+    """All chains of a run.
 
     Raises:
-        FileNotFoundError: a file that the index names is missing.
+        FileNotFoundError: nobody holds some of them.
     """
-    first, rows = part.chains, None
-    if chains is not None and first is not None and chains != first:
-        rows = slice(chains.start - first.start, chains.stop - first.start)
-    shards = [Shard(s["draws"], None, part.folder / s["file"], s["checksum"], rows, like) for s in part.index["shards"]]
-    for shard in shards:
-        if shard.path is not None and not shard.path.exists():
-            raise FileNotFoundError(f"Draws: the shard {shard.path} is missing; restore it from a copy")
-    return shards
+    if any(w.chains is None for w in writers):
+        size = writers[0].index["rank"][1]
+        if len(writers) < size:
+            raise FileNotFoundError(
+                f"Draws.open: {path} holds runs of {len(writers)} of {size} ranks; restore the others"
+            )
+        return [grouped([w], range(1))[0] for w in writers]
+    total = writers[0].index["total"]
+    groups = grouped(writers, range(total))
+    if missing := [group.chains for group in groups if group.newest is None]:
+        raise FileNotFoundError(
+            f"Draws.open: {path} holds no draws of {shown(missing[0])} of {total}; restore the folder "
+            "of the rank that ran them, or go on with the run"
+        )
+    return groups
 
 
-def draws_of(group: Group, spec: Any, names: Sequence[str]) -> Draws:
-    """What the parts of a group hold of its chains, one part after the other."""
-    shards = [shard for part in group.parts for shard in shards_of(part, group.chains)]
-    last = group.parts[-1].index
-    return Draws(shards, spec, names, chains=len(group.chains), complete=last["complete"], why=last["why"])
+def _require_chains_of_their_own(groups: Sequence[Group]) -> None:
+    """Refuse chains that drew the same noise: they have a key in common, or the same first draw.
+
+    Raises:
+        ValueError: naming two of them.
+    """
+    seen: dict[Any, Group] = {}
+    for g in groups:
+        if g.newest is None:
+            continue
+        alone = (
+            [key for key in g.newest.index["keys"]] if g.newest.chains is None or len(g.newest.chains) == g.size else []
+        )
+        told: list[Any] = [*alone]
+        if g.segments and g.newest.chains is None:
+            segment, _ = g.segments[0]
+            told.append(
+                (
+                    "draws",
+                    *sorted(
+                        crc for p in segment.files.about["parts"] for n, crc in p["sums"].items() if n.startswith(LEAF)
+                    ),
+                )
+            )
+        for key in told:
+            other = seen.setdefault(key, g)
+            if other is not g and other.newest is not g.newest and other.newest is not None:
+                raise ValueError(
+                    f"Draws.open: {other.newest.folder.name} and {g.newest.folder.name} drew the same noise, since their ranks "
+                    "were seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
+                    "seed each rank differently"
+                )
 
 
-def shards_beside(groups: Sequence[Group], spec: Any, names: Sequence[str]) -> list[Shard]:
-    """The draws that several groups have, side by side: of one group on the disk, of several in memory."""
-    every = [draws_of(group, spec, names) if group.parts else Draws([], spec, names) for group in groups]
-    return (every[0].beside(*every[1:]) if every[1:] else every[0])._shards
-
-
-def _open_one(part: Part, like: Any) -> Draws:
-    index = part.index
-    spec, names = _leaves(part, like)
-    shards = shards_of(part, like=None if like is None else checkpoint.flat(like)[0])
-    return Draws(shards, spec, names, chains=index["chains"], complete=index["complete"], why=index["why"])
-
-
-def _leaves(part: Part, like: Any) -> tuple[Any, list[str]]:
+def _leaves(writer: Writer, like: Any) -> tuple[Any, list[str]]:
     """Structure and names of the parameters, after ``like`` or the names in the paths."""
-    names = part.index["leaves"]
+    names = writer.index["leaves"]
     if like is None:
         tree = nested(dict.fromkeys(names, 0))
         return optree.tree_structure(tree, none_is_leaf=True), list(checkpoint.flat(tree)[1])
     mine = list(checkpoint.flat(like)[0])
     if sorted(mine) != sorted(names):
-        raise ValueError(f"Draws.open: {part.folder} holds leaves {sorted(names)}, like has {sorted(mine)}")
+        raise ValueError(f"Draws.open: {writer.folder} holds leaves {sorted(names)}, like has {sorted(mine)}")
     return optree.tree_structure(like, none_is_leaf=True), mine
-
-
-def _open_parts(path: Path, parts: Sequence[Part], like: Any) -> Draws:
-    """The draws of several ranks' runs."""
-    if not parts:
-        raise FileNotFoundError(f"Draws.open: none of the ranks that began a run in {path} has committed a draw yet")
-    _require_streams_of_their_own(parts)
-    if any(part.chains is None for part in parts):
-        size = ranks_of(part_folders(path)[0])
-        if len(parts) < size:
-            raise FileNotFoundError(
-                f"Draws.open: {path} holds runs of {len(parts)} of {size} ranks; restore the others"
-            )
-        every = [_open_one(part, like) for part in sorted(parts, key=lambda part: part.folder)]
-    else:
-        groups = grouped(parts, range(parts[-1].index["total"]))
-        if missing := [group.chains for group in groups if not group.parts]:
-            raise FileNotFoundError(
-                f"Draws.open: {path} holds no draws of {shown(missing[0])} of {parts[-1].index['total']}; restore the folder "
-                "of the rank that ran them, or go on with the run"
-            )
-        every = [draws_of(group, *_leaves(parts[-1], like)) for group in groups]
-    for draws in every:
-        draws.verify()
-    return every[0].beside(*every[1:])
-
-
-def _require_streams_of_their_own(parts: Sequence[Part]) -> None:
-    """Refuse parts of different chains that drew the same noise."""
-    seen: dict[int, list[Part]] = {}
-    for part in parts:
-        for key in part.index.get("keys", []):
-            for other in seen.setdefault(key, []):
-                if part.chains is None or other.chains is None or not {*part.chains} & {*other.chains}:
-                    raise ValueError(
-                        f"Draws.open: {other.folder.name} and {part.folder.name} drew the same noise, since their ranks were "
-                        "seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
-                        "seed each rank differently"
-                    )
-            seen[key].append(part)
 
 
 def shown(chains: range) -> str:

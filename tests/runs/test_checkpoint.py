@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.loop import checkpoint
+from bayesopt_chain.runs import checkpoint
 
 
 class Pair(NamedTuple):

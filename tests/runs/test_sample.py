@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.loop import checkpoint
+from bayesopt_chain.runs import checkpoint
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -289,7 +289,7 @@ def test_arguments_that_make_no_run_are_refused(bad, says):
 KILLED = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from tests.loop.test_sample import TX, batches, loss, start
+from tests.runs.test_sample import TX, batches, loss, start
 import bayesopt_chain as bc
 torch.set_num_threads(1)
 run = dict(steps=4000, burn_in=10, thinning=7, path={path!r}, checkpoint_seconds=0.02)

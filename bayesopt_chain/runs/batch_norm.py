@@ -8,8 +8,8 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from bayesopt_chain.loop.draws import Draws
 from bayesopt_chain.modules.batch_norm import statistics
+from bayesopt_chain.runs.draws import Draws
 
 
 def refresh_batch_norm(
@@ -60,4 +60,4 @@ def refresh_batch_norm(
     if draws.chains is not None:
         lead = (len(draws), draws.chains)
         found = {name: x.unflatten(0, lead) for name, x in found.items()}
-    return draws.holding(found)
+    return draws.with_buffers(found)

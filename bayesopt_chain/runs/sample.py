@@ -1,0 +1,157 @@
+"""Running a sampler: burn-in, thinning, draws in memory or on disk, and going on after an interruption.
+
+A run of ``steps`` steps draws after steps ``burn_in + thinning``, ``burn_in + 2 thinning``, ... . On disk a run is a directory,
+:mod:`bayesopt_chain.runs.table`. Whenever the process dies, its index names whole files, and steps after the checkpoint are
+run again. The state of a chain determines its noise, so they give the same draws, bit for bit, on the same machine with the
+same versions and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.loop.parallel import Parallel
+from bayesopt_chain.runs.advance import go
+from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.place import Place, place_of
+from bayesopt_chain.runs.resumable_batches import ResumableBatches
+from bayesopt_chain.runs.run import Iteration, Run, iterated
+from bayesopt_chain.runs.store import Store
+
+
+def iterate(
+    step: Callable,
+    params: Any,
+    state: Any,
+    batches: Any,
+    *,
+    steps: int,
+    burn_in: int = 0,
+    thinning: int = 1,
+) -> Iterator[Iteration]:
+    """The steps of a run, one after the other; :func:`sample` is this with the draws kept.
+
+    Args:
+        step, params, state, batches, steps, burn_in, thinning: as in :func:`sample`.
+
+    Returns:
+        An iterator over :class:`Iteration`, one for each step.
+
+    Raises:
+        ValueError: arguments that make no run.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sgd(0.5), {"w": torch.ones(1)}
+        >>> step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 2, tx)
+        >>> for it in bc.iterate(step, params, tx.init(params), None, steps=3, burn_in=1):
+        ...     print(it.step, it.is_draw, it.params["w"].item())
+        1 False 0.5
+        2 True 0.25
+        3 True 0.125
+    """
+    _check(steps, burn_in, thinning)
+    yield from iterated(step, params, state, ResumableBatches(batches), 0, steps, burn_in, thinning)
+
+
+def sample(
+    step: Callable,
+    params: Any,
+    state: Any,
+    batches: Any,
+    *,
+    steps: int,
+    burn_in: int = 0,
+    thinning: int = 1,
+    path: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    chains: int | None = None,
+    callbacks: Sequence[Callable[[Iteration], Any]] = (),
+    progress: bool = False,
+) -> Draws:
+    """Run a sampler and keep its draws; with ``path``, on disk, going on where an earlier call stopped.
+
+    Args:
+        step: ``step(params, state, batch) -> (params, state, Info)`` from ``make_step`` (pure or in place), ``parallel``,
+            ``capture`` or ``bc.optim.as_step``.
+        params: where to start. An in-place step overwrites them.
+        state: from ``tx.init(params)``; of a step with ``buffers=``, from ``step.init(params)``, and the draws then hold the
+            buffers too.
+        batches: one batch (a tensor, tuple, dictionary or ``None``), used in every step; or anything that can be gone
+            through again and again: ``bc.epochs(...)``, a list of batches, a DataLoader.
+        steps: number of all steps, burn-in included.
+        burn_in: first steps whose parameters are not kept.
+        thinning: a draw is kept every so many steps.
+        path: a directory for the draws; under ``torchrun`` each rank that runs chains of its own has a folder in it, of ranks
+            that share a chain the first one writes, and of DTensors every rank what it alone holds. Called again with the
+            same arguments it goes on from its last checkpoint, and returns at once when the run is complete; with more
+            ``steps`` it makes the run longer. Another number of ranks goes on with chains of
+            ``bc.parallel(step, n, mesh=mesh)``, with one chain that ranks share, and with DTensors, in any layout.
+        checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
+        chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
+        callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
+            :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
+            is given when the run ends if it says that the data heat the chain.
+        progress: show a progress bar with loss, temperature and steps per second (needs tqdm).
+
+    Returns:
+        :class:`Draws`. ``KeyboardInterrupt`` ends the run and returns what there is, with ``complete=False``; so does a loss
+        that is not finite, with a warning.
+
+    Raises:
+        ValueError: arguments that make no run; a directory with another run, naming what differs.
+        RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
+        OSError: the disk is full or read-only; what was committed stays whole.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.zeros(2)}
+        >>> step = bc.make_step(lambda p, batch: (p["w"] ** 2).mean(), tx)
+        >>> draws = bc.sample(step, params, tx.init(params), None, steps=100, burn_in=50, thinning=10)
+        >>> len(draws), draws.params["w"].shape
+        (5, torch.Size([5, 2]))
+    """
+    _check(steps, burn_in, thinning)
+    chains = step.n if chains is None and isinstance(step, Parallel) else chains
+    run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress)
+    if path is None:
+        return _going(run, None, 0.0)
+    if are_spread((params, state)):
+        if getattr(step, "mesh", None) is not None:
+            raise ValueError(
+                "sample: with path=, chains over ranks whose parameters are DTensors are not written: run the chains one after "
+                "the other, each on all ranks, or sample without path= and save with bc.distributed.save(chains=)"
+            )
+        run.feed.share(None)
+        return _going(run, Place(Path(path), Path(path)), checkpoint_seconds)
+    place = place_of(Path(path), step)
+    if place.shared is not None:
+        run.feed.share(place.shared)
+    return _going(run, place, checkpoint_seconds)
+
+
+def _going(run: Run, place: Place | None, interval: float) -> Draws:
+    """A run in its store; first, chains that are behind the others catch up, each group in a folder of its own."""
+    with Store(run, place, interval) as store:
+        front, behind = store.behind()
+        for chains in behind:
+            assert place is not None and place.chains is not None
+            rows = slice(chains.start - place.chains.start, chains.stop - place.chains.start)
+            caught_up = _going(run.some(rows, front), place.of(chains), interval)
+            if not caught_up.complete:
+                return Draws(*store.shards(), chains=run.chains, complete=False, why=caught_up.why)
+        return go(run, store)
+
+
+def _check(steps: int, burn_in: int, thinning: int) -> None:
+    for name, value, least in (("steps", steps, 1), ("burn_in", burn_in, 0), ("thinning", thinning, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"sample: {name} must be a whole number, at least {least}, got {value!r}")
+    if steps < burn_in + thinning:
+        raise ValueError(
+            f"sample: steps={steps} ends before the first draw, which comes after burn_in + thinning = {burn_in + thinning} "
+            "steps (steps counts all of them, burn-in included)"
+        )
