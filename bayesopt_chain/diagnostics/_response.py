@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.testing._lyapunov import NormalProbe, _solve_lyapunov
+from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
+from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
 STEPS = 6  # of an impulse's response that are compared
-SIZE = 2.0**-26  # of the impulses: clipping does not see them, and scaling by it is exact
 TOLERANCE = 1e-6  # relative
 MEMORY = 32  # numbers that a state may keep for an element
 DRIFT = 0.01  # by which a response may change from one step to the next
@@ -61,7 +60,7 @@ class Group(NamedTuple):
         M[0, 0] = 1.0 - self.d * curvature - self.w
         M[0, 1:], M[1:, 0], M[1:, 1:] = self.c, self.b * curvature + self.u, self.A
         noise = torch.cat([self.f[None], self.E])
-        return float(stationary(M, noise @ noise.T)[0, 0]) * (curvature + self.prior)
+        return float(solve_lyapunov(M, noise @ noise.T)[0, 0]) * (curvature + self.prior)
 
 
 class Response(NamedTuple):
@@ -69,11 +68,6 @@ class Response(NamedTuple):
 
     gains: tuple[Tensor, ...]
     groups: tuple[Group, ...]
-
-
-def stationary(M: Tensor, Q: Tensor) -> Tensor:
-    """The solution of ``X = M X M^T + Q``; ``Unstable`` where there is none."""
-    return _solve_lyapunov(M, Q)
 
 
 def read(tx: Any, params: Any, state: Any = None) -> Response:
@@ -151,54 +145,10 @@ def reread(known: Response, tx: Any, params: Any, state: Any = None) -> Response
     return Response(tuple(gains), tuple(groups))
 
 
-class _Probe:
-    """Impulses through one update, everything else that the state holds being kept."""
+class _Probe(OneUpdate):
+    """One update, and what is read off it and its successors while everything else that the state holds stays."""
 
-    def __init__(self, tx: Any, params: Any, state: Any) -> None:
-        self.tx = tx
-        leaves, self.spec = optree.tree_flatten(params)
-        self.params = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
-        at_rest = optree.tree_unflatten(self.spec, self.params)
-        with torch.random.fork_rng(devices=[]):
-            fresh = tx.init(at_rest)
-        entries, self.state_spec = optree.tree_flatten(fresh)
-        if state is None:
-            state = fresh
-            with NormalProbe():
-                for _ in range(2):
-                    _, state = tx.update(at_rest, state, params=at_rest, inplace=False)
-        given = optree.tree_leaves(state)
-        if len(given) != len(entries):
-            raise ValueError("state: it is not that of this chain; pass the state that this tx made")
-        entries = given  # in the structure of a float64 state
-        self.entries = [
-            t.detach().to(torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t for t in entries
-        ]
-        self.moving = [i for i, t in enumerate(self.entries) if torch.is_tensor(t) and t.is_floating_point()]
-        self.base, self.next_state, self.drawn = self._update(None, None, None, None)
-
-    def _update(self, g: Any, theta: Any, change: Any, xi: Tensor | None) -> tuple[list[Tensor], Any, int]:
-        """Moves and what moves of the next state, that state, and the number of draws; ``None`` is rest."""
-        entries = list(self.entries)
-        for i, x in zip(self.moving, change or ()):
-            entries[i] = entries[i] + x
-        with NormalProbe(xi) as probe, torch.no_grad():
-            updates, new = self.tx.update(
-                optree.tree_unflatten(self.spec, g or self.params),
-                optree.tree_unflatten(self.state_spec, entries),
-                params=optree.tree_unflatten(self.spec, theta or self.params),
-                inplace=False,
-            )
-        moves = [u.detach() for u in optree.tree_leaves(updates)]
-        after = optree.tree_leaves(new)
-        return [*moves, *(after[i].detach() for i in self.moving)], new, probe.drawn
-
-    def __call__(self, g: Any = None, theta: Any = None, change: Any = None, xi: Tensor | None = None):
-        """Differences from rest: moves of the parameters, and of the state."""
-        out = [x - y for x, y in zip(self._update(g, theta, change, xi)[0], self.base)]
-        return out[: len(self.params)], out[len(self.params) :]
-
-    def response(self, kind: str, seed: int, size: float = SIZE) -> list[Tensor]:
+    def response(self, kind: str, seed: int, size: float = IMPULSE) -> list[Tensor]:
         """Moves ``[STEPS, size]`` of every leaf to an impulse in each element, of another height for each."""
         heights = [torch.full_like(p, size) for p in self.params]
         if kind != "noise":
@@ -206,16 +156,16 @@ class _Probe:
             for x in heights:
                 x.mul_((1.0 + torch.rand(x.shape, generator=generator, dtype=torch.float64)).to(x.device))
         impulse: dict[str, Any] = {
-            "gradient": {"g": heights},
+            "gradient": {"gradient": heights},
             "parameter": {"theta": heights},
-            "noise": {"xi": torch.full((self.drawn,), size, dtype=torch.float64)},
+            "noise": {"normals": torch.full((self.draws,), size, dtype=torch.float64)},
         }[kind]
         rows: list[list[Tensor]] = [[] for _ in self.params]
         moves, change = self(**impulse)
         for _ in range(STEPS):
             for row, move, height in zip(rows, moves, heights):
                 row.append((move / height).reshape(-1))
-            moves, change = self(change=change)
+            moves, change = self(numbers=change)
         return [torch.stack(row).cpu() for row in rows]
 
     def system(self, j: int, shape: Tensor, peak: float) -> tuple[Group, float]:
@@ -227,11 +177,11 @@ class _Probe:
             moved, places = bool(_first(moves[j])), set()
             for _ in range(STEPS):
                 places |= _places(change)
-                moves, change = self(change=change)
+                moves, change = self(numbers=change)
                 moved |= bool(_first(moves[j]))
             return moved, places
 
-        draws = self._draws_of(range(self.drawn), lambda pulse: late(pulse)[0])
+        draws = self._draws_of(range(self.draws), lambda pulse: late(pulse)[0])
         pulses = [self._pulse(j), self._pulse(j, "theta"), *(self._draws([n]) for n in draws)]
         places = set().union(*(late(pulse)[1] for pulse in pulses))
         if len(places) > MEMORY:
@@ -240,8 +190,11 @@ class _Probe:
             )
         columns: dict[tuple[int, int], tuple[float, dict[tuple[int, int], float]]] = {}
         for place in places:
-            moves, after = self(change=self._change(*place))
-            columns[place] = _first(moves[j]) / SIZE, {(i, n): float(after[i].view(-1)[n]) / SIZE for i, n in places}
+            moves, after = self(numbers=self._change(*place))
+            columns[place] = (
+                _first(moves[j]) / IMPULSE,
+                {(i, n): float(after[i].view(-1)[n]) / IMPULSE for i, n in places},
+            )
         group, gain = self.at(j, sorted(_influence(columns)), draws)
         root = gain**0.5
         A, c, E = group.A, group.c * root, group.E
@@ -261,15 +214,15 @@ class _Probe:
 
         def column(**pulse: Any) -> tuple[Tensor, Tensor]:
             moves, after = self(**pulse)
-            s = [float(after[i].view(-1)[n]) / SIZE for i, n in places]
-            return torch.tensor(_first(moves[j]) / SIZE, dtype=torch.float64), torch.tensor(s, dtype=torch.float64)
+            s = [float(after[i].view(-1)[n]) / IMPULSE for i, n in places]
+            return torch.tensor(_first(moves[j]) / IMPULSE, dtype=torch.float64), torch.tensor(s, dtype=torch.float64)
 
         def matrix(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             if not columns:
                 return torch.zeros(0, dtype=torch.float64), torch.zeros(len(places), 0, dtype=torch.float64)
             return torch.stack([move for move, _ in columns]), torch.stack([s for _, s in columns], dim=1)
 
-        c, A = matrix([column(change=self._change(*place)) for place in places])
+        c, A = matrix([column(numbers=self._change(*place)) for place in places])
         f, E = matrix([column(**self._draws([n])) for n in draws])
         (d, b), (w, u) = column(**self._pulse(j)), column(**self._pulse(j, "theta"))
         if len(places) and float(torch.linalg.eigvals(A).abs().amax()) >= 1.0:
@@ -281,30 +234,30 @@ class _Probe:
         group = Group((j,), A, b / root, u * root, E, c / root, -d / gain, -w, f / root, tuple(places), tuple(draws))
         return group, gain
 
-    def _pulse(self, j: int, name: str = "g") -> dict[str, Any]:
+    def _pulse(self, j: int, name: str = "gradient") -> dict[str, Any]:
         """A pulse in the first element of leaf ``j``."""
         leaves = [torch.zeros_like(p) for p in self.params]
-        leaves[j].view(-1)[0] = SIZE
+        leaves[j].view(-1)[0] = IMPULSE
         return {name: leaves}
 
     def _change(self, i: int, n: int) -> list[Tensor]:
         """A pulse in place ``n`` of the ``i``-th moving entry of the state."""
-        change = [torch.zeros_like(self.entries[entry]) for entry in self.moving]
-        change[i].view(-1)[n] = SIZE
+        change = [torch.zeros_like(t) for t in self.numbers]
+        change[i].view(-1)[n] = IMPULSE
         return change
 
     def _draws(self, chosen: Sequence[int]) -> dict[str, Any]:
-        xi = torch.zeros(self.drawn, dtype=torch.float64)
-        xi[list(chosen)] = SIZE
-        return {"xi": xi}
+        xi = torch.zeros(self.draws, dtype=torch.float64)
+        xi[list(chosen)] = IMPULSE
+        return {"normals": xi}
 
     def _draws_of(self, among: range, moves: Callable[[dict[str, Any]], bool]) -> list[int]:
         """The numbers of the draws that move an element, by bisection; heights differ lest two cancel."""
         if not among:
             return []
-        xi = torch.zeros(self.drawn, dtype=torch.float64)
-        xi[among.start : among.stop] = SIZE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64)
-        if not moves({"xi": xi}):
+        xi = torch.zeros(self.draws, dtype=torch.float64)
+        xi[among.start : among.stop] = IMPULSE * torch.linspace(1.0, 2.0, len(among), dtype=torch.float64)
+        if not moves({"normals": xi}):
             return []
         if len(among) == 1:
             return [among.start]

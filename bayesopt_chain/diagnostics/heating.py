@@ -44,11 +44,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.data.epochs import Order
-from bayesopt_chain.diagnostics._response import Group, Response, read, stationary
+from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.precision._algebra import Precision
-from bayesopt_chain.testing import Unstable
+from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 from bayesopt_chain.trees import Tree, common_dtype, flatten, unflatten
 
 SMALL = 1e-7  # relative size of what counts as nothing
@@ -273,7 +273,7 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
     closed = loop(system)
     r = closed.V.shape[1]
     try:
-        full = stationary(closed.M, closed.F @ closed.F.T)[:r, :r]
+        full = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r]
     except Unstable:
         raise ValueError(
             f"heating: the chain diverges at this curvature (spectral radius {closed.radius:.6g}); lower the learning rate"
@@ -302,9 +302,9 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
 def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tuple[Tensor, Tensor]:
     """What batches add to the covariance of ``x``: the mean over the phases of a period, and at its end."""
     M, gamma = closed.M, closed.Gamma
-    own = stationary(M, gamma @ D @ gamma.T)
+    own = solve_lyapunov(M, gamma @ D @ gamma.T)
     if order == "independent":
-        X = stationary(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own
+        X = solve_lyapunov(M, gamma @ (C * (1.0 - 1.0 / steps)) @ gamma.T) + own
         return X, X
     L = int(steps + 1e-9)
     S, R = torch.zeros_like(M), torch.zeros_like(gamma)
@@ -327,7 +327,7 @@ def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tup
             S_L, R_L = M @ S_L @ M.T, M @ R_L
             both = R_L + R
             added_by.append(S_L + S + Z + Z.T - both @ C @ both.T / steps)
-    X = stationary(torch.linalg.matrix_power(M, len(added_by)), added_by[-1])
+    X = solve_lyapunov(torch.linalg.matrix_power(M, len(added_by)), added_by[-1])
     total = torch.zeros_like(M)
     for Q in added_by:
         X = M @ X @ M.T

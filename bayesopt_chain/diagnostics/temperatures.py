@@ -43,14 +43,13 @@ from bayesopt_chain.loop.step import gradient
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
 from bayesopt_chain.schedules import now
-from bayesopt_chain.testing import NormalProbe
+from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
 from bayesopt_chain.trees import paths_of
 
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
     from bayesopt_chain.runs.run import Iteration
 
-SIZE = 2.0**-26  # of the impulses that read the gains: clipping does not see them, and scaling by it is exact
 BATCHES = 20  # into which a series is cut for its standard error
 MARGIN = 3.0  # standard errors that an excess must stand above before anybody is warned
 
@@ -362,42 +361,29 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
     Raises:
         ValueError: the elements act on each other, as a dense preconditioner makes them.
     """
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    rest = [None if p is None else torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
-    dtypes = tuple(None if p is None else torch.float64 for p in leaves)
     entries = [_at_rest(link, entry) for link, entry in zip(tx.links, state)]
-    floats = State(entries, state.layout._replace(dtypes=dtypes))
-
-    def moves(g: Sequence[Any]) -> list[Any]:
-        with NormalProbe(), torch.no_grad():
-            at = spec.unflatten(rest)
-            updates, _ = tx.update(spec.unflatten(list(g)), floats, params=at, inplace=False)
-        return optree.tree_leaves(updates, none_is_leaf=True)
-
+    one = OneUpdate(tx, params, State(entries, state.layout))
     generator = torch.Generator().manual_seed(0)
-    heights = [
-        None if x is None else SIZE * (1 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device))
-        for x in rest
+    uneven = [
+        IMPULSE * (1 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)) for x in one.params
     ]
-    still, even, uneven = moves(rest), moves([None if x is None else x + SIZE for x in rest]), moves(heights)
-    out: list[Tensor | None] = []
-    for a, b, c, h in zip(still, even, uneven, heights):
-        if h is None:
-            out.append(None)
-            continue
-        gain, other = -(b - a) / SIZE, -(c - a) / h
-        if bool(((gain - other).abs() > 1e-5 * gain.abs().amax()).any()):
+    even = [torch.full_like(x, IMPULSE) for x in one.params]
+    found: list[Tensor] = []
+    for move, other, height in zip(one(gradient=even)[0], one(gradient=uneven)[0], uneven):
+        gain = -move / IMPULSE
+        # An element whose gain depends on how high its neighbours' impulses are has no gain of its own.
+        if bool(((gain + other / height).abs() > 1e-5 * gain.abs().amax()).any()):
             raise ValueError(
                 "Thermometer: the elements of this chain act on each other (a dense preconditioner, particles), so that no "
                 "element has a temperature of its own; use the configurational one, bc.diagnostics.temperatures with a loss"
             )
-        out.append(gain)
-    return out
+        found.append(gain)
+    each = iter(found)
+    return [None if p is None else next(each) for p in optree.tree_leaves(params, none_is_leaf=True)]
 
 
 def _at_rest(link: Link, entry: Any) -> Any:
-    """A link's state in float64, without velocity and remembered draws."""
-    entry = optree.tree_map(lambda t: t.detach().double() if t.is_floating_point() else t, entry)
+    """A link's state without velocity and remembered draws, beside which the response to an impulse would round."""
     field = "memory" if isinstance(link, LangevinNoise) else link.velocity
     if not hasattr(entry, field):
         return entry

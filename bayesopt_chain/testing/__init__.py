@@ -7,7 +7,8 @@ samples; :mod:`bayesopt_chain.testing.strategies` draws trees, gradients and hyp
 
 from bayesopt_chain.testing._composition import assert_composes
 from bayesopt_chain.testing._laws import LAWS, assert_laws
-from bayesopt_chain.testing._lyapunov import NormalProbe, Unstable, stationary_covariance
+from bayesopt_chain.testing._linear_system import NormalProbe
+from bayesopt_chain.testing._lyapunov import Unstable, stationary_covariance
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
 
 __all__ = [

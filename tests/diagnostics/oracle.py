@@ -10,7 +10,7 @@ import optree
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from bayesopt_chain.testing._lyapunov import NormalProbe
+from bayesopt_chain.testing import NormalProbe
 
 DOUBLE = torch.float64
 

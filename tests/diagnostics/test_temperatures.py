@@ -8,7 +8,8 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics.temperatures import _levels, _white, gains
-from bayesopt_chain.testing._lyapunov import NormalProbe, _reachable, _solve_lyapunov
+from bayesopt_chain.testing import NormalProbe
+from tests.diagnostics.oracle import lyapunov
 
 LR, T = 0.1, 0.7
 P = {"a": torch.tensor([0.3, 2.0], dtype=torch.float64), "b": torch.tensor([1.5], dtype=torch.float64)}
@@ -82,8 +83,11 @@ def moments(tx, state, K, *, batch_noise=0.0):
     draws += [advance(base, None, batch_noise**0.5 * e) for e in torch.eye(3, dtype=torch.float64) if batch_noise]
     A, R = (torch.stack([c[k] - (x0, y0)[k] for c in columns], 1) for k in (0, 1))
     B, S = (torch.stack([c[k] - (x0, y0)[k] for c in draws], 1) for k in (0, 1))
-    keep = _reachable(A, B).nonzero().squeeze(1)
-    X = _solve_lyapunov(A[keep][:, keep], B[keep] @ B[keep].T)
+    reached = (B != 0).any(1)
+    for _ in range(n):
+        reached |= (A[:, reached] != 0).any(1)
+    keep = reached.nonzero().squeeze(1)
+    X = lyapunov(A[keep][:, keep], B[keep] @ B[keep].T)
     place = {int(i): k for k, i in enumerate(keep)}
     theta = X[[place[i] for i in range(3)]][:, [place[i] for i in range(3)]]
     return theta, R[:, keep] @ X @ R[:, keep].T + S @ S.T

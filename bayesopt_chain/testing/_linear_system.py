@@ -1,0 +1,261 @@
+r"""The linear system that one update of a transformation is, read off the transformation itself by impulses.
+
+An update is a function of the gradient ``g``, the parameters ``theta``, the floating-point numbers ``s`` that the state
+holds and the standard normal numbers ``xi`` that it draws. :class:`OneUpdate` calls it with any of the four moved away from
+a point of rest and returns by how much the parameters and the state move in response. On a quadratic loss, where ``g = K
+theta``, the parameters and the state together follow ``x' = A x + B xi``: :func:`closed_loop` reads ``A`` and ``B``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayesopt_chain.core.state import State
+
+# The height of an impulse where a link may answer larger ones otherwise: clipping does not act on gradients of this size.
+# A power of two, so that multiplying and dividing by it does not round.
+IMPULSE = 2.0**-26
+
+NORMALS = ("normal_", "normal", "randn", "randn_like", "normal_functional", "philox_normals")
+OTHER_DRAWS = ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_", "randint", "random_")
+
+
+class NormalProbe(TorchDispatchMode):
+    """Replaces every normal draw made under it by the next entries of ``values``, or by zeros.
+
+    Args:
+        values: standard normal numbers to hand out, shape ``[n]``, in the order of the draws; the mean and the deviation
+            that a draw asks for are applied to them. ``None``: zeros, as many as are asked for.
+
+    Attributes:
+        drawn: how many numbers have been handed out, so that a first run tells how many an update draws.
+
+    Raises:
+        TypeError: under it something draws numbers that are not normal.
+
+    Example:
+        >>> import torch
+        >>> with NormalProbe(torch.tensor([3.0, 4.0])) as probe:
+        ...     x = torch.randn(2)
+        >>> x, probe.drawn
+        (tensor([3., 4.]), 2)
+    """
+
+    def __init__(self, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.values = values
+        self.drawn = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in NORMALS:
+            n = out.numel()
+            fresh = torch.zeros(n) if self.values is None else self.values[self.drawn : self.drawn + n]
+            self.drawn += n
+            mean, std = (_argument(func, args, kwargs or {}, *default) for default in (("mean", 0.0), ("std", 1.0)))
+            out.copy_(mean + std * fresh.reshape(out.shape))
+        elif name in OTHER_DRAWS:
+            raise TypeError(
+                f"NormalProbe: the update draws {name}, which is not a normal; only Gaussian noise can be probed"
+            )
+        return out
+
+
+def _argument(func, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: float) -> Any:
+    """The argument of that name in a call of an operator."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name in names and names.index(name) < len(args):
+        return args[names.index(name)]
+    return kwargs.get(name, default)
+
+
+class OneUpdate:
+    """One update of a transformation, as a function of gradient, parameters, state and normal draws, in float64.
+
+    The point of rest has zero parameters, zero gradient, zero draws and the numbers of ``state``.
+
+    Args:
+        tx: the transformation.
+        params: its parameters; only their structure, shapes and devices matter.
+        state: where to read it (default: after ``init`` and ``warmup`` updates at rest). Its tensors are read in float64.
+        warmup: how many updates at rest follow ``init``.
+
+    Attributes:
+        params: the leaves of the parameters at rest, zeros.
+        numbers: the floating-point tensors of the state at rest, in the order of its leaves.
+        draws: how many normal numbers an update draws.
+        next_state: the state after an update at rest.
+    """
+
+    def __init__(self, tx: Any, params: Any, state: Any = None, warmup: int = 2) -> None:
+        self.tx = tx
+        leaves, self._spec = optree.tree_flatten(params)
+        self.params = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in leaves]
+        if state is None:
+            at_rest = optree.tree_unflatten(self._spec, self.params)
+            with torch.random.fork_rng(devices=[]):
+                state = tx.init(at_rest)
+            with NormalProbe():
+                for _ in range(warmup):
+                    _, state = tx.update(at_rest, state, params=at_rest, inplace=False)
+        self._entries, self._state_spec = optree.tree_flatten(_in_double(state))
+        self._moving = [i for i, t in enumerate(self._entries) if torch.is_tensor(t) and t.is_floating_point()]
+        self.numbers = [self._entries[i] for i in self._moving]
+        self._rest, self.next_state, self.draws = self._update(None, None, None, None)
+
+    def __call__(
+        self,
+        *,
+        gradient: Sequence[Tensor] | None = None,
+        theta: Sequence[Tensor] | None = None,
+        numbers: Sequence[Tensor] | None = None,
+        normals: Tensor | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """How an update away from rest differs from the one at rest.
+
+        Args:
+            gradient: like :attr:`params`.
+            theta: the parameters, like :attr:`params`.
+            numbers: added to the :attr:`numbers` of the state.
+            normals: the draws, shape ``[draws]``.
+
+        Returns:
+            The differences of what is added to each parameter, and of each of the state's numbers afterwards.
+        """
+        out = [x - y for x, y in zip(self._update(gradient, theta, numbers, normals)[0], self._rest)]
+        return out[: len(self.params)], out[len(self.params) :]
+
+    def _update(
+        self,
+        gradient: Sequence[Tensor] | None,
+        theta: Sequence[Tensor] | None,
+        numbers: Sequence[Tensor] | None,
+        normals: Tensor | None,
+    ) -> tuple[list[Tensor], Any, int]:
+        """The moves and the state's numbers afterwards, that state, and how many normal numbers were drawn."""
+        entries = list(self._entries)
+        for i, x in zip(self._moving, numbers or ()):
+            entries[i] = entries[i] + x
+        with NormalProbe(normals) as probe, torch.no_grad():
+            updates, new = self.tx.update(
+                optree.tree_unflatten(self._spec, gradient or self.params),
+                optree.tree_unflatten(self._state_spec, entries),
+                params=optree.tree_unflatten(self._spec, theta or self.params),
+                inplace=False,
+            )
+        moves, after = optree.tree_leaves(updates), optree.tree_leaves(new)
+        return [*moves, *(after[i] for i in self._moving)], new, probe.drawn
+
+
+class ClosedLoop(NamedTuple):
+    """``x' = A x + B xi``: parameters and state numbers of a transformation on a quadratic loss, after one update.
+
+    Attributes:
+        A: shape ``[n, n]``, float64; the first ``d`` rows and columns are the parameters. Columns of coordinates that
+            never vary are zero, since they are not probed.
+        B: shape ``[n, draws]``.
+        varies: shape ``[n]``, bool: the coordinates that noise reaches, in this update or a later one like it, and those
+            that varied before. A constant such as a frozen preconditioner is none of them.
+        next_state: the state after an update at rest, at which the next update may be read.
+    """
+
+    A: Tensor
+    B: Tensor
+    varies: Tensor
+    next_state: Any
+
+
+def closed_loop(
+    tx: Any,
+    curvature: Tensor,
+    params: Any,
+    state: Any = None,
+    *,
+    varied: Tensor | None = None,
+    warmup: int = 2,
+    tolerance: float = 1e-9,
+) -> ClosedLoop:
+    """Read one update of ``tx`` on ``loss = theta^T K theta / 2``.
+
+    Args:
+        tx: a transformation whose update is linear in the gradients, the state and the noise.
+        curvature: ``K``, shape ``[d, d]``, float64.
+        params: tree with ``d`` elements in all.
+        state: where to read it (default: after ``init`` and ``warmup`` noiseless updates at zero gradient).
+        varied: the ``varies`` of the update before, whose coordinates are probed too (default: none).
+        warmup: see ``state``.
+        tolerance: how far from linear the update may be, relative to its size.
+
+    Returns:
+        :class:`ClosedLoop`.
+
+    Raises:
+        ValueError: the update is not linear.
+    """
+    one = OneUpdate(tx, params, state, warmup)
+    parts = [*one.params, *one.numbers]
+    sizes, d = [t.numel() for t in parts], len(curvature)
+
+    def respond(x: Tensor | None, xi: Tensor | None) -> Tensor:
+        """The difference that ``x`` and ``xi`` away from rest make to the next ``x``."""
+        if x is None:
+            moves, change = one(normals=xi)
+            return torch.cat([t.reshape(-1) for t in (*moves, *change)])
+        at = [part.reshape(t.shape) for part, t in zip(x.split(sizes), parts)]
+        force = (curvature @ x[:d]).split(sizes[: len(one.params)])
+        moves, change = one(
+            gradient=[f.reshape(p.shape) for f, p in zip(force, one.params)],
+            theta=at[: len(one.params)],
+            numbers=at[len(one.params) :],
+            normals=xi,
+        )
+        new = torch.cat([t.reshape(-1) for t in (*moves, *change)])
+        new[:d] += x[:d]
+        return new
+
+    n = sum(sizes)
+    B = torch.zeros(n, one.draws, dtype=torch.float64)
+    for k in range(one.draws):
+        B[:, k] = respond(None, torch.eye(one.draws, dtype=torch.float64)[k])
+    A = torch.zeros(n, n, dtype=torch.float64)
+    varies = (B != 0).any(dim=1)
+    if varied is not None:
+        varies = varies | varied
+    probed = torch.zeros_like(varies)
+    while bool((varies & ~probed).any()):
+        for k in (varies & ~probed).nonzero().squeeze(1):
+            impulse = torch.zeros(n, dtype=torch.float64)
+            impulse[k] = 1.0
+            A[:, k] = respond(impulse, None)
+            probed[k] = True
+        varies = varies | (A != 0).any(dim=1)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, generator=generator, dtype=torch.float64) * varies
+    xi = torch.randn(one.draws, generator=generator, dtype=torch.float64)
+    linear = (A @ x + B @ xi)[varies]
+    # At noise of size one everywhere the sum of the impulses' responses must be the response to all of them.
+    if not (respond(x, xi)[varies] - linear).norm() <= tolerance * linear.norm():  # NaN counts as far
+        raise ValueError("tx: its update is not linear; freeze its preconditioner, or use a long run")
+    return ClosedLoop(A, B, varies, one.next_state)
+
+
+def _in_double(tree: Any) -> Any:
+    """The same state for parameters in float64, whose dtypes the states of chains know."""
+    if isinstance(tree, State):
+        dtypes = tuple([None if dtype is None else torch.float64 for dtype in tree.layout.dtypes])
+        return State([_in_double(entry) for entry in tree], tree.layout._replace(dtypes=dtypes))
+
+    def doubled(x: Any) -> Any:
+        if isinstance(x, State):
+            return _in_double(x)
+        return x.detach().to(torch.float64) if torch.is_tensor(x) and x.is_floating_point() else x
+
+    return optree.tree_map(doubled, tree, is_leaf=lambda x: isinstance(x, State))

@@ -1,0 +1,63 @@
+"""Impulses read off one update the linear system that it is, and leave everything that they read as it was."""
+
+import copy
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.testing import assert_bitwise_equal
+from bayesopt_chain.testing._linear_system import OneUpdate, closed_loop
+
+K = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+EYE = torch.eye(2, dtype=torch.float64)
+ZEROS = torch.zeros(2, dtype=torch.float64)
+
+
+def test_heavy_ball_is_read_as_its_textbook_matrix():
+    tx = bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+    varied = torch.ones(4, dtype=torch.bool)
+    loop = closed_loop(tx, K, ZEROS, varied=varied)
+    want = torch.cat([torch.cat([EYE - 0.1 * K, -0.09 * EYE], 1), torch.cat([K, 0.9 * EYE], 1)])
+    torch.testing.assert_close(loop.A, want, rtol=0, atol=1e-14)
+    assert loop.B.shape == (4, 0)
+
+
+def test_columns_that_no_noise_reaches_are_not_probed():
+    tx = bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+    loop = closed_loop(tx, K, ZEROS)
+    assert not loop.varies.any() and not loop.A.any()
+
+
+def test_read_update_by_update_a_falling_rate_gives_the_covariance_that_the_recursion_gives():
+    tx = bc.chain(bc.inject_langevin_noise(0.5, order=1), bc.scale_by_neg_lr(lambda n: 0.125 * 0.5 ** (n >= 3)))
+    state, varied, X, want = tx.init(ZEROS), None, 0.0, torch.zeros(2, 2, dtype=torch.float64)
+    for t in range(6):
+        loop = closed_loop(tx, K, ZEROS, state, varied=varied)
+        X = loop.A @ X @ loop.A.T + loop.B @ loop.B.T if t else loop.B @ loop.B.T
+        state, varied = loop.next_state, loop.varies
+        lr = 0.125 if t < 3 else 0.0625  # exact in float32, in which schedules are
+        want = (EYE - lr * K) @ want @ (EYE - lr * K) + 2 * lr * 0.5 * EYE
+        torch.testing.assert_close(X[:2, :2], want, rtol=1e-12, atol=0)
+
+
+def test_a_float32_state_is_read_in_float64_and_stays_as_it_is():
+    generator = torch.Generator().manual_seed(0)
+    tx = bc.skip_nonfinite(bc.sghmc(0.1, 0.9, temperature=0.5, generator=generator))
+    params = torch.zeros(3)
+    state = tx.init(params)
+    _, state = tx.update(torch.ones(3), state, params=params, inplace=False)
+    before, drawn = copy.deepcopy(state), generator.get_state()
+    one = OneUpdate(tx, params, state)
+    assert all(t.dtype == torch.float64 for t in [*one.params, *one.numbers])
+    assert_bitwise_equal(state, before)
+    assert torch.equal(generator.get_state(), drawn)
+
+
+def test_what_is_not_linear_is_refused():
+    with pytest.raises(ValueError, match="not linear"):
+        closed_loop(bc.rmsprop(0.1, temperature=1.0), K, ZEROS, warmup=0)
+
+
+def test_a_chain_without_noise_samples_a_point():
+    assert not bc.testing.stationary_covariance(bc.sgd(0.1, momentum=0.9), K).any()
