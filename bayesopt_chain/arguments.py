@@ -172,9 +172,9 @@ def _checking(factory: Factory, ranges: bool) -> Factory:
         except TypeError:
             return factory(*args, **kwargs)  # for Python's own words about an argument that is missing or unknown
         heat = given.get("temperature", defaults.get("temperature"))
-        cold = isinstance(heat, (int, float)) and heat == 0
+        is_zero_temperature = isinstance(heat, (int, float)) and heat == 0
         for name, default in defaults.items():
-            if name in given and given[name] is not default and (not cold or name == "temperature"):
+            if name in given and given[name] is not default and (not is_zero_temperature or name == "temperature"):
                 _check(factory.__name__, name, given[name], ranges)
         return factory(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, flip_sign_and_add_weight_decay
 from bayesopt_chain.matching.response import Decay, Linear, Nonlinear, Response
 from bayesopt_chain.random.stream import STREAMS, Stream
-from bayesopt_chain.trees import spread_prefix
+from bayesopt_chain.trees import broadcast_prefix
 
 
 def chain(*links: GradientTransformation) -> Chain:
@@ -244,7 +244,7 @@ class _Labelled:
     def __call__(self, tree: Any) -> Any:
         labels = self.labels(tree) if callable(self.labels) else self.labels
         leaves = optree.tree_leaves(tree, none_is_leaf=True)
-        unknown = {x for x, p in zip(spread_prefix(labels, tree), leaves) if p is not None and x not in self.known}
+        unknown = {x for x, p in zip(broadcast_prefix(labels, tree), leaves) if p is not None and x not in self.known}
         if unknown:
             raise ValueError(
                 f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {list(self.known)}"

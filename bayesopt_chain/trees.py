@@ -34,7 +34,7 @@ def flattened(tree: Any) -> tuple[list[Any], Any]:
     return optree.tree_flatten(tree)
 
 
-def spread_prefix(prefix: Any, tree: Any) -> list[Any]:
+def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
     """Return the leaf of ``prefix`` that stands above each leaf of ``tree``.
 
     Raises:

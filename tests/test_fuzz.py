@@ -149,7 +149,7 @@ UNFIT = {  # sound, but the keywords above are for the default
 
 
 def keywords(name, tx, state, params):
-    extra = {k: make(name) for k, make in KEYWORDS.items() if k in getattr(tx, "accepts", ())}
+    extra = {k: make(name) for k, make in KEYWORDS.items() if k in getattr(tx, "extra_kwargs", ())}
     return extra | ({"draw": tx.sample(state, params)} if hasattr(tx, "sample") else {})
 
 

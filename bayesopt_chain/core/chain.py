@@ -15,13 +15,13 @@ from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTr
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import check_link
-from bayesopt_chain.core.link import ANY, At, Link
+from bayesopt_chain.core.link import ANY, Link, LinkContext
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
 from bayesopt_chain.core.state import Layout, State, selected, unshared, warm_start
 from bayesopt_chain.core.update import Lower, Plan, Update
 from bayesopt_chain.distributed import shards
+from bayesopt_chain.matching.noise_inputs import note
 from bayesopt_chain.matching.response import Noise
-from bayesopt_chain.matching.sites import note
 from bayesopt_chain.tracing import is_traced
 from bayesopt_chain.trees import paths_of
 
@@ -55,7 +55,7 @@ class Chain(GradientTransformation):
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
-        self.accepts = frozenset[str]().union(*(x.accepts for x in self.links))
+        self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))
         self.needy = next((x for x in self.links if x.needs_params), None)
         self.plans: dict[Layout, Plan] = {}
         self.last: tuple[Layout, Plan] | None = None
@@ -67,9 +67,9 @@ class Chain(GradientTransformation):
         return responses[0] if len(responses) == 1 else responses
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_kwargs(self) -> frozenset[str]:
         """The keywords without which ``update`` refuses."""
-        return frozenset[str]().union(*(x.needs for x in self.links))
+        return frozenset[str]().union(*(x.required_kwargs for x in self.links))
 
     def chain(self, next: GradientTransformation) -> Chain:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This chain followed by ``next``."""
@@ -126,12 +126,12 @@ class Chain(GradientTransformation):
         self.last = (layout, self.plans[layout])
         return self.plans[layout]
 
-    def at(self, state: State, i: int, params: Any) -> tuple[At, list[Any]]:
+    def at(self, state: State, i: int, params: Any) -> tuple[LinkContext, list[Any]]:
         """Where link ``i`` stands in a tree of parameters, and its leaves."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         where = state.layout.where[i]
         update = Update(self.plan(state), PURE, spec, leaves, list(state))
-        return At(update, i, where), [leaves[j] for j in where]
+        return LinkContext(update, i, where), [leaves[j] for j in where]
 
     def _start(self, params: Any, *, like: Any = None, whole: Any = None) -> State:
         """State for ``params``; ``like``: of an optimizer, or another temperature, to take over what both remember.
@@ -159,7 +159,7 @@ class Chain(GradientTransformation):
         update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
         for i, (x, w) in enumerate(zip(self.links, where)):
             if w or i in plan.noise or not here:  # else its masks select nothing
-                update.entries[i] = x.init([leaves[j] for j in w], At(update, i, w))
+                update.entries[i] = x.init([leaves[j] for j in w], LinkContext(update, i, w))
         for i, noise in plan.noise.items():
             noise.started(update.entries[i], update)
         state = State(update.entries, layout)
@@ -168,10 +168,10 @@ class Chain(GradientTransformation):
 
     def _step(self, updates: Any, state: Any, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         """Transformed updates and the next state. See ``torchopt.base.GradientTransformation``."""
-        if extra and (unknown := extra.keys() - self.accepts) and ANY not in self.accepts:
+        if extra and (unknown := extra.keys() - self.extra_kwargs) and ANY not in self.extra_kwargs:
             raise TypeError(
                 f"update() got {', '.join(sorted(unknown))}=, which no link of this chain takes; "
-                f"its links take: {', '.join(sorted(self.accepts)) or 'no further keywords'}"
+                f"its links take: {', '.join(sorted(self.extra_kwargs)) or 'no further keywords'}"
             )
         if params is None and self.needy is not None:
             raise ValueError(f"{self.needy.shown} needs the parameters: call update(updates, state, params=params)")

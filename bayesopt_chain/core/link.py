@@ -1,7 +1,7 @@
 """What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
 Three rules keep links short. A link sees only the leaves that are there: masks and missing gradients are the chain's affair.
-A metric that learns does so from the clean gradient, and asks for the noise before it acts (``At.with_noise``). A link that
+A metric that learns does so from the clean gradient, and asks for the noise before it acts (``context.with_noise``). A link that
 owns a pole names the field of its state that holds it: the chain rescales it before a step and adds carried noise after.
 """
 
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from torchopt.base import EmptyState
 
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import edited
 from bayesopt_chain.distributed.shards import Spread
 from bayesopt_chain.matching.response import Linear, Response
 
 if TYPE_CHECKING:
     from bayesopt_chain.core.update import Injection, Plan, Update
-    from bayesopt_chain.matching.sites import Site
+    from bayesopt_chain.matching.noise_inputs import NoiseInput
 
 
 @dataclass(slots=True)
-class At:
+class LinkContext:
     """Where a link stands: in the user's tree, and in this step."""
 
     update: Update
@@ -56,7 +56,7 @@ class At:
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        accepts = self.plan.links[self.i].accepts
+        accepts = self.plan.links[self.i].extra_kwargs
         return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
@@ -98,21 +98,25 @@ class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
     A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. All methods see the leaves
-    that are there; a ``whole`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
+    that are there; a ``all_leaves`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
     """
 
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
 
-    velocity: ClassVar[str] = ""  # the field of the state whose pole this link owns; a ``whole`` link rescales itself
+    velocity: ClassVar[str] = (
+        ""  # the field of the state whose pole this link owns; a ``all_leaves`` link rescales itself
+    )
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
     rescales: ClassVar[bool] = False  # whether ``rescaled`` reaches all that it remembers, however many poles it has
     needs_params: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
-    exacting: ClassVar[bool] = False  # whether its gradients must be like its parameters, noise in the chain or not
-    coupled: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
-    stacked: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
+    all_leaves: ClassVar[bool] = False
+    checks_gradients: ClassVar[bool] = (
+        False  # whether its gradients must be like its parameters, noise in the chain or not
+    )
+    needs_all_gradients: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
+    acts_on_particles: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
     spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
-    instead: ClassVar[str] = ""  # where it refuses them, what to take
+    refusal_hint: ClassVar[str] = ""  # where it refuses them, what to take
     samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
 
     @property
@@ -127,32 +131,32 @@ class Link:
         return f"masked({self}, {masks})" if masks else str(self)
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         """The keywords of ``update`` that it takes."""
         return frozenset()
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_kwargs(self) -> frozenset[str]:
         """Those without which it refuses."""
         return frozenset()
 
-    def init(self, leaves: Leaves, at: At) -> Any:
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
         """The first state."""
         return EmptyState()
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         """New leaves and state."""
         return g, state
 
-    def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
-        """``P^power e`` of a metric that does not learn, for noise of its leaves ``at.present``; ``e`` may be overwritten."""
+    def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
+        """``P^power e`` of a metric that does not learn, for noise of its leaves ``context.present``; ``e`` may be overwritten."""
         raise NotImplementedError
 
-    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
+    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
         """Its state with what it remembers of the gradients of its leaves numbered ``at`` multiplied by these factors."""
         return edited(state, self.velocity, at, lambda v: op.mul(v, factors))
 
-    def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: Op) -> Any:
+    def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: TensorOps) -> Any:
         """Its state with the part of a noise that acts in the next step added to the velocity of these leaves."""
         return edited(state, self.velocity, at, lambda v: op.add(v, e))
 
@@ -160,11 +164,11 @@ class Link:
         """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""
         raise NotImplementedError
 
-    def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
+    def injection(self, noise_inputs: Sequence[NoiseInput], plan: Plan) -> Injection:
         """What draws the noise of these sites, for a link whose response is ``Noise``."""
         raise NotImplementedError
 
-    def sample(self, state: Any, params: Leaves, at: At) -> Any:
+    def sample(self, state: Any, params: Leaves, context: LinkContext) -> Any:
         """A draw from the posterior that the state carries, at whose leaves the gradient is to be taken."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ WIDE = (torch.float32, torch.float64)  # list functions round a factor to the dt
 SMALL = 2**15  # elements of an average leaf below which lists are treated at once
 
 
-class Op:
+class TensorOps:
     """The vocabulary in one of its two dialects."""
 
     def __init__(self, inplace: bool) -> None:
@@ -100,7 +100,7 @@ class Op:
         return structure.unflatten([a if a is b else a.copy_(b) for a, b in zip(olds, news)])
 
 
-PURE, IN_PLACE = Op(inplace=False), Op(inplace=True)
+PURE, IN_PLACE = TensorOps(inplace=False), TensorOps(inplace=True)
 
 
 def are_small(xs: Sequence[Tensor]) -> bool:

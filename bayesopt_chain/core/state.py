@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from bayesopt_chain.distributed.shards import Pieces
-from bayesopt_chain.trees import flattened, spread_prefix
+from bayesopt_chain.trees import broadcast_prefix, flattened
 
 
 class Layout(NamedTuple):
@@ -96,7 +96,7 @@ def unshared(new: State, old: State) -> State:
 
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
-    return {j for j, bit in enumerate(spread_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
+    return {j for j, bit in enumerate(broadcast_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
 
 
 NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
-from bayesopt_chain.matching.response import Metric, Noise
-from bayesopt_chain.matching.sites import Site, match
+from bayesopt_chain.matching.noise_inputs import NoiseInput, match
+from bayesopt_chain.matching.response import Noise, Preconditioner
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
@@ -33,17 +33,19 @@ Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a li
 class Injected(NamedTuple):
     """A site's noise of this step, for those of its leaves that have a gradient."""
 
-    site: Site
+    noise_input: NoiseInput
     leaves: list[int]
     noise: Leaves
     scale: list[Tensor] | None  # what the velocity is multiplied by before the step
-    hot: Tensor | None  # false where a changing temperature is zero: those gradients keep their bits
+    is_positive_temperature: (
+        Tensor | None
+    )  # false where a changing temperature is zero: those gradients keep their bits
 
 
 class Injection(Protocol):
     """What draws for a noise link: the noise of all its sites, on the leaves numbered ``leaves``."""
 
-    sites: Sequence[Site]
+    noise_inputs: Sequence[NoiseInput]
     leaves: Sequence[int]
 
     def started(self, state: Any, update: Update) -> None:
@@ -54,7 +56,7 @@ class Injection(Protocol):
         """What is known of a step before anything is drawn; refuses values out of range before anything is changed."""
         ...
 
-    def draw(self, state: Any, strength: Any, g: Sequence[Any], op: Op) -> tuple[list[Injected], Any]:
+    def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
         """The noise of every site, for the leaves whose gradient is there, and the link's next state."""
         ...
 
@@ -68,12 +70,14 @@ class Plan:
         self.shards = None if layout.pieces is None else Sharding(layout, links)
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
-        self.learning = {i for i in self.order if isinstance(x := links[i].response, Metric) and x.learns}
-        self.noise = {i: links[i].injection(sites, self) for i, sites in match(links, self.where).items()}
-        self.entering = {site.enters for injection in self.noise.values() for site in injection.sites}
+        self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
+        self.noise = {i: links[i].injection(noise_inputs, self) for i, noise_inputs in match(links, self.where).items()}
+        self.entering = {
+            noise_input.entry_link for injection in self.noise.values() for noise_input in injection.noise_inputs
+        }
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
-        self.coupled = [i for i, x in enumerate(links) if x.coupled]
-        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.exacting for j in w)})
+        self.needs_all_gradients = [i for i, x in enumerate(links) if x.needs_all_gradients]
+        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.checks_gradients for j in w)})
         self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self))
         self.drawn = sorted(
@@ -110,11 +114,11 @@ class Plan:
                 )
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
-        if self.exact or self.coupled:
+        if self.exact or self.needs_all_gradients:
             if structure != spec:
                 raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
             checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.sampled)
-        for i in self.coupled:
+        for i in self.needs_all_gradients:
             if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
                     f"{self.links[i].shown}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
@@ -127,7 +131,7 @@ class Update:
     """An update in progress: the gradients on their way, the entries of the state, and the noise that waits for its link."""
 
     plan: Plan
-    op: Op
+    op: TensorOps
     spec: optree.PyTreeSpec
     params: list[Any] | None
     entries: list[Any]
@@ -161,7 +165,7 @@ class Update:
             new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
             self.noises += new
         for x in self.noises:
-            if x.scale is not None and x.leaves and (i := x.site.whole.owner) is not None:
+            if x.scale is not None and x.leaves and (i := x.noise_input.transfer.pole_link) is not None:
                 dtypes = self.plan.layout.dtypes
                 factors = [s.to(dtypes[j]) for s, j in zip(x.scale, x.leaves)]
                 at = self.positions(i, x.leaves)
@@ -170,46 +174,50 @@ class Update:
     def take(self, run: tuple[int, ...], link: Link) -> None:
         """Let the noise in, a link or a lowered run act, and its velocity carry its part."""
         i, where, alone = run[0], self.plan.where[run[0]], len(run) == 1
-        present = where if link.whole or not self.missing else tuple([j for j in where if self.g[j] is not None])
+        present = where if link.all_leaves or not self.missing else tuple([j for j in where if self.g[j] is not None])
         if not present:
             return
         if i in self.plan.entering and i not in self.plan.learning:
             self.enter(i)
         states = [self.part(k, present) for k in run]
         g = [self.g[j] for j in present]
-        new, after = link.update(g, states[0] if alone else states, self.op, At(self, i, present))
-        if i in self.plan.learning and any(x.site.enters == i and x.noise for x in self.noises):
+        new, after = link.update(g, states[0] if alone else states, self.op, LinkContext(self, i, present))
+        if i in self.plan.learning and any(x.noise_input.entry_link == i and x.noise for x in self.noises):
             raise ValueError(
-                f"{link.shown}: it learns, so its update must ask for the noise: at.with_noise(denominators)"
+                f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
             )
         for k, entry in zip(run, [after] if alone else after):
             self.put_back(k, present, entry)
         for j, y in zip(present, new):
             self.g[j] = y
         for x in self.noises:  # the one place that knows of carried noise
-            if x.site.carried and x.site.whole.owner == i:
-                waits, at = [e * x.site.carried for e in x.noise], self.positions(i, x.leaves)
+            if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
+                waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
 
     def enter(self, i: int, denominators: Mapping[int, Tensor] | None = None) -> None:
         """Colour and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
         for n, x in enumerate(self.noises):
-            if x.site.enters != i or not x.noise:
+            if x.noise_input.entry_link != i or not x.noise:
                 continue
-            e = self.coloured(x.site, x.leaves, x.noise, denominators)
-            if x.hot is not None:  # -0.0 changes the bits of nothing that it is added to
-                e = [torch.where(x.hot, y, -0.0) for y in e]
+            e = self.apply_powers(x.noise_input, x.leaves, x.noise, denominators)
+            if x.is_positive_temperature is not None:  # -0.0 changes the bits of nothing that it is added to
+                e = [torch.where(x.is_positive_temperature, y, -0.0) for y in e]
             for j, y in zip(x.leaves, self.op.add([self.g[j] for j in x.leaves], e)):
                 self.g[j] = y
-            self.noises[n] = x._replace(noise=e if x.site.carried else [])
+            self.noises[n] = x._replace(noise=e if x.noise_input.deferred_gain else [])
 
-    def coloured(
-        self, site: Site, leaves: Sequence[int], e: Leaves, denominators: Mapping[int, Tensor] | None = None
+    def apply_powers(
+        self,
+        noise_input: NoiseInput,
+        leaves: Sequence[int],
+        e: Leaves,
+        denominators: Mapping[int, Tensor] | None = None,
     ) -> Leaves:
         """Noise of these leaves of a site as the metrics shape it; one that has learned nothing yet counts as 1."""
-        for m, power in site.colours:
+        for m, power in noise_input.powers:
             if m not in self.plan.learning:
-                e = self.plan.links[m].colour(e, power, self.part(m, leaves), At(self, m, tuple(leaves)))
+                e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), LinkContext(self, m, tuple(leaves)))
             elif denominators is not None:
                 factors = [denominators[j] ** -power for j in leaves]
                 e = [x * f if f.requires_grad else x.mul_(f) for x, f in zip(e, factors)]

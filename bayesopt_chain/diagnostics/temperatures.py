@@ -41,7 +41,7 @@ from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
 from bayesopt_chain.loop.step import gradient
 from bayesopt_chain.matching import law
-from bayesopt_chain.matching.response import Decay, Linear, Metric, Noise, OwnNoise, Rate
+from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.schedules import now
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
 from bayesopt_chain.trees import paths_of
@@ -347,7 +347,7 @@ class Thermometer:
 
 
 def _require_matched_noise(tx: Chain) -> None:
-    own = [x for x in tx.links if isinstance(x.response, OwnNoise)]
+    own = [x for x in tx.links if isinstance(x.response, SelfContainedSampler)]
     if own or not any(isinstance(x.response, Noise) for x in tx.links):
         raise ValueError(
             f"Thermometer: {own[0] if own else 'this chain'} has no matched noise; the configurational temperature "
@@ -431,7 +431,7 @@ def _white(tx: Chain, state: Any) -> list[float]:
                 continue
             if isinstance(link, LangevinNoise):
                 white |= link.order == 1
-            if isinstance(x := link.response, (Linear, Metric)):
+            if isinstance(x := link.response, (Linear, Preconditioner)):
                 b, a = law.multiply(b, x.b), law.multiply(a, x.a)
         out.append(-squares(b, a) if white else squares(b, a))
     return out
@@ -553,7 +553,7 @@ def name(path: str) -> str:
 
 
 def _learns(response: Any) -> bool:
-    return isinstance(response, Metric) and response.learns
+    return isinstance(response, Preconditioner) and response.learns
 
 
 def _unwrapped(tx: Any, state: Any) -> tuple[Any, Any]:

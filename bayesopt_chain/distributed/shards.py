@@ -74,7 +74,7 @@ class Sharding:
             if here and link.spread == "refused":
                 raise ValueError(
                     f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each "
-                    f"rank has a part{link.instead}. Keep whole parameters on every rank and spread the data "
+                    f"rank has a part{link.refusal_hint}. Keep whole parameters on every rank and spread the data "
                     "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
                 )
             if here and getattr(link, "stream", None) == "generator":

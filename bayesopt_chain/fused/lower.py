@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op, are_small
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.matching.filters import Filtered
-from bayesopt_chain.matching.sites import Site
+from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_plain, is_transformed
 
@@ -41,7 +41,7 @@ class MomentumThenScale(Link):
     momentum: float
     factor: float
 
-    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first: TraceState = states[0]
         mu, factor = self.momentum, self.factor
         if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
@@ -80,7 +80,7 @@ def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int]
     )
 
 
-def _results(op: Op, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
+def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
     """Where a kernel writes."""
     if op.inplace:
         torch.autograd.graph.increment_version([*g, *kept])
@@ -122,9 +122,9 @@ class Noisy(Link):
     numbers: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
     pieces: tuple[Any, ...] | None  # of leaves that are spread over ranks, the elements that are here
-    whole = True
+    all_leaves = True
 
-    def update(self, g: Leaves, states: Any, op: Op, at: At) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
         move = self._at_once if self._is_plain(g, kept, noise) else self._by_links
@@ -140,7 +140,7 @@ class Noisy(Link):
         return noise.key.is_cpu and _are_plain(g, kept, self.sizes, self.dtype)
 
     def _at_once(
-        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
         """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
         mu, dtype, kernel = self.momentum, g[0].dtype, sweep_kernel()
@@ -160,7 +160,7 @@ class Noisy(Link):
         return u, tuple(t)
 
     def _by_links(
-        self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: Op
+        self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Whatever the tensors are; a leaf without a gradient keeps its state, and the others' draws stay what they are."""
         live = [k for k, x in enumerate(g) if x is not None]
@@ -178,7 +178,7 @@ class Noisy(Link):
             moved[k], after[k] = x, y
         return moved, tuple(after)
 
-    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: Op) -> tuple[Leaves, tuple[Tensor, ...]]:
+    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, tuple[Tensor, ...]]:
         """The run, one operation after the other."""
         if self.momentum is None:
             y = [x + m[0] for x, m in zip(e, kept)]
@@ -199,7 +199,7 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
         if (mu := _heavy_ball(links[i])) is not None and (factor := _constant(links[k])) is not None:
             runs[i] = ((i, k), MomentumThenScale(mu, factor))
     for n, injection in plan.noise.items():
-        if len(injection.sites) == 1 and (run := _noisy(links, plan, n, injection.sites[0])) is not None:
+        if len(injection.noise_inputs) == 1 and (run := _noisy(links, plan, n, injection.noise_inputs[0])) is not None:
             runs[run[0][0]] = run
     return runs
 
@@ -218,15 +218,15 @@ def _constant(link: Link) -> float | None:
     return link.sign * link.step_size
 
 
-def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[int, ...], Noisy] | None:
+def _noisy(links: Sequence[Link], plan: Any, n: int, noise_input: NoiseInput) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
-    noise, process, i, layout = links[n], site.process, site.enters, plan.layout
+    noise, process, i, layout = links[n], noise_input.process, noise_input.entry_link, plan.layout
     if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_CHUNKS:
         return None  # any other is drawn by its link
-    if site.changes or site.colours or not isinstance(process, Filtered) or process.d != (1.0,):
+    if noise_input.changes or noise_input.powers or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    first = [k for k in plan.order if k >= i and not set(site.leaves).isdisjoint(plan.where[k])]
-    mu = _heavy_ball(links[i]) if i != n and site.whole.owner == i else None
+    first = [k for k in plan.order if k >= i and not set(noise_input.leaves).isdisjoint(plan.where[k])]
+    mu = _heavy_ball(links[i]) if i != n and noise_input.transfer.pole_link == i else None
     if mu is not None and not process.memory:
         run = (*first[:2], n)
     elif i == n and len(process.c) == 2 and process.c[0] == process.c[1]:
@@ -235,12 +235,12 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, site: Site) -> tuple[tuple[
         return None
     if len(run) < 2 + (mu is not None) or (factor := _constant(links[run[1]])) is None:
         return None
-    shapes = tuple([layout.shapes[j] for j in site.leaves])
-    if any(plan.where[k] != site.leaves for k in run) or None in shapes:
+    shapes = tuple([layout.shapes[j] for j in noise_input.leaves])
+    if any(plan.where[k] != noise_input.leaves for k in run) or None in shapes:
         return None
-    sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in site.leaves}
-    numbers = tuple([plan.numbers[j] for j in site.leaves])
+    sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in noise_input.leaves}
+    numbers = tuple([plan.numbers[j] for j in noise_input.leaves])
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    pieces = None if layout.pieces is None else tuple([layout.pieces[j] for j in site.leaves])
+    pieces = None if layout.pieces is None else tuple([layout.pieces[j] for j in noise_input.leaves])
     level = process.c[0]
-    return run, Noisy(noise, mu, factor, level, site.carried, shapes, sizes, numbers, dtype, pieces)
+    return run, Noisy(noise, mu, factor, level, noise_input.deferred_gain, shapes, sizes, numbers, dtype, pieces)

@@ -11,7 +11,7 @@ scale, a learning rate or temperature that is a tensor or a schedule, or noise t
 multiplication and the addition behind it rounded once: equal to one unit in the last place for each operation.
 
 Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
-momentum, the remembered draw (:mod:`bayesopt_chain.matching.sites`):
+momentum, the remembered draw (:mod:`bayesopt_chain.matching.noise_inputs`):
 
     v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
@@ -47,7 +47,7 @@ from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
 from bayesopt_chain.matching.filters import Filtered
-from bayesopt_chain.matching.sites import Site
+from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.random import philox
 from bayesopt_chain.random import stream as keyed_stream
 
@@ -112,11 +112,11 @@ class FusedSGD:
             return state
         noise = state[self.noise]
         if buffers.own is None:
-            site, injection = buffers.site, buffers.plan.noise[self.noise]
+            noise_input, injection = buffers.noise_input, buffers.plan.noise[self.noise]
             (x,), after = injection.draw(noise, injection.strength(noise), g, IN_PLACE)
             self._sweep(buffers.theta, IN_PLACE.add(live, x.noise), buffers.velocity)
-            if site.carried:
-                IN_PLACE.add(buffers.velocity, x.noise, site.carried)
+            if noise_input.deferred_gain:
+                IN_PLACE.add(buffers.velocity, x.noise, noise_input.deferred_gain)
             return state.replace(self.noise, after)
         if buffers.by_kernel:
             self._kernels(buffers, live, noise)
@@ -248,12 +248,12 @@ class _Buffers:
         self.velocity = [trace[place[j]] for j in self.live] if trace else []
         if form.noise is None:
             return
-        link, sites = plan.noise[form.noise].link, plan.noise[form.noise].sites
-        if not sites:  # a learning rate of zero
+        link, noise_inputs = plan.noise[form.noise].link, plan.noise[form.noise].noise_inputs
+        if not noise_inputs:  # a learning rate of zero
             self.usable = False
             return
-        (self.site,) = sites
-        self.own = _own(self.site, link, first, bool(form.momentum))  # pyright: ignore[reportArgumentType]
+        (self.noise_input,) = noise_inputs
+        self.own = _own(self.noise_input, link, first, bool(form.momentum))  # pyright: ignore[reportArgumentType]
         if self.own is None:
             return
         self.carried = self.velocity or [memory[place[j]][0] for j in self.live]
@@ -352,10 +352,10 @@ def recognise(tx) -> FusedSGD | None:
     return FusedSGD(tx, **found)
 
 
-def _own(site: Site, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
+def _own(noise_input: NoiseInput, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
     """The noise as the sweeps and the kernel draw it; ``None`` for any other."""
-    process = site.process
-    if link.noise != "gaussian" or site.changes or not isinstance(process, Filtered) or process.d != (1.0,):
+    process = noise_input.process
+    if link.noise != "gaussian" or noise_input.changes or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     if link.stream not in keyed_stream.IN_CHUNKS:  # any other is drawn by its link
         return None
@@ -363,7 +363,7 @@ def _own(site: Site, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own
         return None
     level, *more = process.c
     if has_velocity:
-        return None if more else _Own(level, site.carried)
+        return None if more else _Own(level, noise_input.deferred_gain)
     return _Own(level, 1.0) if more == [level] else None
 
 

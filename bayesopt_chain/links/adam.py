@@ -23,11 +23,11 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings
-from bayesopt_chain.matching.response import Metric, Response
+from bayesopt_chain.matching.response import Preconditioner, Response
 from bayesopt_chain.schedules import by_count
 from bayesopt_chain.tracing import is_readable
 
@@ -72,21 +72,21 @@ class TwoMoments(Link):
 
     @property
     def response(self) -> Response:
-        return Metric((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,), learns=True)
+        return Preconditioner((1.0 - self.b1,), (1.0, -self.b1) if self.b1 else (1.0,), learns=True)
 
-    def init(self, leaves: Leaves, at: At) -> Any:
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
         moments = [zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2)]
         return self.state(*moments, new_counts(leaves))
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
         made = self.made_of(nu, count)
-        g = at.with_noise(lambda: self.denominators(made))
+        g = context.with_noise(lambda: self.denominators(made))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
         return self.moves(mu, made, count), self.state(mu, nu, count)
 
-    def second(self, g: Leaves, nu: Sequence[Tensor], op: Op) -> Leaves:
+    def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         """The next second moments."""
         return op.average(nu, self.b2, g, 1 - self.b2, True)
 
@@ -136,7 +136,7 @@ class ScaleByAdaMax(TwoMoments):
     name = "scale_by_adamax"
     state = ScaleByAdamaxState
 
-    def second(self, g: Leaves, nu: Sequence[Tensor], op: Op) -> Leaves:
+    def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
 
     def moves(self, mu: Sequence[Tensor], made: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:

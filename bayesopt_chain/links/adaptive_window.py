@@ -17,10 +17,10 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.matching.response import Metric, Response
+from bayesopt_chain.matching.response import Preconditioner, Response
 
 
 class AdaptiveWindowState(NamedTuple):
@@ -41,12 +41,14 @@ class AdaptiveWindow(Link):
 
     @property
     def response(self) -> Response:
-        return Metric(learns=True)
+        return Preconditioner(learns=True)
 
-    def init(self, leaves: Leaves, at: At) -> AdaptiveWindowState:
+    def init(self, leaves: Leaves, context: LinkContext) -> AdaptiveWindowState:
         return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))  # pyright: ignore[reportCallIssue]
 
-    def update(self, g: Leaves, state: AdaptiveWindowState, op: Op, at: At) -> tuple[Leaves, AdaptiveWindowState]:
+    def update(
+        self, g: Leaves, state: AdaptiveWindowState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, AdaptiveWindowState]:
         tau, mean, square = list[Tensor](), list[Tensor](), list[Tensor]()
         for x, t, m, v, c in zip(g, *state):
             learns = c < self.freeze_after
@@ -59,7 +61,7 @@ class AdaptiveWindow(Link):
             square.append(torch.where(learns, new_square, v))
         new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
         d = [v.sqrt().add(self.eps) for v in new[2]]
-        return op.div(at.with_noise(lambda: d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
+        return op.div(context.with_noise(lambda: d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
 
     def __str__(self) -> str:
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.matching.response import Linear, Response
 
@@ -28,10 +28,10 @@ class Delay(Link):
     def response(self) -> Response:
         return Linear((0.0, 1.0))
 
-    def init(self, leaves: Leaves, at: At) -> DelayState:
+    def init(self, leaves: Leaves, context: LinkContext) -> DelayState:
         return DelayState(zeros(leaves))
 
-    def update(self, g: Leaves, state: DelayState, op: Op, at: At) -> tuple[Leaves, DelayState]:
+    def update(self, g: Leaves, state: DelayState, op: TensorOps, context: LinkContext) -> tuple[Leaves, DelayState]:
         kept = [x.clone() for x in g]
         return op.copy(g, state.held), DelayState(tuple(op.put(state.held, kept)))
 

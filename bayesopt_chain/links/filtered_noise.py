@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
-from bayesopt_chain.matching.response import OwnNoise, Response
+from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.random.stream import draw_numbers
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 
@@ -46,11 +46,13 @@ class FilteredNoise(Keyed):
 
     @property
     def response(self) -> Response:
-        return OwnNoise(*self.beside)
+        return SelfContainedSampler(*self.beside)
 
-    def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
-        draw_numbers(tuple([at.plan.numbers[j] for j in at.index]), (len(self.current),) * len(at.index))  # or refuses
-        state = FilteredNoiseState(*self.start(leaves, at), zeros(leaves) if self.later else ())
+    def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
+        draw_numbers(
+            tuple([context.plan.numbers[j] for j in context.index]), (len(self.current),) * len(context.index)
+        )  # or refuses
+        state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
         self.scale(state.count)
         return state
 
@@ -60,9 +62,11 @@ class FilteredNoise(Keyed):
         checks.at_this_step("temperature", temperature)
         return root(temperature) * (1.0 if self.gain is None else now(self.gain, count))
 
-    def update(self, g: Leaves, state: FilteredNoiseState, op: Op, at: At) -> tuple[Leaves, FilteredNoiseState]:
+    def update(
+        self, g: Leaves, state: FilteredNoiseState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, FilteredNoiseState]:
         temperature, scale = now(self.temperature, state.count), self.scale(state.count)
-        xi = self.normals(state, g, at, len(self.current), self.noise)
+        xi = self.normals(state, g, context, len(self.current), self.noise)
         e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
         if self.later:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.link import ANY, At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import ANY, Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
 
@@ -25,7 +25,7 @@ class Foreign(Link):
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
     rescale: Callable[[Any, Tensor], Any] | None = None
-    whole = True
+    all_leaves = True
     spread = "tree"
 
     @property
@@ -37,18 +37,22 @@ class Foreign(Link):
         return self.rescale is not None
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return self.keywords
 
-    def init(self, leaves: Leaves, at: At) -> Any:
-        return self.transformation.init(at.tree(leaves))
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        return self.transformation.init(context.tree(leaves))
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
-        params = None if at.update.params is None else at.tree(at.params)
-        new, state = self.transformation.update(at.tree(g), state, params=params, inplace=op.inplace, **at.extra)
-        return _copied(g, at.leaves(new), op), state  # it may return its own state, which no later link may overwrite
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+        params = None if context.update.params is None else context.tree(context.params)
+        new, state = self.transformation.update(
+            context.tree(g), state, params=params, inplace=op.inplace, **context.extra
+        )
+        return _copied(
+            g, context.leaves(new), op
+        ), state  # it may return its own state, which no later link may overwrite
 
-    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: Op) -> Any:
+    def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
         factor = factors[0]  # which tensor belongs to which leaf is not known
         if self.rescale is not None:
             return op.keep(state, self.rescale(state, factor))
@@ -60,7 +64,7 @@ class Foreign(Link):
         return self.name
 
 
-def _copied(old: Sequence[Any], new: Sequence[Any], op: Op) -> list[Any]:
+def _copied(old: Sequence[Any], new: Sequence[Any], op: TensorOps) -> list[Any]:
     live = [n for n, x in enumerate(old) if x is not None and new[n] is not None and new[n] is not x]
     out = list(new)
     for n, y in zip(live, op.copy([old[n] for n in live], [new[n] for n in live])):
@@ -70,9 +74,9 @@ def _copied(old: Sequence[Any], new: Sequence[Any], op: Op) -> list[Any]:
 
 def keywords_of(link: GradientTransformation) -> frozenset[str]:
     """Named keywords of an ``update`` beyond the protocol's own."""
-    accepts: frozenset[str] | None = getattr(link, "accepts", None)
-    if accepts is not None:
-        return accepts
+    extra_kwargs: frozenset[str] | None = getattr(link, "extra_kwargs", None)
+    if extra_kwargs is not None:
+        return extra_kwargs
     parameters = list(inspect.signature(link.update).parameters.values())[2:]
     names = {ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
     return frozenset(names) - {"params", "inplace"}

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import add_decayed_weights
-from bayesopt_chain.matching.response import Linear, Metric, OwnNoise, Rate, Refused
+from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, SelfContainedSampler
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
 
@@ -68,17 +68,17 @@ class Prior(Link):
 
     __hash__ = Link.__hash__
 
-    def require_first(self, at: At) -> None:
+    def require_first(self, context: LinkContext) -> None:
         """Refuse a place behind anything that changes what a gradient is.
 
         Raises:
             ValueError: naming the link in front.
         """
-        links = at.plan.links
-        for link, where in zip(links[: next(i for i, x in enumerate(links) if x is self)], at.plan.where):
+        links = context.plan.links
+        for link, where in zip(links[: next(i for i, x in enumerate(links) if x is self)], context.plan.where):
             response = link.response
-            changes = isinstance(response, (Metric, Rate, OwnNoise, Refused))
-            if (changes or (isinstance(response, Linear) and response != Linear())) and set(where) & set(at.index):
+            changes = isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
+            if (changes or (isinstance(response, Linear) and response != Linear())) and set(where) & set(context.index):
                 raise ValueError(
                     f"add_gaussian_prior: {link.shown} stands before it, so that another prior than this would act; write "
                     "add_gaussian_prior first"
@@ -92,19 +92,22 @@ class AddDiagonalPrior(Prior):
     __eq__ = Prior.__eq__
     __hash__ = Link.__hash__
 
-    def init(self, leaves: Leaves, at: At) -> PriorState:
-        self.require_first(at)
-        mean, precision = _by_leaf(self.mean, "mean", leaves, at), _by_leaf(self.precision, "precision", leaves, at)
-        for value, j in zip(precision, at.index):
+    def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
+        self.require_first(context)
+        mean, precision = (
+            _by_leaf(self.mean, "mean", leaves, context),
+            _by_leaf(self.precision, "precision", leaves, context),
+        )
+        for value, j in zip(precision, context.index):
             if not bool((torch.isfinite(value) & (value >= 0)).all()):
                 raise ValueError(
-                    f"add_gaussian_prior: the precision of {at.plan.paths[j] or 'the parameter'} must be finite and not "
+                    f"add_gaussian_prior: the precision of {context.plan.paths[j] or 'the parameter'} must be finite and not "
                     f"negative, its smallest entry is {value.min().item():.3g}"
                 )
         return PriorState(mean, precision)
 
-    def update(self, g: Leaves, state: PriorState, op: Op, at: At) -> tuple[Leaves, PriorState]:
-        pull = [(p - m) * d for p, m, d in zip(_params(at, op), *state)]
+    def update(self, g: Leaves, state: PriorState, op: TensorOps, context: LinkContext) -> tuple[Leaves, PriorState]:
+        pull = [(p - m) * d for p, m, d in zip(_params(context, op), *state)]
         return op.add(g, pull, alpha=1 / self.n), state
 
     def __str__(self) -> str:
@@ -115,16 +118,16 @@ class AddDiagonalPrior(Prior):
 class AddGaussianPrior(Prior):
     """The link behind :func:`add_gaussian_prior` for a Gaussian, which may couple all parameters."""
 
-    exacting = True
-    coupled = True
+    checks_gradients = True
+    needs_all_gradients = True
     spread = "refused"
-    instead = "; a prior without correlations takes it"
+    refusal_hint = "; a prior without correlations takes it"
     __eq__ = Prior.__eq__
     __hash__ = Link.__hash__
 
-    def init(self, leaves: Leaves, at: At) -> Any:
-        self.require_first(at)
-        names, mine = at.paths, paths_of(self.mean)
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        self.require_first(context)
+        names, mine = context.paths, paths_of(self.mean)
         shapes, known = ([tuple(x.shape) for x in xs] for xs in (leaves, optree.tree_leaves(self.mean)))
         if list(mine) != names or shapes != known:
             wrong = next(
@@ -135,11 +138,11 @@ class AddGaussianPrior(Prior):
                 f"{len(names)}{': ' + wrong + ' differs' if wrong else ''}; pass a Gaussian over these parameters, and for one "
                 "over some of them bc.masked(bc.add_gaussian_prior(...), mask)"
             )
-        return super().init(leaves, at)
+        return super().init(leaves, context)
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         mean, structure = optree.tree_flatten(self.mean)
-        moved = structure.unflatten([p - m for p, m in zip(_params(at, op), mean)])
+        moved = structure.unflatten([p - m for p, m in zip(_params(context, op), mean)])
         pull = [y.to(x.dtype) for x, y in zip(g, optree.tree_leaves(self.precision.times(moved)))]
         return op.add(g, pull, alpha=1 / self.n), state
 
@@ -152,26 +155,26 @@ def _alike(mine: Any, theirs: Any) -> bool:
     return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
 
 
-def _params(at: At, op: Op) -> list[Tensor]:
-    return [p.detach() if op.inplace and p.requires_grad else p for p in at.params]
+def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:
+    return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
 
 
-def _by_leaf(tree: Any, what: str, leaves: Leaves, at: At) -> tuple[Tensor, ...]:
+def _by_leaf(tree: Any, what: str, leaves: Leaves, context: LinkContext) -> tuple[Tensor, ...]:
     """One tensor for each leaf, in its dtype; numbers stay 0-d. The tree is one of all parameters, or of those acted on."""
     values = optree.tree_leaves(tree)
-    if list(paths_of(tree)) != at.paths or len(values) != len(leaves):
+    if list(paths_of(tree)) != context.paths or len(values) != len(leaves):
         try:
-            params = at.update.spec.unflatten(at.update.params or [])
+            params = context.update.spec.unflatten(context.update.params or [])
             spread = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
-            values = [spread[j] for j in at.index]
+            values = [spread[j] for j in context.index]
         except ValueError as err:
             raise ValueError(
                 f"add_gaussian_prior: the {what} is no tree like the parameters, nor a prefix of one: {err}"
             ) from None
     out: list[Tensor] = []
-    for value, p, path in zip(at.parts(values, "add_gaussian_prior"), leaves, at.paths):
+    for value, p, path in zip(context.parts(values, "add_gaussian_prior"), leaves, context.paths):
         x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
         if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
             raise ValueError(

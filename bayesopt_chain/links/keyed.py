@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Link
+from bayesopt_chain.core.link import Link, LinkContext
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.random import stream as keyed_stream
 
@@ -19,28 +19,30 @@ from bayesopt_chain.random import stream as keyed_stream
 class Keyed(Link):
     """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
 
-    exacting = True
+    checks_gradients = True
 
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
     stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
 
-    def start(self, leaves: Sequence[Tensor], at: At) -> tuple[Tensor, Tensor]:
+    def start(self, leaves: Sequence[Tensor], context: LinkContext) -> tuple[Tensor, Tensor]:
         """A fresh key and a count of zero, on the parameters' device."""
-        checks.samplable(leaves, at.paths)
+        checks.samplable(leaves, context.paths)
         device = leaves[0].device
         return keyed_stream.new_key(self.generator, device), torch.zeros((), dtype=torch.int64, device=device)
 
-    def normals(self, state: Any, g: Leaves, at: At, draws: int = 1, kind: str = "gaussian") -> list[list[Tensor]]:
+    def normals(
+        self, state: Any, g: Leaves, context: LinkContext, draws: int = 1, kind: str = "gaussian"
+    ) -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
         checks.own_key(state.key, g)
-        given, layout = dict(zip(at.present, g)), at.plan.layout
+        given, layout = dict(zip(context.present, g)), context.plan.layout
         like = [
             given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
-            for j in at.index
+            for j in context.index
         ]
-        templates, numbers = [t.unsqueeze(0) for t in like], [at.plan.numbers[j] for j in at.index]
-        pieces = None if layout.pieces is None else [layout.pieces[j] for j in at.index]
+        templates, numbers = [t.unsqueeze(0) for t in like], [context.plan.numbers[j] for j in context.index]
+        pieces = None if layout.pieces is None else [layout.pieces[j] for j in context.index]
         xi = keyed_stream.normals(
             state.key, state.count, templates, [draws] * len(like), kind, self.stream, 1.0, numbers, pieces
         )
-        return [x for j, x in zip(at.index, xi) if j in given]
+        return [x for j, x in zip(context.index, xi) if j in given]

@@ -1,6 +1,6 @@
 r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
 
-Its noise is matched to the chain around it (:mod:`bayesopt_chain.matching.sites`), so that the parameters sample
+Its noise is matched to the chain around it (:mod:`bayesopt_chain.matching.noise_inputs`), so that the parameters sample
 ``exp(-loss / temperature)``. The state holds the key and step count of the random stream, the draws that the next step
 still needs and, where they change with time, the temperature and gains of the last step.
 """
@@ -22,15 +22,15 @@ from torchopt.base import EmptyState
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
 from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered
-from bayesopt_chain.matching.response import Linear, Noise, OwnNoise, Response
-from bayesopt_chain.matching.sites import Site
+from bayesopt_chain.matching.noise_inputs import NoiseInput
+from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
@@ -72,18 +72,18 @@ class LangevinNoise(Keyed):
             return Linear()
         return Noise(self.order, temperature)
 
-    def init(self, leaves: Leaves, at: At) -> Any:
-        injection: Any = at.plan.noise.get(at.i)
-        return EmptyState() if injection is None else injection.start(at.update.params or [])
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
+        injection: Any = context.plan.noise.get(context.i)
+        return EmptyState() if injection is None else injection.start(context.update.params or [])
 
-    def injection(self, sites: Sequence[Site], plan: Plan) -> Injection:
-        return LangevinInjection(self, sites, plan)
+    def injection(self, noise_inputs: Sequence[NoiseInput], plan: Plan) -> Injection:
+        return LangevinInjection(self, noise_inputs, plan)
 
     def __str__(self) -> str:
         return _shown(self, self.order)
 
 
-def _shown(link: LangevinNoise | ToldNoise, order: int, *more: str) -> str:
+def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:
     words = [checks.show(link.temperature), *([f"order={order}"] if order != 2 else []), *more]
     words += [f"noise={link.noise!r}"] if link.noise != "gaussian" else []
     words += [f"stream={link.stream!r}"] if link.stream is not None else []
@@ -91,7 +91,7 @@ def _shown(link: LangevinNoise | ToldNoise, order: int, *more: str) -> str:
 
 
 @dataclass(frozen=True)
-class ToldNoise(FilteredNoise):
+class ExplicitLangevinNoise(FilteredNoise):
     """Noise matched to the learning rate and momentum that its caller states, where its neighbours cannot be seen."""
 
     lr: float = 1.0
@@ -99,15 +99,15 @@ class ToldNoise(FilteredNoise):
 
     @property
     def response(self) -> Response:
-        return OwnNoise(
+        return SelfContainedSampler(
             hint="lr= and momentum= are for plain torchopt.chain, whose links cannot see each other; here the noise is "
             "matched to its neighbours: leave them out"
         )
 
-    def init(self, leaves: Leaves, at: At) -> FilteredNoiseState:
-        state = super().init(leaves, at)
+    def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
+        state = super().init(leaves, context)
         scale, gain = self.scale(state.count), self.lr * sum(map(abs, (*self.current, *self.later)))
-        for j, leaf in zip(at.index, leaves):
+        for j, leaf in zip(context.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
             if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
                 break
@@ -133,17 +133,17 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 class LangevinInjection:
     """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
-    def __init__(self, link: LangevinNoise, sites: Sequence[Site], plan: Plan) -> None:
-        self.link, self.sites = link, sites
-        places = sorted((j, n) for n, site in enumerate(sites) for j in site.leaves)
+    def __init__(self, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], plan: Plan) -> None:
+        self.link, self.noise_inputs = link, noise_inputs
+        places = sorted((j, n) for n, noise_input in enumerate(noise_inputs) for j in noise_input.leaves)
         row = {place: k for k, place in enumerate(places)}
-        self.rows = [[row[j, n] for j in site.leaves] for n, site in enumerate(sites)]
+        self.rows = [[row[j, n] for j in noise_input.leaves] for n, noise_input in enumerate(noise_inputs)]
         self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
         self.leaves: Sequence[int] = [j for j, _ in places]
         self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
-        self.processes = [sites[n].process for _, n in places]
+        self.processes = [noise_inputs[n].process for _, n in places]
         self.draws = [process.draws for process in self.processes]
-        lone = sites[0].process if len(sites) == 1 and not sites[0].changes else None
+        lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
         # of white noise, which is scaled while it is drawn
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
 
@@ -151,14 +151,14 @@ class LangevinInjection:
         """The first state."""
         device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
         memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
-        changes = any(site.changes for site in self.sites)
+        changes = any(noise_input.changes for noise_input in self.noise_inputs)
         conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
         key = keyed_stream.new_key(self.link.generator, device)
         return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
         """That of this step; refuses a temperature out of range before anything is changed."""
-        if not state.conditions and any(site.changes for site in self.sites):
+        if not state.conditions and any(noise_input.changes for noise_input in self.noise_inputs):
             raise ValueError(
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
             )
@@ -166,15 +166,17 @@ class LangevinInjection:
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
         by_site: list[Any] = [
-            _coefficients(site, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates)
-            if site.changes
+            _coefficients(
+                noise_input, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
+            )
+            if noise_input.changes
             else ([None] * len(rows), None, None)
-            for site, rows in zip(self.sites, self.rows)
+            for noise_input, rows in zip(self.noise_inputs, self.rows)
         ]
         return Strength(temperature, by_site)
 
     def draw(
-        self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: Op
+        self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: TensorOps
     ) -> tuple[list[Injected], LangevinNoiseState]:
         """The noise of every site, and the next state. A leaf without a gradient keeps its memory."""
         key, count, link = state.key, state.count, self.link
@@ -183,18 +185,18 @@ class LangevinInjection:
         xi = keyed_stream.normals(
             key, count, state.memory, self.draws, link.noise, link.stream, level, self.numbers, self.pieces
         )
-        hot = None if isinstance(strength.temperature, float) else strength.temperature != 0
+        is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)
-        for site, rows, (c, scale, after) in zip(self.sites, self.rows, strength.by_site):
-            live = [n for n, j in enumerate(site.leaves) if g[j] is not None]
+        for noise_input, rows, (c, scale, after) in zip(self.noise_inputs, self.rows, strength.by_site):
+            live = [n for n, j in enumerate(noise_input.leaves) if g[j] is not None]
             e: Leaves = []
             for n in live:
                 if self.level is not None:
                     e += xi[rows[n]]
                     continue
                 kept = memory[rows[n]]
-                y, new = site.process.step(xi[rows[n]], list(kept), c[n])
+                y, new = noise_input.process.step(xi[rows[n]], list(kept), c[n])
                 e.append(y if y.dtype == kept.dtype else y.to(kept.dtype))
                 if new:
                     (memory[rows[n]],) = op.put([kept], [torch.stack(new) if len(new) > 1 else new[0].unsqueeze(0)])
@@ -203,7 +205,7 @@ class LangevinInjection:
                 after = after if len(live) == len(rows) else after[live]
                 conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
                 scale = None if scale is None else [scale[n] for n in live]
-            out.append(Injected(site, [site.leaves[n] for n in live], e, scale, hot))  # pyright: ignore[reportArgumentType]
+            out.append(Injected(noise_input, [noise_input.leaves[n] for n in live], e, scale, is_positive_temperature))  # pyright: ignore[reportArgumentType]
         return out, LangevinNoiseState(key, *op.count([count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
 
     def started(self, state: LangevinNoiseState, update: Update) -> None:
@@ -212,13 +214,17 @@ class LangevinInjection:
         Learned preconditioners are not known yet and count as one.
         """
         leaves = update.params or []
-        for site, (coefficients, _, after) in zip(self.sites, self.strength(state, update.rates).by_site):
-            low = [(n, j) for n, j in enumerate(site.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
+        for noise_input, (coefficients, _, after) in zip(self.noise_inputs, self.strength(state, update.rates).by_site):
+            low = [(n, j) for n, j in enumerate(noise_input.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
-                ones = [torch.ones(()).double() for _ in range(site.process.draws)]
-                e, _ = site.process.step(ones, [torch.zeros(()).double()] * site.process.memory, coefficients[n])
-                (e,) = update.coloured(site, [j], [e.float().expand(leaves[j].shape).clone()])
-                gain = site.whole.b[0] / site.whole.a[0] / site.whole.head  # what a unit of noise moves in one step
+                ones = [torch.ones(()).double() for _ in range(noise_input.process.draws)]
+                e, _ = noise_input.process.step(
+                    ones, [torch.zeros(()).double()] * noise_input.process.memory, coefficients[n]
+                )
+                (e,) = update.apply_powers(noise_input, [j], [e.float().expand(leaves[j].shape).clone()])
+                gain = (
+                    noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
+                )  # what a unit of noise moves in one step
                 behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
                 if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
                     return
@@ -237,16 +243,16 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
     return True
 
 
-def _coefficients(site: Site, temperature: Any, before: Tensor, rates: Rates) -> Any:
+def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:
     """By leaf, the filter's coefficients and the velocity's scale; and the conditions that this step leaves behind."""
     last_heat, last_inverse, last_square = before.unbind(-1)
     one = torch.ones_like(last_heat)
-    front, behind = (math.prod((rates(i, site.leaves) for i in part), start=one) for part in site.rates)
+    front, behind = (math.prod((rates(i, noise_input.leaves) for i in part), start=one) for part in noise_input.rates)
     moves = (front != 0) & (behind != 0)  # lr = 0 keeps the velocity at the level it was brought to
     inverse = torch.where(moves, front / torch.where(moves, behind, one), last_inverse)
     square, heat = torch.where(moves, front * front, last_square), one * temperature
     now, last = Conditions(heat, inverse, square), Conditions(last_heat, last_inverse, last_square)
-    values, scale = site.process.coefficients(now, last)
+    values, scale = noise_input.process.coefficients(now, last)
     if scale is not None:  # a cold velocity is the optimizer's own, and stays
         scale = torch.where((heat != 0) | (last_heat != 0), scale, one).unbind()
     numbers: list[Tensor]
@@ -327,7 +333,7 @@ def inject_langevin_noise(
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
-    told = ToldNoise(
+    told = ExplicitLangevinNoise(
         temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator, stream=stream
     )
     return Chain((told,))

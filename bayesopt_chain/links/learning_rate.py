@@ -14,8 +14,8 @@ from torchopt.base import EmptyState
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, scalar
@@ -41,7 +41,7 @@ class Scale(Link):
             return Rate(self.sign)
         return Linear((float(self.sign * self.step_size),))
 
-    def init(self, leaves: Leaves, at: At) -> Any:
+    def init(self, leaves: Leaves, context: LinkContext) -> Any:
         return ScaleByScheduleState(new_counts(leaves)) if is_schedule(self.step_size) else EmptyState()
 
     def rate(self, state: Any, n: int) -> list[Any]:
@@ -55,7 +55,7 @@ class Scale(Link):
             return by_count(lambda c: self._signed(self.step_size(c)), state.count)  # pyright: ignore[reportCallIssue]
         return self._signed(self.step_size)
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, self.factors(state, len(g)))
         return g, ScaleByScheduleState(op.count(state.count)) if is_schedule(self.step_size) else state
 

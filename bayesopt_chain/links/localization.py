@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Decay, Response
 
 
@@ -49,8 +49,8 @@ class AddLocalization(Link):
     def response(self) -> Response:
         return Decay(self.strength)
 
-    def init(self, leaves: Leaves, at: At) -> LocalizationState:
-        params = at.update.spec.unflatten(at.update.params or [])
+    def init(self, leaves: Leaves, context: LinkContext) -> LocalizationState:
+        params = context.update.spec.unflatten(context.update.params or [])
         try:
             tree = optree.tree_broadcast_prefix(self.center, params, none_is_leaf=True)
         except ValueError as err:
@@ -58,18 +58,20 @@ class AddLocalization(Link):
                 f"add_localization: center is no tree like the parameters, nor a prefix of one: {err}"
             ) from None
         centre = optree.tree_leaves(tree, none_is_leaf=True)
-        mine = at.parts([centre[j] for j in at.index], "add_localization: center")
-        for j, x, p in zip(at.index, mine, leaves):
+        mine = context.parts([centre[j] for j in context.index], "add_localization: center")
+        for j, x, p in zip(context.index, mine, leaves):
             if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.shape == p.shape)):
                 came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
                 raise ValueError(
-                    f"add_localization: center has {came} where the parameter {at.plan.paths[j] or 'tensor'} has shape "
+                    f"add_localization: center has {came} where the parameter {context.plan.paths[j] or 'tensor'} has shape "
                     f"{tuple(p.shape)}; pass parameters of the same model"
                 )
         return LocalizationState(tuple([_like(x, p) for x, p in zip(mine, leaves)]))
 
-    def update(self, g: Leaves, state: LocalizationState, op: Op, at: At) -> tuple[Leaves, LocalizationState]:
-        params = [p.detach() if op.inplace and p.requires_grad else p for p in at.params]
+    def update(
+        self, g: Leaves, state: LocalizationState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, LocalizationState]:
+        params = [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
         return op.add(g, [p - c for p, c in zip(params, state.center)], alpha=self.strength), state
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
 
 Where matched noise of constant lr and temperature acts right in front of it, the velocity also carries the half of that
-noise that acts in the next step (:mod:`bayesopt_chain.matching.sites`): ``mu`` times it is then a Langevin sampler's
+noise that acts in the next step (:mod:`bayesopt_chain.matching.noise_inputs`): ``mu`` times it is then a Langevin sampler's
 velocity, of variance ``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
 
 As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Linear, Response
 
@@ -46,11 +46,11 @@ class Momentum(Link):
         mu = float(self.momentum)
         return Linear((1.0 + mu, -mu) if self.nesterov else (1.0 - self.dampening,), (1.0, -mu))
 
-    def init(self, leaves: Leaves, at: At) -> TraceState:
+    def init(self, leaves: Leaves, context: LinkContext) -> TraceState:
         count = new_counts(leaves) if self.dampening else ()
         return TraceState(zeros(leaves, requires_grad=self.moment_requires_grad), count)
 
-    def update(self, g: Leaves, state: TraceState, op: Op, at: At) -> tuple[Leaves, TraceState]:
+    def update(self, g: Leaves, state: TraceState, op: TensorOps, context: LinkContext) -> tuple[Leaves, TraceState]:
         mu, v, count = self.momentum, list(state.trace), state.count
         if self.dampening:
             new = [

@@ -22,11 +22,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.rms import RunningScale
-from bayesopt_chain.matching.response import Metric, Response
+from bayesopt_chain.matching.response import Preconditioner, Response
 
 
 class PreconditionerState(NamedTuple):
@@ -87,14 +87,14 @@ def running_rms(
 
 
 @dataclass(frozen=True)
-class Precondition(Link):
+class ScaleByPreconditioner(Link):
     """Multiply by a frozen diagonal, kept in the state."""
 
     tree: Any = field(hash=False)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Precondition) or self.masks != other.masks:
-            return NotImplemented if not isinstance(other, Precondition) else False
+        if not isinstance(other, ScaleByPreconditioner) or self.masks != other.masks:
+            return NotImplemented if not isinstance(other, ScaleByPreconditioner) else False
         (a, spec_a), (b, spec_b) = (optree.tree_flatten(x.tree) for x in (self, other))
         return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
 
@@ -102,35 +102,37 @@ class Precondition(Link):
 
     @property
     def response(self) -> Response:
-        return Metric()
+        return Preconditioner()
 
-    def init(self, leaves: Leaves, at: At) -> PreconditionerState:
-        params: Any = at.update.spec.unflatten(at.update.params or [])
+    def init(self, leaves: Leaves, context: LinkContext) -> PreconditionerState:
+        params: Any = context.update.spec.unflatten(context.update.params or [])
         given: Any = self.tree
         values: list[Any]
         try:
             tree = (
                 self.tree
                 if not isinstance(self.tree, Tensor)
-                else at.update.spec.unflatten([self.tree] * at.update.spec.num_leaves)
+                else context.update.spec.unflatten([self.tree] * context.update.spec.num_leaves)
             )
             values = optree.tree_leaves(
                 optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
             )
         except ValueError:
             try:
-                values = list(at.update.spec.flatten_up_to(given))
+                values = list(context.update.spec.flatten_up_to(given))
             except ValueError as err:
                 raise ValueError(
                     f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
                 ) from None
-        mine = at.parts([values[j] for j in at.index], "scale_by_preconditioner")
+        mine = context.parts([values[j] for j in context.index], "scale_by_preconditioner")
         return PreconditionerState(tuple([_positive(value, p) for value, p in zip(mine, leaves)]))
 
-    def colour(self, e: Leaves, power: float, state: PreconditionerState, at: At) -> Leaves:
+    def apply_power(self, e: Leaves, power: float, state: PreconditionerState, context: LinkContext) -> Leaves:
         return [x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
 
-    def update(self, g: Leaves, state: PreconditionerState, op: Op, at: At) -> tuple[Leaves, PreconditionerState]:
+    def update(
+        self, g: Leaves, state: PreconditionerState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, PreconditionerState]:
         return op.mul(g, list(state.preconditioner)), state
 
     def __str__(self) -> str:
@@ -148,22 +150,22 @@ def _positive(value: Any, p: Tensor) -> Tensor:
 class SolvePrecision(Link):
     """Multiply by the inverse of a frozen precision, which may couple all parameters."""
 
-    exacting = True
+    checks_gradients = True
 
     precision: SupportsSolve = field(hash=False, compare=False)
-    coupled = True
+    needs_all_gradients = True
     spread = "refused"
-    instead = "; a diagonal preconditioner is a tree like the parameters"
+    refusal_hint = "; a diagonal preconditioner is a tree like the parameters"
 
     @property
     def response(self) -> Response:
-        return Metric(diagonal=False)
+        return Preconditioner(diagonal=False)
 
-    def colour(self, e: Leaves, power: float, state: Any, at: At) -> Leaves:
-        return [y.to(x.dtype) for x, y in zip(e, at.leaves(self.precision.sqrt_solve(at.tree(e))))]
+    def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
+        return [y.to(x.dtype) for x, y in zip(e, context.leaves(self.precision.sqrt_solve(context.tree(e))))]
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
-        return op.put(g, at.leaves(self.precision.solve(at.tree(g)))), state
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+        return op.put(g, context.leaves(self.precision.solve(context.tree(g)))), state
 
     def __str__(self) -> str:
         return f"scale_by_preconditioner({type(self.precision).__name__})"
@@ -206,4 +208,4 @@ def scale_by_preconditioner(preconditioner: Any) -> Chain:
                 f"scale_by_preconditioner: preconditioner must be a positive number, a tree of such numbers and tensors, or "
                 f"an estimator, got {checks.short(leaf)}"
             )
-    return Chain((Precondition(preconditioner),))
+    return Chain((ScaleByPreconditioner(preconditioner),))

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import PURE, Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
-from bayesopt_chain.matching.response import Metric, Refused, Response
+from bayesopt_chain.matching.response import Preconditioner, Refused, Response
 
 
 class RunningScaleState(NamedTuple):
@@ -56,10 +56,10 @@ class ScaleByAdadeltaState(NamedTuple):
 
 def averaged(
     old: Sequence[Tensor],
-    new: Callable[[Op], Sequence[Tensor]],
+    new: Callable[[TensorOps], Sequence[Tensor]],
     count: Sequence[Tensor],
     freeze_after: int | None,
-    op: Op,
+    op: TensorOps,
 ) -> tuple[Tensor, ...]:
     """The next averages, ``new`` made by an op, held from update ``freeze_after`` on."""
     if freeze_after is None:
@@ -84,20 +84,20 @@ class RunningScale(Link):
 
     @property
     def response(self) -> Response:
-        return Metric(learns=True)
+        return Preconditioner(learns=True)
 
-    def init(self, leaves: Leaves, at: At) -> RunningScaleState:
+    def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
         return RunningScaleState(
             zeros(leaves) if self.centred else (),
             zeros(leaves, self.initial_scale),
             new_counts(leaves) if self.freeze_after is not None else (),
         )
 
-    def learned(self, g: Leaves, state: RunningScaleState, op: Op) -> RunningScaleState:
+    def learned(self, g: Leaves, state: RunningScaleState, op: TensorOps) -> RunningScaleState:
         """The state that has seen these gradients."""
 
         def average(old: Sequence[Tensor], square: bool) -> tuple[Tensor, ...]:
-            def new(op: Op) -> Leaves:
+            def new(op: TensorOps) -> Leaves:
                 return op.average(old, self.decay, g, 1 - self.decay, square)
 
             return averaged(old, new, state.count, self.freeze_after, op)
@@ -113,10 +113,12 @@ class RunningScale(Link):
         # rounding may leave less than 0, of which TorchOpt makes NaN
         return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
-    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
+    def update(
+        self, g: Leaves, state: RunningScaleState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, RunningScaleState]:
         state = self.learned(g, state, op)
         d = self.denominators(state)
-        return op.div(at.with_noise(lambda: d), d), state
+        return op.div(context.with_noise(lambda: d), d), state
 
     def __str__(self) -> str:
         name = "stddev" if self.centred else "rms"
@@ -133,17 +135,19 @@ class RootSumOfSquares(Link):
 
     @property
     def response(self) -> Response:
-        return Metric(learns=True)
+        return Preconditioner(learns=True)
 
-    def init(self, leaves: Leaves, at: At) -> ScaleByRssState:
+    def init(self, leaves: Leaves, context: LinkContext) -> ScaleByRssState:
         count = new_counts(leaves) if self.freeze_after is not None else ()
         return ScaleByRssState(zeros(leaves, self.initial_accumulator_value), count)
 
-    def update(self, g: Leaves, state: ScaleByRssState, op: Op, at: At) -> tuple[Leaves, ScaleByRssState]:
+    def update(
+        self, g: Leaves, state: ScaleByRssState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ScaleByRssState]:
         old = state.sum_of_squares
         nu = averaged(old, lambda op: op.average(old, 1.0, g, 1, True), state.count, self.freeze_after, op)
         d = [n.sqrt().add(self.eps) for n in nu]
-        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(at.with_noise(lambda: d), d), nu)]
+        moves = [torch.where(n == 0.0, 0.0, x) for x, n in zip(op.div(context.with_noise(lambda: d), d), nu)]
         return moves, ScaleByRssState(nu, op.count(state.count))
 
     def __str__(self) -> str:
@@ -162,10 +166,12 @@ class AdaDelta(Link):
     def response(self) -> Response:
         return Refused("its scale is fed by its own updates, so the noise would set it; use bc.rmsprop or bc.adam")
 
-    def init(self, leaves: Leaves, at: At) -> ScaleByAdadeltaState:
+    def init(self, leaves: Leaves, context: LinkContext) -> ScaleByAdadeltaState:
         return ScaleByAdadeltaState(*(zeros(leaves, requires_grad=self.moment_requires_grad) for _ in range(2)))
 
-    def update(self, g: Leaves, state: ScaleByAdadeltaState, op: Op, at: At) -> tuple[Leaves, ScaleByAdadeltaState]:
+    def update(
+        self, g: Leaves, state: ScaleByAdadeltaState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ScaleByAdadeltaState]:
         mu = op.average(state.mu, self.rho, g, 1 - self.rho, True)
         g = op.mul(g, [v.add(self.eps).div_(m.add(self.eps)).sqrt_() for m, v in zip(mu, state.nu)])
         nu = op.average(state.nu, self.rho, g, 1 - self.rho, True)

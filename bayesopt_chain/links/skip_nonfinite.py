@@ -49,14 +49,14 @@ class SkipNonfinite(GradientTransformation):
         return self
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         """The keywords that ``update`` passes on."""
         return keywords_of(self.transformation)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_kwargs(self) -> frozenset[str]:
         """Those without which the transformation refuses."""
-        return getattr(self.transformation, "needs", frozenset())
+        return getattr(self.transformation, "required_kwargs", frozenset())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SkipNonfinite) and self.transformation == other.transformation

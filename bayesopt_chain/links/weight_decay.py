@@ -8,8 +8,8 @@ from typing import Any
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import IN_PLACE, Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
 from bayesopt_chain.matching.response import Decay, Response
 
 
@@ -25,10 +25,11 @@ class AddDecayedWeights(Link):
     def response(self) -> Response:
         return Decay(self.weight_decay)
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g
         theta = [
-            p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p for p, x in zip(at.params, g)
+            p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p
+            for p, x in zip(context.params, g)
         ]
         into = IN_PLACE if self.flip else op  # the negated gradients are nobody else's
         return into.add(g, theta, alpha=self.weight_decay), state
@@ -41,7 +42,7 @@ class AddDecayedWeights(Link):
 class FlipSign(Link):
     """Negate the gradient: what follows maximises. The target becomes ``exp(+loss / temperature)``."""
 
-    def update(self, g: Leaves, state: Any, op: Op, at: At) -> tuple[Leaves, Any]:
+    def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state
 
     def __str__(self) -> str:

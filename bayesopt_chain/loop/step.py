@@ -258,7 +258,7 @@ def make_step(
         )
         return replace(inner, evaluate=lambda p, s, *rest: inner.evaluate(p, s.inner, *rest), tx=tx, fused=None)
     accepts = keywords_of(tx)
-    if curvature is None and "curvature" in getattr(tx, "needs", ()):
+    if curvature is None and "curvature" in getattr(tx, "required_kwargs", ()):
         raise ValueError(
             f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
         )
@@ -278,7 +278,7 @@ def make_step(
     by_datum = "per_sample_gradients" in accepts
     links = tx.links if isinstance(tx, Chain) else ()
     draws = [i for i, link in enumerate(links) if link.samples]
-    stacked = any(link.stacked for link in links)
+    stacked = any(link.acts_on_particles for link in links)
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
     if stacked and (draws or by_datum or estimators):

@@ -29,7 +29,7 @@ from bayesopt_chain.matching import law
 
 
 class Conditions(NamedTuple):
-    """Temperature and gains of one step: ``inverse = G_b / G_a`` and ``square = G_b^2`` (see ``matching.sites``)."""
+    """Temperature and gains of one step: ``inverse = G_b / G_a`` and ``square = G_b^2`` (see ``matching.noise_inputs``)."""
 
     temperature: Any  # numbers, or float64 tensors with an entry for each leaf
     inverse: Any = 1.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Decay", "Linear", "Metric", "Noise", "Nonlinear", "Rate", "Refused"]
+__all__ = ["Decay", "Linear", "Preconditioner", "Noise", "Nonlinear", "Rate", "Refused"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Metric(Linear):
+class Preconditioner(Linear):
     """A positive definite gain ``P``, followed by the filter ``b / a``.
 
     Where it ``learns`` from the gradient, noise enters inside it, behind what it learns from. One that is not
@@ -66,7 +66,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class OwnNoise:
+class SelfContainedSampler:
     """A sampler in one link, or noise whose constants hold for the ``before`` and ``behind`` links next to it only."""
 
     before: int = 0
@@ -81,4 +81,4 @@ class Refused:
     reason: str
 
 
-Response = Linear | Rate | Decay | Nonlinear | Noise | OwnNoise | Refused
+Response = Linear | Rate | Decay | Nonlinear | Noise | SelfContainedSampler | Refused

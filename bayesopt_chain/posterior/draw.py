@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.posterior.state import device_of
@@ -73,15 +73,15 @@ class Drawing(Keyed):
         """Whether the temperature is the number 0, so that nothing is drawn."""
         return is_zero(self.temperature)
 
-    def first_key(self, leaves: Leaves, at: At) -> tuple[Tensor, Tensor]:
+    def first_key(self, leaves: Leaves, context: LinkContext) -> tuple[Tensor, Tensor]:
         """A key and a count of zero; where nothing is drawn the key is zero."""
         if self.is_deterministic:
             device = device_of(leaves)
             return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        return self.start(leaves, at)
+        return self.start(leaves, context)
 
-    def sample(self, state: Any, params: Leaves, at: At) -> Draw:
-        return self.draw(state, params, at.paths)
+    def sample(self, state: Any, params: Leaves, context: LinkContext) -> Draw:
+        return self.draw(state, params, context.paths)
 
     def draw(self, state: Any, leaves: Leaves, names: Sequence[str]) -> Draw:
         """A draw for parameters given as leaves, which a counter-based stream knows by their names."""

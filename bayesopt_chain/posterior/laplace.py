@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
 from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
@@ -60,20 +60,22 @@ def accumulated(total: Any, increment: Any) -> Any:
 class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
-    whole = True
+    all_leaves = True
     spread = "refused"
     state = LaplaceState
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"curvature"})
 
-    def init(self, leaves: Leaves, at: At) -> LaplaceState:
+    def init(self, leaves: Leaves, context: LinkContext) -> LaplaceState:
         device = leaves[0].device if leaves else None
         return LaplaceState(Zero(torch.zeros((), dtype=torch.float64, device=device)))
 
-    def update(self, g: Leaves, state: LaplaceState, op: Op, at: At) -> tuple[Leaves, LaplaceState]:
-        return g, LaplaceState(accumulated(state.precision, at.extra.get("curvature")))
+    def update(
+        self, g: Leaves, state: LaplaceState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, LaplaceState]:
+        return g, LaplaceState(accumulated(state.precision, context.extra.get("curvature")))
 
     def __str__(self) -> str:
         return "laplace()"

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.arguments import checked
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, device_of, require_finite, require_these
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
@@ -78,24 +78,24 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 class Collect(Link):
     """The link behind :func:`swag`."""
 
-    exacting = True
+    checks_gradients = True
 
     rank: int
     start: int
     every: int
     variance_floor: float
     needs_params = True
-    whole = True
+    all_leaves = True
     spread = "refused"
     state = SwagState
 
-    def init(self, leaves: Leaves, at: At) -> SwagState:
+    def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
         if self.rank > size(leaves):
             raise ValueError(f"swag: rank={self.rank} is above the number of parameters, {size(leaves)}")
         return empty(leaves, self.rank)
 
-    def update(self, g: Leaves, state: SwagState, op: Op, at: At) -> tuple[Leaves, SwagState]:
-        iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(at.params, g)]
+    def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:
+        iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(context.params, g)]
         due = (state.count >= self.start) & ((state.count - self.start) % self.every == 0)
         return g, collected(state, iterate, due, self.rank)._replace(count=state.count + 1)
 

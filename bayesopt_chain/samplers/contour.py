@@ -24,8 +24,8 @@ from bayesopt_chain import checks, schedules
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Nonlinear, Response
@@ -43,7 +43,7 @@ class ContourState(NamedTuple):
 class Contour(Link):
     """The link behind :func:`scale_by_contour`."""
 
-    exacting = True
+    checks_gradients = True
 
     temperature: ScalarOrSchedule
     low: float
@@ -57,18 +57,18 @@ class Contour(Link):
         return Nonlinear()
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"loss"})
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.accepts
+    def required_kwargs(self) -> frozenset[str]:
+        return self.extra_kwargs
 
     @property
     def width(self) -> float:
         return (self.high - self.low) / self.bins
 
-    def init(self, leaves: Leaves, at: At) -> ContourState:
+    def init(self, leaves: Leaves, context: LinkContext) -> ContourState:
         device = leaves[0].device if leaves else torch.device("cpu")
         mass = torch.full((self.bins,), 1.0 / self.bins, dtype=torch.float64, device=device)
         return ContourState(torch.zeros((), dtype=torch.int64, device=device), mass)
@@ -78,8 +78,10 @@ class Contour(Link):
         place = (loss.detach().to(torch.float64) - self.low) / self.width
         return place.floor().clamp(0, self.bins - 1).to(torch.int64)
 
-    def update(self, g: Leaves, state: ContourState, op: Op, at: At) -> tuple[Leaves, ContourState]:
-        loss = at.extra.get("loss")
+    def update(
+        self, g: Leaves, state: ContourState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ContourState]:
+        loss = context.extra.get("loss")
         if loss is None or loss.ndim != 0:
             came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
             raise ValueError(

@@ -28,11 +28,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
-from bayesopt_chain.matching.response import OwnNoise, Response
+from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
@@ -57,23 +57,23 @@ class FisherScoring(Keyed):
 
     @property
     def response(self) -> Response:
-        return OwnNoise()
+        return SelfContainedSampler()
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"gradient_variance"})
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.accepts
+    def required_kwargs(self) -> frozenset[str]:
+        return self.extra_kwargs
 
-    def init(self, leaves: Leaves, at: At) -> FisherState:
-        return FisherState(*self.start(leaves, at), zeros(leaves))
+    def init(self, leaves: Leaves, context: LinkContext) -> FisherState:
+        return FisherState(*self.start(leaves, context), zeros(leaves))
 
-    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
-        came = at.leaves(self.given(at))
+    def update(self, g: Leaves, state: FisherState, op: TensorOps, context: LinkContext) -> tuple[Leaves, FisherState]:
+        came = context.leaves(self.given(context))
         temperature, inject, corrected = self.now(state)
-        xi = self.normals(state, g, at)
+        xi = self.normals(state, g, context)
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
         steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
@@ -87,9 +87,9 @@ class FisherScoring(Keyed):
         corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
         return temperature, root(2.0 * temperature / self.lr), corrected
 
-    def given(self, at: At) -> Any:
+    def given(self, context: LinkContext) -> Any:
         """What ``update`` was told of the gradients of single data."""
-        came = at.extra.get("gradient_variance")
+        came = context.extra.get("gradient_variance")
         if came is None:
             raise ValueError(
                 "sgfs: update needs gradient_variance=, the variance of single-datum gradients; "
@@ -106,19 +106,19 @@ class DenseFisherScoring(FisherScoring):
     """The link behind :func:`sgfs` with ``dense``."""
 
     words = ", dense=True"
-    coupled = True
+    needs_all_gradients = True
     spread = "refused"
-    instead = "; dense=False takes it"
+    refusal_hint = "; dense=False takes it"
 
-    def init(self, leaves: Leaves, at: At) -> FisherState:
+    def init(self, leaves: Leaves, context: LinkContext) -> FisherState:
         d = sum(p.numel() for p in leaves)
         matrix = torch.zeros(d, d, dtype=leaves[0].dtype, device=leaves[0].device)
-        return FisherState(*self.start(leaves, at), matrix)
+        return FisherState(*self.start(leaves, context), matrix)
 
-    def update(self, g: Leaves, state: FisherState, op: Op, at: At) -> tuple[Leaves, FisherState]:
-        came, old = self.given(at), state.variance
+    def update(self, g: Leaves, state: FisherState, op: TensorOps, context: LinkContext) -> tuple[Leaves, FisherState]:
+        came, old = self.given(context), state.variance
         temperature, inject, corrected = self.now(state)
-        xi = torch.cat([x.reshape(-1) for (x,) in self.normals(state, g, at)])
+        xi = torch.cat([x.reshape(-1) for (x,) in self.normals(state, g, context)])
         flat = torch.cat([x.reshape(-1) for x in g])
         new = self.decay * old + (1.0 - self.decay) * came
         inverse = torch.eye(len(flat), dtype=old.dtype, device=old.device) / self.lr

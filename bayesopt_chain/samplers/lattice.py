@@ -23,10 +23,10 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
-from bayesopt_chain.matching.response import OwnNoise, Response
+from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
@@ -46,15 +46,17 @@ class Lattice(Keyed):
 
     @property
     def response(self) -> Response:
-        return OwnNoise()
+        return SelfContainedSampler()
 
-    def init(self, leaves: Leaves, at: At) -> LatticeState:
-        return LatticeState(*self.start(leaves, at))
+    def init(self, leaves: Leaves, context: LinkContext) -> LatticeState:
+        return LatticeState(*self.start(leaves, context))
 
-    def update(self, g: Leaves, state: LatticeState, op: Op, at: At) -> tuple[Leaves, LatticeState]:
+    def update(
+        self, g: Leaves, state: LatticeState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, LatticeState]:
         temperature = now(self.temperature, state.count)
         checks.at_this_step("temperature", temperature)
-        uniform = self.normals(state, g, at, 1, "uniform")
+        uniform = self.normals(state, g, context, 1, "uniform")
         delta = root(2.0 * temperature * self.lr)
         tilt = self.lr / delta
         moves = [

@@ -36,8 +36,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.adam import scale_by_adam
 from bayesopt_chain.links.adaptive_window import scale_by_adaptive_window
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -111,23 +111,25 @@ class RunningScaleWithDivergence(RunningScale):
     temperature: ScalarOrSchedule = 0.0
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"hessian_diagonal"})
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.accepts
+    def required_kwargs(self) -> frozenset[str]:
+        return self.extra_kwargs
 
-    def init(self, leaves: Leaves, at: At) -> RunningScaleState:
-        return super().init(leaves, at)._replace(count=new_counts(leaves))
+    def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
+        return super().init(leaves, context)._replace(count=new_counts(leaves))
 
-    def update(self, g: Leaves, state: RunningScaleState, op: Op, at: At) -> tuple[Leaves, RunningScaleState]:
-        if at.extra.get("hessian_diagonal") is None:
+    def update(
+        self, g: Leaves, state: RunningScaleState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, RunningScaleState]:
+        if context.extra.get("hessian_diagonal") is None:
             raise ValueError(
                 "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
                 "like the parameters; pass make_step(..., hessian_diagonal=fn), or use corrected=False"
             )
-        hessian = at.leaves(at.extra["hessian_diagonal"])
+        hessian = context.leaves(context.extra["hessian_diagonal"])
         strength = by_count(self._strength, state.count)
         state = self.learned(g, state, op)
         d = self.denominators(state)
@@ -136,7 +138,7 @@ class RunningScaleWithDivergence(RunningScale):
             root = nu.sqrt()
             slope = (1.0 - self.decay) * x * h / torch.where(root > 0, root, torch.ones_like(root))
             drifts.append((t * slope / (root + self.eps) ** 2).to(x.dtype))
-        return op.add(op.div(at.with_noise(lambda: d), d), drifts), state
+        return op.add(op.div(context.with_noise(lambda: d), d), drifts), state
 
     def _strength(self, count: Tensor) -> Tensor:
         """The temperature while the preconditioner still learns, then 0."""

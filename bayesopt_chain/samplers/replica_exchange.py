@@ -26,11 +26,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
-from bayesopt_chain.matching.response import OwnNoise, Response
+from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 
 _SWAP_STREAM = 0x2545F4914F6CDD1D
@@ -58,36 +58,38 @@ class ReplicaExchange(Keyed):
     correction_factor: float
     swap_every: int
     needs_params = True
-    stacked = True
+    acts_on_particles = True
     spread = "refused"
 
     @property
     def response(self) -> Response:
-        return OwnNoise()
+        return SelfContainedSampler()
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"loss"})
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_kwargs(self) -> frozenset[str]:
         return frozenset({"loss"})
 
-    def init(self, leaves: Leaves, at: At) -> ReplicaExchangeState:
+    def init(self, leaves: Leaves, context: LinkContext) -> ReplicaExchangeState:
         n = len(self.temperatures)
-        for i, p in zip(at.index, leaves):
+        for i, p in zip(context.index, leaves):
             if p.ndim == 0 or p.shape[0] != n:
                 raise ValueError(
                     f"replica_exchange: params must be stacked for {n} chains on axis 0, but leaf {i} has shape "
                     f"{tuple(p.shape)}; use bc.stack([...])"
                 )
-        key, count = self.start(leaves, at)
+        key, count = self.start(leaves, context)
         pairs = torch.zeros(n - 1, dtype=torch.int64, device=key.device)
         temperature = torch.tensor(self.temperatures, dtype=torch.float64, device=key.device)
         return ReplicaExchangeState(key, count, zeros(leaves), temperature, pairs, pairs.clone())
 
-    def update(self, g: Leaves, state: ReplicaExchangeState, op: Op, at: At) -> tuple[Leaves, ReplicaExchangeState]:
-        loss = at.extra.get("loss")
+    def update(
+        self, g: Leaves, state: ReplicaExchangeState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ReplicaExchangeState]:
+        loss = context.extra.get("loss")
         n = len(self.temperatures)
         if loss is None or tuple(loss.shape) != (n,):
             came = "nothing" if loss is None else f"shape {tuple(loss.shape)}"
@@ -100,7 +102,7 @@ class ReplicaExchange(Keyed):
         heat = torch.sqrt(temperature / temperature[order])
         strength = torch.sqrt(temperature * (2.0 * (1.0 - self.momentum) / self.lr))
         moves, velocity = [], []
-        for x, p, v, (xi,) in zip(g, at.params, state.velocity, self.normals(state, g, at)):
+        for x, p, v, (xi,) in zip(g, context.params, state.velocity, self.normals(state, g, context)):
             here = order.to(x.device)
             v = v[here] * _along(heat, x) * self.momentum + x[here] + xi * _along(strength, x)
             velocity.append(v)

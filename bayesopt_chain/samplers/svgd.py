@@ -22,8 +22,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
@@ -39,19 +39,19 @@ class SteinState(NamedTuple):
 class Stein(Link):
     """The link behind :func:`scale_by_stein_kernel`."""
 
-    exacting = True
+    checks_gradients = True
 
     temperature: ScalarOrSchedule
     bandwidth: float | str
     needs_params = True
-    stacked = True
+    acts_on_particles = True
     spread = "refused"
 
     @property
     def response(self) -> Response:
         return Refused("its particles share gradients, so no noise for each alone is matched; leave the noise link out")
 
-    def init(self, leaves: Leaves, at: At) -> SteinState:
+    def init(self, leaves: Leaves, context: LinkContext) -> SteinState:
         sizes = {p.shape[0] if p.ndim else 0 for p in leaves}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
@@ -60,9 +60,9 @@ class Stein(Link):
             )
         return SteinState(torch.zeros((), dtype=torch.int64, device=leaves[0].device))
 
-    def update(self, g: Leaves, state: SteinState, op: Op, at: At) -> tuple[Leaves, SteinState]:
+    def update(self, g: Leaves, state: SteinState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SteinState]:
         n = g[0].shape[0]
-        x = torch.cat([p.reshape(n, -1) for p in at.params], dim=1)
+        x = torch.cat([p.reshape(n, -1) for p in context.params], dim=1)
         square = (x.unsqueeze(0) - x.unsqueeze(1)).square().sum(-1)
         h2 = self.squared_bandwidth(square)
         kernel = torch.exp(-square / (2.0 * h2))

@@ -62,11 +62,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Leaves, Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
-from bayesopt_chain.matching.response import OwnNoise, Response
+from bayesopt_chain.matching.response import Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 _WHY = (
@@ -97,19 +97,23 @@ class Thermostat(Keyed):
 
     @property
     def response(self) -> Response:
-        return OwnNoise()
+        return SelfContainedSampler()
 
-    def init(self, leaves: Leaves, at: At) -> ThermostatState:
-        key, count = self.start(leaves, at)
+    def init(self, leaves: Leaves, context: LinkContext) -> ThermostatState:
+        key, count = self.start(leaves, context)
         shared = (torch.full((), self.friction, dtype=leaves[0].dtype, device=leaves[0].device),)
         friction = zeros(leaves, self.friction) if self.per_parameter else shared
         return ThermostatState(key, count, zeros(leaves), friction)
 
-    def update(self, g: Leaves, state: ThermostatState, op: Op, at: At) -> tuple[Leaves, ThermostatState]:
+    def update(
+        self, g: Leaves, state: ThermostatState, op: TensorOps, context: LinkContext
+    ) -> tuple[Leaves, ThermostatState]:
         temperature = now(self.temperature, state.count)
         checks.at_this_step("temperature", temperature)
-        xi = [x for (x,) in self.normals(state, g, at)]
-        moves, velocity, friction = self.advance(g, list(state.velocity), list(state.friction), xi, temperature, at)
+        xi = [x for (x,) in self.normals(state, g, context)]
+        moves, velocity, friction = self.advance(
+            g, list(state.velocity), list(state.friction), xi, temperature, context
+        )
         return op.put(g, moves), ThermostatState(
             state.key,
             *op.count([state.count]),
@@ -117,17 +121,17 @@ class Thermostat(Keyed):
             tuple(op.put(state.friction, friction)),  # pyright: ignore[reportCallIssue]
         )
 
-    def advance(self, g: list, v: list, friction: list, n: list, temperature, at: At):
+    def advance(self, g: list, v: list, friction: list, n: list, temperature, context: LinkContext):
         """Moves, velocities and frictions after one step of the leaves that have a gradient."""
         raise NotImplementedError
 
-    def kinetic(self, v: list, at: At) -> list:
+    def kinetic(self, v: list, context: LinkContext) -> list:
         """``|v|^2 / d``: the mean over all parameters, wherever they lie, or each parameter's own."""
         if self.per_parameter:
             return [x * x for x in v]
         squares = [(x * x).sum().to(v[0].dtype) for x in v]
-        if at.plan.shards is not None:
-            return [at.plan.shards.total(at.present, squares) / at.plan.shards.count(at.present)]
+        if context.plan.shards is not None:
+            return [context.plan.shards.total(context.present, squares) / context.plan.shards.count(context.present)]
         return [sum(squares) / sum(x.numel() for x in v)]
 
     def of_each_leaf(self, friction: list, leaves: list) -> list:
@@ -175,10 +179,10 @@ class Badodab(Thermostat):
         friction = self.half_thermostat_step(friction, p, temperature, at)
         return [(h / 2.0) * (a + b) for a, b in zip(first, p)], p, friction
 
-    def half_thermostat_step(self, friction: list, p: list, temperature, at: At) -> list:
+    def half_thermostat_step(self, friction: list, p: list, temperature, context: LinkContext) -> list:
         """D: the friction's half step."""
         rate = self.step / (2.0 * self.friction * self.mass)
-        excess = [k / temperature - 1.0 for k in self.kinetic(p, at)]
+        excess = [k / temperature - 1.0 for k in self.kinetic(p, context)]
         return self.driven(friction, excess, rate, _CAP / self.step)
 
     def __str__(self) -> str:

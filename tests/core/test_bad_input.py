@@ -208,7 +208,14 @@ def test_a_schedule_that_descends_by_its_sign_is_told_what_to_do():
 
 
 @pytest.mark.parametrize(
-    "response", [bc.response.Metric(), bc.response.Rate(), bc.response.Noise(), bc.response.OwnNoise(), "linear"]
+    "response",
+    [
+        bc.response.Preconditioner(),
+        bc.response.Rate(),
+        bc.response.Noise(),
+        bc.response.SelfContainedSampler(),
+        "linear",
+    ],
 )
 def test_responses_that_need_more_than_a_declaration_cannot_be_declared(response):
     with pytest.raises(TypeError, match="Linear, Nonlinear, Decay"):

@@ -162,7 +162,7 @@ def test_a_link_may_take_every_keyword():
     tx = bc.chain(GradientTransformation(lambda params: (), update_fn), bc.sgd(0.1))
     tx.update([torch.ones(1)], tx.init([torch.ones(1)]), curvature=7)
     assert seen == {"curvature": 7}
-    assert bc.with_response(tx, bc.response.Nonlinear()).accepts == tx.accepts
+    assert bc.with_response(tx, bc.response.Nonlinear()).extra_kwargs == tx.extra_kwargs
 
 
 def test_zero_dimensional_leaves_keep_their_dtype_when_hot():

@@ -439,7 +439,7 @@ class Silent(Link):
 
     @property
     def response(self):
-        return bc.response.Metric(learns=True)
+        return bc.response.Preconditioner(learns=True)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
-from bayesopt_chain.core.link import At, Link
-from bayesopt_chain.core.op import Op
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.ekf import _smoothing
@@ -45,7 +45,7 @@ Number = float | Tensor | Callable[[Tensor], Any]
 class Filter(Link):
     """The link behind the filters."""
 
-    exacting = True
+    checks_gradients = True
 
     structure: Structure
     lr: Any
@@ -54,7 +54,7 @@ class Filter(Link):
     transition: Any = field(hash=False, compare=False)
     transition_noise: Any = field(hash=False, compare=False)
     forgetting: Any
-    whole = True
+    all_leaves = True
     spread = "refused"
     needs_params = True
 
@@ -63,12 +63,12 @@ class Filter(Link):
         return Refused("a filter carries its own noise; give it as transition_noise=")
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         keywords = {"curvature", "loss", "lr", "transition_noise"}
         return frozenset(keywords if self.transition is None else keywords | {"draw"})
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_kwargs(self) -> frozenset[str]:
         return frozenset({"curvature"} if self.transition is None else {"curvature", "draw"})
 
     @property
@@ -84,8 +84,8 @@ class Filter(Link):
     def state(self) -> type:
         return self.structure.state
 
-    def init(self, leaves: list, at: At) -> Any:
-        params = at.tree(leaves)
+    def init(self, leaves: list, context: LinkContext) -> Any:
+        params = context.tree(leaves)
         checks.parameters(leaves, optree.tree_paths(params))
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -120,23 +120,23 @@ class Filter(Link):
         moved, transition = transition_at(self.transition, params, self.structure.mixes, self.name)
         return moved, Motion(transition, noise_of(noise, params, self.structure.mixes, self.name), self.forgetting)
 
-    def sample(self, state: Any, params: list, at: At) -> Draw:
-        moved, _ = transition_at(self.transition, at.tree(params), self.structure.mixes, self.name)
+    def sample(self, state: Any, params: list, context: LinkContext) -> Draw:
+        moved, _ = transition_at(self.transition, context.tree(params), self.structure.mixes, self.name)
         return Draw(moved, (), state.updates, state.updates)
 
-    def update(self, g: list, state: Any, op: Op, at: At) -> tuple[list, Any]:
-        leaves, moving = at.params, [x is not None for x in g]
-        params = at.tree(leaves)
-        lr = self._lr(at.extra.get("lr", self.lr), state.updates)
-        moved, motion = self.motion(at.extra.get("transition_noise", self.transition_noise), state.updates, params)
+    def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
+        leaves, moving = context.params, [x is not None for x in g]
+        params = context.tree(leaves)
+        lr = self._lr(context.extra.get("lr", self.lr), state.updates)
+        moved, motion = self.motion(context.extra.get("transition_noise", self.transition_noise), state.updates, params)
         if self.transition is not None:
-            self._require_predicted(at.extra.get("draw"), state, moved, moving)
+            self._require_predicted(context.extra.get("draw"), state, moved, moving)
         predicted = self.structure.predict(state, motion, leaves)
 
         def solve(rows: Any) -> Any:
             return self.structure.precision(predicted, params).factorised().solve(rows)
 
-        known = information(at.extra.get("curvature"), leaves, self.name, at.extra.get("loss"), solve)
+        known = information(context.extra.get("curvature"), leaves, self.name, context.extra.get("loss"), solve)
         batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
         moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
         if self.transition is not None:

@@ -44,8 +44,8 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Drawing, along_samples, over_samples, require_drawn_from, standard_normals
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -81,28 +81,28 @@ class Natural(Drawing):
     antithetic: bool
     prior: Any = field(default=None, hash=False, compare=False)
     state = NaturalState
-    whole = True
+    all_leaves = True
     needs_params = True
     name = "vi"
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"draw"})
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.accepts - {"draw"} if self.is_deterministic else self.accepts
+    def required_kwargs(self) -> frozenset[str]:
+        return self.extra_kwargs - {"draw"} if self.is_deterministic else self.extra_kwargs
 
     @property
     def response(self) -> Response:
         return Refused("natural-gradient inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init(self, leaves: list, at: At) -> NaturalState:
-        checks.parameters(leaves, at.paths)
-        require_prior(self.prior, at.tree(leaves), self.name)
-        key, count = self.first_key(leaves, at)
+    def init(self, leaves: list, context: LinkContext) -> NaturalState:
+        checks.parameters(leaves, context.paths)
+        require_prior(self.prior, context.tree(leaves), self.name)
+        key, count = self.first_key(leaves, context)
         momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
-        return NaturalState(momentum, self.first_hessian(at.tree(leaves)), key, count)
+        return NaturalState(momentum, self.first_hessian(context.tree(leaves)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
         raise NotImplementedError
@@ -177,9 +177,9 @@ class IVON(Natural):
         temperature = scalar(now(self.temperature, state.count), state.key.device)
         return [times((h + d).rsqrt(), temperature.sqrt()) for h, d in zip(state.hessian, self.decay(state))]
 
-    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
-        draw: Any = at.extra.get("draw")
-        leaves = at.params
+    def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
+        draw: Any = context.extra.get("draw")
+        leaves = context.params
         samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else over_samples(x) for x in samples]
         hessian = state.hessian
@@ -188,9 +188,9 @@ class IVON(Natural):
                 None if x is None else over_samples(x * z) / s
                 for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
-            warm = scalar(now(self.temperature, state.count), state.key.device) > 0
+            is_positive_temperature = scalar(now(self.temperature, state.count), state.key.device) > 0
             hessian = tuple(
-                h if x is None else torch.where(warm, self._averaged(h, x, d), h)
+                h if x is None else torch.where(is_positive_temperature, self._averaged(h, x, d), h)
                 for x, h, d in zip(estimates, state.hessian, self.decay(state))
             )
         force, momentum = self._force(means, state, leaves)
@@ -228,7 +228,7 @@ class VON(Natural):
     name = "vi.von"
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"draw", "curvature"})
 
     def first_hessian(self, params):
@@ -247,12 +247,12 @@ class VON(Natural):
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
-    def update(self, g: list, state: NaturalState, op: Op, at: At) -> tuple[list, NaturalState]:
-        draw: Any = at.extra.get("draw")
-        leaves = at.params
+    def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
+        draw: Any = context.extra.get("draw")
+        leaves = context.params
         samples = self._samples(g, draw, state, leaves)
         means = [None if x is None else over_samples(x) for x in samples]
-        hessian = self._averaged(state, self._increment(leaves, at))
+        hessian = self._averaged(state, self._increment(leaves, context))
         force, momentum = self._force(means, state, leaves)
         tree = optree.tree_unflatten(
             optree.tree_structure(hessian.diag()),
@@ -264,8 +264,8 @@ class VON(Natural):
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
         return steps, op.keep(state, new)
 
-    def _increment(self, leaves: list, at: At) -> Precision:
-        increment = at.extra.get("curvature")
+    def _increment(self, leaves: list, context: LinkContext) -> Precision:
+        increment = context.extra.get("curvature")
         if not isinstance(increment, Precision):
             raise ValueError(
                 f"{self.name}: update got curvature={type(increment).__name__}: pass an increment of an estimator of "
@@ -294,17 +294,17 @@ class VOGN(VON):
     name = "vi.vogn"
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"draw", "per_sample_gradients"})
 
-    def _increment(self, leaves: list, at: At) -> Precision:
-        gradients = at.extra.get("per_sample_gradients")
+    def _increment(self, leaves: list, context: LinkContext) -> Precision:
+        gradients = context.extra.get("per_sample_gradients")
         if gradients is None:
             raise ValueError(
                 f"{self.name}: update got no per_sample_gradients=: pass the gradient of every datum's loss at draw.params, "
                 "leaves [B, *leaf.shape] (make_step does)"
             )
-        given = at.leaves(gradients)
+        given = context.leaves(gradients)
         lead = [x.ndim - p.ndim for x, p in zip(given, leaves)]
         wanted = 1 if self.n_samples == 1 else 2
         if any(n != wanted for n in lead):
@@ -314,7 +314,7 @@ class VOGN(VON):
             )
         squares = [x.square() if wanted == 1 else x.square().mean(0) for x in given]
         count = torch.full((), float(squares[0].shape[0]), dtype=torch.float64, device=squares[0].device)
-        return Diagonal(at.tree([x.sum(0) for x in squares]), count)
+        return Diagonal(context.tree([x.sum(0) for x in squares]), count)
 
 
 @checked_types

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import At
-from bayesopt_chain.core.op import Op
+from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Draw,
@@ -94,26 +94,26 @@ class Variational(Drawing):
     weight_decay: float = 0.0
     prior: Any = field(default=None, hash=False, compare=False)
     state = VariationalState
-    whole = True
+    all_leaves = True
     needs_params = True
 
     @property
-    def accepts(self) -> frozenset[str]:
+    def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"draw"})
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset() if self.is_deterministic else self.accepts
+    def required_kwargs(self) -> frozenset[str]:
+        return frozenset() if self.is_deterministic else self.extra_kwargs
 
     @property
     def response(self) -> Response:
         return Refused("variational inference optimizes a distribution; give the noise to it as temperature=")
 
-    def init(self, leaves: list, at: At) -> VariationalState:
-        params, (key, zero) = at.tree(leaves), self.first_key(leaves, at)
+    def init(self, leaves: list, context: LinkContext) -> VariationalState:
+        params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
 
         def normals(n: int) -> tuple[Tensor, ...]:  # the stream's first value; the draws begin with the second
-            return standard_normals(key, zero, leaves, at.paths, n, stream=self.stream)
+            return standard_normals(key, zero, leaves, context.paths, n, stream=self.stream)
 
         require_prior(self.prior, params, self.family.name)
         scale = self.family.start(leaves, self._first_scales(params), normals)
@@ -141,19 +141,21 @@ class Variational(Drawing):
         noise = standard_normals(state.key, state.count, like, names, self.n_samples, self.antithetic, self.stream)
         return noise, self.family.displace(state.scale, noise, leaves)
 
-    def update(self, g: list, state: VariationalState, op: Op, at: At) -> tuple[list, VariationalState]:
-        params = at.params
+    def update(
+        self, g: list, state: VariationalState, op: TensorOps, context: LinkContext
+    ) -> tuple[list, VariationalState]:
+        params = context.params
         if self.is_deterministic:
             if self.n_samples > 1:
                 g = [None if x is None else x.mean(0) if x.ndim > p.ndim else x for x, p in zip(g, params)]
             if self.weight_decay:
                 g = [None if x is None else x + self.weight_decay * p for x, p in zip(g, params)]
-            moves, optimizer = self._move_mean(g, state, params, op, at)
+            moves, optimizer = self._move_mean(g, state, params, op, context)
             return moves, state._replace(mean_optimizer=optimizer)
-        draw: Any = at.extra.get("draw")
+        draw: Any = context.extra.get("draw")
         require_drawn_from(draw, state, self.family.name)
         by_mean, by_scale = self._gradients(g, draw.noise, state, params)
-        moves, mean_optimizer = self._move_mean(by_mean, state, params, op, at)
+        moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
         steps, scale_optimizer = self.scale_optimizer.update(
             by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
         )
@@ -185,11 +187,13 @@ class Variational(Drawing):
         by_mean = [over_samples(x) if m else None for x, m in zip(filled, moves)]
         return by_mean, tuple(family.only(by_scale, leaves, moves))
 
-    def _move_mean(self, g: list, state: VariationalState, params: list, op: Op, at: At) -> tuple[list, Any]:
+    def _move_mean(
+        self, g: list, state: VariationalState, params: list, op: TensorOps, context: LinkContext
+    ) -> tuple[list, Any]:
         moves, optimizer = self.mean_optimizer.update(
-            at.tree(g), state.mean_optimizer, params=at.tree(params), inplace=op.inplace
+            context.tree(g), state.mean_optimizer, params=context.tree(params), inplace=op.inplace
         )
-        return at.leaves(moves), op.keep(state.mean_optimizer, optimizer)
+        return context.leaves(moves), op.keep(state.mean_optimizer, optimizer)
 
     def report(self, state: VariationalState, draw: Draw, loss: Tensor, aux: Any) -> VariationalInfo:
         """What a step from this state says about itself."""

@@ -9,7 +9,7 @@ For each leaf the links that act on it are split into what comes before the line
 By linearity any such place is as good as the head of the linear part. With ``F = G f`` (``G`` the gains that change
 with time, ``f`` the constant filter) and ``P`` the product of metrics, noise of spectrum ``Psi P^-1`` at the head becomes,
 behind the gains ``G_b`` and metrics ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``. Weight decay behind
-memory adds a spectrum of its own, which only the metrics met before it colour: a second site.
+memory adds a spectrum of its own, which only the metrics met before it colour: a second noise input.
 
 Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no memory of its own: half of it may wait in the
 velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1} + b (g_t + e_t)``, ``b = 1 - dampening``,
@@ -29,7 +29,17 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Filtered, Process, Scheduled
-from bayesopt_chain.matching.response import Decay, Linear, Metric, Noise, Nonlinear, OwnNoise, Rate, Refused, Response
+from bayesopt_chain.matching.response import (
+    Decay,
+    Linear,
+    Noise,
+    Nonlinear,
+    Preconditioner,
+    Rate,
+    Refused,
+    Response,
+    SelfContainedSampler,
+)
 
 LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
 Responses = Mapping[int, Any]  # by the number of the link
@@ -41,7 +51,7 @@ class Neighbour(Protocol):
     velocity: ClassVar[str]
     carries: ClassVar[bool]
     rescales: ClassVar[bool]
-    whole: ClassVar[bool]
+    all_leaves: ClassVar[bool]
 
     @property
     def response(self) -> Response | None: ...
@@ -49,35 +59,35 @@ class Neighbour(Protocol):
     def shown(self) -> str: ...
 
 
-class Whole(NamedTuple):
+class TransferFunction(NamedTuple):
     """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
 
     b: law.Poly
     a: law.Poly
     head: float  # the constant gain in front of the place where the noise enters
-    metrics: tuple[int, ...]
+    preconditioners: tuple[int, ...]
     rates: tuple[int, ...]
     decays: Sequence[tuple[int, law.Poly]]  # those behind memory: the link, and ``N`` of ``w / H = N / b``
-    owner: int | None  # the link with the only pole
+    pole_link: int | None  # the link with the only pole
 
     def __str__(self) -> str:
         return f"F = {_format(self.b)}" + (f" / {_format(self.a)}" if len(self.a) > 1 else "")
 
 
-class Site(NamedTuple):
+class NoiseInput(NamedTuple):
     """One independent noise of the leaves on which the same links act."""
 
-    whole: Whole  # what it is matched to
-    enters: int  # the link before which (a learning metric: inside which) it enters
+    transfer: TransferFunction  # what it is matched to
+    entry_link: int  # the link before which (a learning metric: inside which) it enters
     leaves: tuple[int, ...]
     process: Process  # at the temperature, where nothing changes with time
     changes: bool
-    colours: tuple[tuple[int, float], ...]  # (metric, power): P^(1/2) if met before the noise enters, P^(-1/2) behind
+    powers: tuple[tuple[int, float], ...]  # (metric, power): P^(1/2) if met before the noise enters, P^(-1/2) behind
     rates: tuple[tuple[int, ...], tuple[int, ...]]  # the changing gains before it, and behind it
-    carried: float  # what the velocity holds back of this noise for the next step
+    deferred_gain: float  # what the velocity holds back of this noise for the next step
 
 
-def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[Site]]:
+def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[NoiseInput]]:
     """The sites of every noise link; ``where`` are the leaves that each link acts on.
 
     Raises:
@@ -86,7 +96,7 @@ def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[
     groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
     for j in sorted({j for w in where for j in w}):
         groups.setdefault(tuple([i for i, w in enumerate(where) if j in w]), []).append(j)
-    out = {i: list[Site]() for i, x in enumerate(links) if isinstance(x.response, Noise)}
+    out = {i: list[NoiseInput]() for i, x in enumerate(links) if isinstance(x.response, Noise)}
     for acting, leaves in groups.items():
         n, found = match_group(links, acting, tuple(leaves), where)
         if n is not None:
@@ -96,14 +106,14 @@ def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[
 
 def match_group(
     links: Sequence[Neighbour], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
-) -> tuple[int | None, list[Site]]:
+) -> tuple[int | None, list[NoiseInput]]:
     """The noise link of the leaves on which the links numbered ``acting`` act, and its sites.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what would.
     """
     r: dict[int, Any] = {i: links[i].response for i in acting}
-    if own := _of(r, OwnNoise):
+    if own := _of(r, SelfContainedSampler):
         _check_own_noise(links, r, own)
     if not (noises := _of(r, Noise)):
         return None, []
@@ -122,37 +132,39 @@ def match_group(
         )
     memory = [i for i in _of(r, Linear) if any((*r[i].a[1:], *r[i].b[1:]))]
     at = _entrance(links, r, written, memory)
-    whole = _whole(links, r, at)
-    if whole is None:
+    transfer = _transfer_function(links, r, at)
+    if transfer is None:
         return written, []
-    changes = bool(whole.rates) or noise.temperature is None
-    rescales = memory == [whole.owner] and links[memory[0]].rescales
-    parts = _processes(whole, noise, changes, rescales)
-    _check_mixing(links, whole, r, changes, [i for i in acting if where[i] != leaves])
-    carrier = r[at] if whole.owner == at and links[at].carries and len(parts) == 1 else None
-    sites = list[Site]()
+    changes = bool(transfer.rates) or noise.temperature is None
+    rescales = memory == [transfer.pole_link] and links[memory[0]].rescales
+    parts = _processes(transfer, noise, changes, rescales)
+    _check_mixing(links, transfer, r, changes, [i for i in acting if where[i] != leaves])
+    carrier = r[at] if transfer.pole_link == at and links[at].carries and len(parts) == 1 else None
+    noise_inputs = list[NoiseInput]()
     for met, process in parts:
-        carried = 0.0
+        deferred_gain = 0.0
         if carrier and len(carrier.b) == 1 and isinstance(process, Filtered) and process.d == (1.0,):
             mu, c = -carrier.a[1], process.c
             if mu >= LEAST_MOMENTUM and len(c) == 2 and c[0] == c[1]:  # the mean of two draws
-                carried, process = carrier.b[0] / mu, Filtered(c[:1])
-        colours = *((m, 0.5) for m in whole.metrics if m < at), *((m, -0.5) for m in met if m >= at)
-        rates = tuple([i for i in whole.rates if i < at]), tuple([i for i in whole.rates if i >= at])
-        sites.append(Site(whole, at, leaves, process, changes, colours, rates, carried))
-    return written, sites
+                deferred_gain, process = carrier.b[0] / mu, Filtered(c[:1])
+        powers = *((m, 0.5) for m in transfer.preconditioners if m < at), *((m, -0.5) for m in met if m >= at)
+        rates = tuple([i for i in transfer.rates if i < at]), tuple([i for i in transfer.rates if i >= at])
+        noise_inputs.append(NoiseInput(transfer, at, leaves, process, changes, powers, rates, deferred_gain))
+    return written, noise_inputs
 
 
-def _check_mixing(links: Sequence[Neighbour], whole: Whole, r: Responses, changes: bool, masked: Sequence[int]) -> None:
+def _check_mixing(
+    links: Sequence[Neighbour], transfer: TransferFunction, r: Responses, changes: bool, masked: Sequence[int]
+) -> None:
     """What mixes its leaves must act on all leaves of the site, and a memory that is to be rescaled must be known."""
-    mixing = [m for m in whole.metrics if not r[m].diagonal]
-    if changes and (owner := whole.owner) is not None:
-        if not (links[owner].velocity or links[owner].whole):
+    mixing = [m for m in transfer.preconditioners if not r[m].diagonal]
+    if changes and (pole_link := transfer.pole_link) is not None:
+        if not (links[pole_link].velocity or links[pole_link].all_leaves):
             raise ValueError(
-                f"chain: a changing learning rate or temperature has to rescale what {links[owner].shown} remembers, and it "
+                f"chain: a changing learning rate or temperature has to rescale what {links[pole_link].shown} remembers, and it "
                 "does not say which of its state that is; use constants, or bc.add_momentum"
             )
-        mixing += [owner] if links[owner].whole else []
+        mixing += [pole_link] if links[pole_link].all_leaves else []
     if mixing and mixing[0] in masked:
         raise ValueError(f"chain: {links[mixing[0]].shown} mixes its leaves, so the same links must act on all of them")
 
@@ -197,7 +209,7 @@ def _require_known(link: Neighbour, response: Any) -> None:
 
 def _entrance(links: Sequence[Neighbour], r: Responses, written: int, memory: Sequence[int]) -> int:
     """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
-    learning = [i for i in _of(r, Metric) if r[i].learns]
+    learning = [i for i in _of(r, Preconditioner) if r[i].learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
     if not curved:
         return memory[0] if memory else written
@@ -221,10 +233,10 @@ def _entrance(links: Sequence[Neighbour], r: Responses, written: int, memory: Se
     return learning[0] if learning else memory[0] if memory else written
 
 
-def _whole(links: Sequence[Neighbour], r: Responses, at: int) -> Whole | None:
+def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> TransferFunction | None:
     """The product of all responses; ``None`` if it is zero, so that nothing moves."""
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
-    metrics, rates, poles = _of(r, Metric), _of(r, Rate), [i for i in _of(r, Linear) if any(r[i].a[1:])]
+    preconditioners, rates, poles = _of(r, Preconditioner), _of(r, Rate), [i for i in _of(r, Linear) if any(r[i].a[1:])]
     decays: list[tuple[int, law.Poly]] = []
     for i, x in r.items():
         if isinstance(x, Linear):
@@ -248,48 +260,50 @@ def _whole(links: Sequence[Neighbour], r: Responses, at: int) -> Whole | None:
         raise ValueError(
             "chain: weight decay behind both momentum and a changing learning rate cannot be matched; write it first"
         )
-    if dense := [i for i in metrics if not r[i].diagonal]:
-        if len(metrics) > 1:
+    if dense := [i for i in preconditioners if not r[i].diagonal]:
+        if len(preconditioners) > 1:
             raise ValueError(
-                f"chain: two preconditioners ({_names(links, metrics)}), one of them not diagonal, need not commute; keep one"
+                f"chain: two preconditioners ({_names(links, preconditioners)}), one of them not diagonal, need not commute; keep one"
             )
         if dense[0] >= at:
             raise ValueError(f"chain: write {links[dense[0]].shown} before the momentum and the noise")
     descent = [(i, tuple([-sign * v for v in n])) for i, n in decays]
-    owner = poles[0] if len(poles) == 1 else None
+    pole_link = poles[0] if len(poles) == 1 else None
     b = tuple([-sign * v for v in law.trim(b)])
-    return Whole(b, tuple(law.trim(a)), head, tuple(metrics), tuple(rates), descent, owner)
+    return TransferFunction(b, tuple(law.trim(a)), head, tuple(preconditioners), tuple(rates), descent, pole_link)
 
 
-def _processes(whole: Whole, noise: Noise, changes: bool, rescales: bool) -> list[tuple[tuple[int, ...], Process]]:
+def _processes(
+    transfer: TransferFunction, noise: Noise, changes: bool, rescales: bool
+) -> list[tuple[tuple[int, ...], Process]]:
     """The independent noises, each with the metrics whose product its spectrum is divided by."""
-    b, a = whole.b, whole.a
+    b, a = transfer.b, transfer.a
     heat = 1.0 if changes or noise.temperature is None else sqrt(noise.temperature)
 
     def filtered(r: law.Poly, rescales: bool = False) -> Filtered:
         c, d = law.noise_filter(r, b, noise.order)
-        return Filtered(tuple([heat * (whole.head * v) for v in c]), d, rescales)
+        return Filtered(tuple([heat * (transfer.head * v) for v in c]), d, rescales)
 
     rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
-    for i, numerator in whole.decays:
-        met = tuple([m for m in whole.metrics if m < i])
+    for i, numerator in transfer.decays:
+        met = tuple([m for m in transfer.preconditioners if m < i])
         rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))
     main = law.spectrum(b, a)
-    process: Process | None = Scheduled.of(b, a, whole.head, noise.order) if changes else None
+    process: Process | None = Scheduled.of(b, a, transfer.head, noise.order) if changes else None
     try:
         if process is None:
-            if whole.rates and (rest or not rescales):
+            if transfer.rates and (rest or not rescales):
                 raise law.NoMatchedNoise(
-                    f"{whole} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
+                    f"{transfer} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
                     "use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
                 )
-            process = filtered(law.add(main, rest.pop(whole.metrics, ())), bool(whole.rates))
-        elif len(main) == len(rest.get(whole.metrics, ())) == 1:
-            (extra,) = rest.pop(whole.metrics)
-            if not whole.rates and main[0] + extra < 0.0:
+            process = filtered(law.add(main, rest.pop(transfer.preconditioners, ())), bool(transfer.rates))
+        elif len(main) == len(rest.get(transfer.preconditioners, ())) == 1:
+            (extra,) = rest.pop(transfer.preconditioners)
+            if not transfer.rates and main[0] + extra < 0.0:
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
             process = replace(process, decay_level=extra / main[0] / process.branches[0][0])
-        return [(whole.metrics, process), *((met, filtered(r)) for met, r in rest.items())]
+        return [(transfer.preconditioners, process), *((met, filtered(r)) for met, r in rest.items())]
     except law.NoMatchedNoise as err:
         hint = ""
         if len(a) == 3 and len(b) == 1 and (margin := sum(a) - 4 * a[2]) < 0:
@@ -297,21 +311,21 @@ def _processes(whole: Whole, noise: Noise, changes: bool, rescales: bool) -> lis
                 ". Two cascaded momenta admit no matched noise once 1 - mu1 - mu2 - 3 mu1 mu2 < 0 "
                 f"(here {margin:.3g}); lower one of them"
             )
-        raise ValueError(f"chain: no noise can be matched to {whole}: {err}{hint}") from None
+        raise ValueError(f"chain: no noise can be matched to {transfer}: {err}{hint}") from None
 
 
 def note(links: Sequence[Neighbour], acting: Sequence[int], i: int) -> str:
     """What ``repr`` says of noise link ``i`` beside those ``acting`` on its leaves: where it acts, what it is matched to."""
     try:
-        _, sites = match_group(links, acting, (0,), [(0,)] * len(links))
+        _, noise_inputs = match_group(links, acting, (0,), [(0,)] * len(links))
     except ValueError as err:
         return f"unmatched: {str(err).removeprefix('chain: ')}"
-    if not sites:
+    if not noise_inputs:
         return "F = 0, so that nothing moves"
-    at, whole = sites[0].enters, sites[0].whole
-    inside = isinstance(x := links[at].response, Metric) and x.learns
+    at, transfer = noise_inputs[0].entry_link, noise_inputs[0].transfer
+    inside = isinstance(x := links[at].response, Preconditioner) and x.learns
     where = "here" if at == i else f"{'inside' if inside else 'before'} {links[at].shown.split('(')[0]}"
-    return f"acts {where}, matched to {whole}{' x lr(t)' if whole.rates else ''}"
+    return f"acts {where}, matched to {transfer}{' x lr(t)' if transfer.rates else ''}"
 
 
 def _of(r: Responses, kind: type) -> list[int]:
