@@ -1,8 +1,9 @@
 """What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
 Three rules keep links short. A link sees only the leaves that are there: masks and missing gradients are the chain's affair.
-A metric that learns does so from the clean gradient, and asks for the noise before it acts (``context.with_noise``). A link that
-owns a pole names the field of its state that holds it: the chain rescales it before a step and adds carried noise after.
+A preconditioner that learns does so from the clean gradient, and asks for the noise before it acts
+(``context.with_noise``). A link that owns a pole names the field of its state that holds it: the chain rescales it before a
+step and adds deferred noise after.
 """
 
 from __future__ import annotations
@@ -98,21 +99,20 @@ class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
     A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. All methods see the leaves
-    that are there; a ``all_leaves`` link sees all its leaves, with ``None`` for a missing gradient, and its whole state.
+    that are there; a link of ``all_leaves`` sees all of them, with ``None`` for a missing gradient, and its whole state.
     """
 
-    masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)  # all of them select its leaves
+    # the link acts on the leaves that every mask selects
+    masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)
 
-    velocity: ClassVar[str] = (
-        ""  # the field of the state whose pole this link owns; a ``all_leaves`` link rescales itself
-    )
+    # the field of the state whose pole this link owns; a link of ``all_leaves`` rescales itself
+    velocity: ClassVar[str] = ""
     carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
     rescales: ClassVar[bool] = False  # whether ``rescaled`` reaches all that it remembers, however many poles it has
     needs_params: ClassVar[bool] = False
     all_leaves: ClassVar[bool] = False
-    checks_gradients: ClassVar[bool] = (
-        False  # whether its gradients must be like its parameters, noise in the chain or not
-    )
+    # whether its gradients must be like its parameters, noise in the chain or not
+    checks_gradients: ClassVar[bool] = False
     needs_all_gradients: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
     acts_on_particles: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
     spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
@@ -149,7 +149,10 @@ class Link:
         return g, state
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
-        """``P^power e`` of a metric that does not learn, for noise of its leaves ``context.present``; ``e`` may be overwritten."""
+        """``P^power e`` of a preconditioner that does not learn, for noise of the leaves ``context.present``.
+
+        ``e`` may be overwritten.
+        """
         raise NotImplementedError
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:

@@ -37,9 +37,7 @@ class Injected(NamedTuple):
     leaves: list[int]
     noise: Leaves
     scale: list[Tensor] | None  # what the velocity is multiplied by before the step
-    is_positive_temperature: (
-        Tensor | None
-    )  # false where a changing temperature is zero: those gradients keep their bits
+    is_positive_temperature: Tensor | None  # where False (a changing temperature is now 0) no noise is added
 
 
 class Injection(Protocol):
@@ -80,9 +78,8 @@ class Plan:
         self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.checks_gradients for j in w)})
         self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self))
-        self.drawn = sorted(
-            self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run}
-        )  # not in a run
+        # the noise links that draw here, and not inside a lowered run
+        self.drawn = sorted(self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run})
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:

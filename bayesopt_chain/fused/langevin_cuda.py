@@ -3,8 +3,8 @@ r"""SGD with momentum and matched noise as one Triton kernel: 20 bytes a float32
     v = keep s + g + weight_decay theta + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
 
 for heavy ball ``(keep, momentum, carried) = (mu, 1, 1 / mu)``, the velocity with the half of the noise that acts in the next
-step (:mod:`bayesopt_chain.matching.noise_inputs`); for SGD ``(1, 0, 1)``, the draw itself; white noise has ``carried = 0``. Read
-theta, g and s, write theta and s, draw one normal that nobody has to remember.
+step (:mod:`bayesopt_chain.matching.noise_inputs`); for SGD ``(1, 0, 1)``, the draw itself; white noise has ``carried = 0``.
+Read theta, g and s, write theta and s, draw one normal that nobody has to remember.
 
 With ``c = s' / (1 + mu)``, ``s'^2 = T (1 - mu^2) / lr'``, ``lr' = 2 lr / (1 + mu)`` this is the Ornstein-Uhlenbeck form
 ``p = u - g; w = mu p - s' xi; theta <- theta + lr'/2 (p + w); u <- w`` in ``u = -mu s``: a kick, half a drift, an exact

@@ -49,9 +49,8 @@ class FilteredNoise(Keyed):
         return SelfContainedSampler(*self.beside)
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
-        draw_numbers(
-            tuple([context.plan.numbers[j] for j in context.index]), (len(self.current),) * len(context.index)
-        )  # or refuses
+        # refuses more draws than a stream has numbers for
+        draw_numbers(tuple([context.plan.numbers[j] for j in context.index]), (len(self.current),) * len(context.index))
         state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
         self.scale(state.count)
         return state

@@ -222,9 +222,8 @@ class LangevinInjection:
                     ones, [torch.zeros(()).double()] * noise_input.process.memory, coefficients[n]
                 )
                 (e,) = update.apply_powers(noise_input, [j], [e.float().expand(leaves[j].shape).clone()])
-                gain = (
-                    noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
-                )  # what a unit of noise moves in one step
+                # what a unit of noise moves in one step
+                gain = noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
                 behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
                 if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
                     return

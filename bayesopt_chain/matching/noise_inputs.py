@@ -156,13 +156,13 @@ def match_group(
 def _check_mixing(
     links: Sequence[Neighbour], transfer: TransferFunction, r: Responses, changes: bool, masked: Sequence[int]
 ) -> None:
-    """What mixes its leaves must act on all leaves of the site, and a memory that is to be rescaled must be known."""
+    """What mixes its leaves must act on all leaves of the noise input, and a memory that is to be rescaled must be known."""
     mixing = [m for m in transfer.preconditioners if not r[m].diagonal]
     if changes and (pole_link := transfer.pole_link) is not None:
         if not (links[pole_link].velocity or links[pole_link].all_leaves):
             raise ValueError(
-                f"chain: a changing learning rate or temperature has to rescale what {links[pole_link].shown} remembers, and it "
-                "does not say which of its state that is; use constants, or bc.add_momentum"
+                f"chain: a changing learning rate or temperature has to rescale what {links[pole_link].shown} remembers, and "
+                "it does not say which of its state that is; use constants, or bc.add_momentum"
             )
         mixing += [pole_link] if links[pole_link].all_leaves else []
     if mixing and mixing[0] in masked:
@@ -263,7 +263,8 @@ def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> Tra
     if dense := [i for i in preconditioners if not r[i].diagonal]:
         if len(preconditioners) > 1:
             raise ValueError(
-                f"chain: two preconditioners ({_names(links, preconditioners)}), one of them not diagonal, need not commute; keep one"
+                f"chain: two preconditioners ({_names(links, preconditioners)}), one of them not diagonal, need not commute; "
+                "keep one"
             )
         if dense[0] >= at:
             raise ValueError(f"chain: write {links[dense[0]].shown} before the momentum and the noise")
@@ -294,8 +295,8 @@ def _processes(
         if process is None:
             if transfer.rates and (rest or not rescales):
                 raise law.NoMatchedNoise(
-                    f"{transfer} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning rate; "
-                    "use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
+                    f"{transfer} is neither SGD, momentum nor Nesterov, and only those have a rule for a changing learning "
+                    "rate; use a constant lr, or bc.with_response(link, response, rescale=) for a link of your own"
                 )
             process = filtered(law.add(main, rest.pop(transfer.preconditioners, ())), bool(transfer.rates))
         elif len(main) == len(rest.get(transfer.preconditioners, ())) == 1:

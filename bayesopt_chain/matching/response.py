@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Decay", "Linear", "Preconditioner", "Noise", "Nonlinear", "Rate", "Refused"]
+__all__ = ["Decay", "Linear", "Noise", "Nonlinear", "Preconditioner", "Rate", "Refused"]
 
 
 @dataclass(frozen=True)

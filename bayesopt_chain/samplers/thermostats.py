@@ -147,13 +147,13 @@ class Thermostat(Keyed):
 class NoseHoover(Thermostat):
     """SGNHT; ``step`` is lr and ``friction`` is ``-log(momentum)``."""
 
-    def advance(self, g, v, friction, n, temperature, at):
+    def advance(self, g, v, friction, n, temperature, context):
         lr, loss = self.step, -math.expm1(-self.friction)  # 1 - mu
         strength = root(2.0 * loss * temperature / lr)
         kept = [torch.exp(-xi) for xi in friction]
         v = [a * u + x + strength * e for u, x, a, e in zip(v, g, self.of_each_leaf(kept, v), n)]
         moves = [-lr * u for u in v]
-        excess = [lr * (1.0 + a) / 2.0 * k / temperature - 1.0 for a, k in zip(kept, self.kinetic(v, at))]
+        excess = [lr * (1.0 + a) / 2.0 * k / temperature - 1.0 for a, k in zip(kept, self.kinetic(v, context))]
         return moves, v, self.driven(friction, excess, lr / (loss * self.mass), _CAP)
 
     def __str__(self) -> str:
@@ -167,16 +167,16 @@ class NoseHoover(Thermostat):
 class Badodab(Thermostat):
     """BADODAB; ``step`` is h and ``friction`` is gamma."""
 
-    def advance(self, g, v, friction, n, temperature, at):
+    def advance(self, g, v, friction, n, temperature, context):
         h = self.step
         p = [u - h * x for u, x in zip(v, g)]
         first = p
-        friction = self.half_thermostat_step(friction, p, temperature, at)
+        friction = self.half_thermostat_step(friction, p, temperature, context)
         p = [
             torch.exp(-xi * h) * u + root(2.0 * self.friction * temperature * h) * _ou_scale(2.0 * xi * h) * e
             for u, xi, e in zip(p, self.of_each_leaf(friction, p), n)
         ]
-        friction = self.half_thermostat_step(friction, p, temperature, at)
+        friction = self.half_thermostat_step(friction, p, temperature, context)
         return [(h / 2.0) * (a + b) for a, b in zip(first, p)], p, friction
 
     def half_thermostat_step(self, friction: list, p: list, temperature, context: LinkContext) -> list:
