@@ -82,6 +82,7 @@ class Kronecker(_Kronecker, Precision):
 
     @property
     def count(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """The number of data, 0-d: that of the factors times their weight."""
         return self.weight * self.data
 
     def add(self, other: Kronecker) -> Kronecker:
