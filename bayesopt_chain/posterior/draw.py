@@ -98,6 +98,14 @@ class Drawing(Keyed):
         raise NotImplementedError
 
 
+def require_samples(who: str, n_samples: int, antithetic: bool) -> None:
+    """Refuse fewer than one sample, and an odd number of them where they come in pairs."""
+    if not isinstance(n_samples, int) or n_samples < 1:
+        raise ValueError(f"{who}: n_samples must be an integer of at least 1, got {n_samples!r}")
+    if antithetic and n_samples % 2:
+        raise ValueError(f"{who}: antithetic draws come in pairs; n_samples={n_samples} is odd, pass an even number")
+
+
 def require_drawn_from(draw: Any, state: Any, who: str) -> None:
     """Refuse what is no draw, or a draw of another state."""
     if not isinstance(draw, Draw):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import checked, with_options
 from bayesopt_chain.core.link import Link, LinkContext
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
@@ -38,7 +38,20 @@ from bayesopt_chain.schedules import is_schedule
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, spread
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Number = float | Tensor | Callable[[Tensor], Any]
+
+
+class Options(TypedDict, total=False):
+    """The keywords that all filters have; :func:`dense` says what they mean."""
+
+    prior: Gaussian | None
+    prior_precision: Any
+    transition: Any
+    transition_noise: Any
+    forgetting: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -48,15 +61,26 @@ class Filter(Link):
     checks_gradients = True
 
     structure: Structure
-    lr: Any
-    prior: Any = field(hash=False, compare=False)
-    prior_precision: Any = field(hash=False, compare=False)
-    transition: Any = field(hash=False, compare=False)
-    transition_noise: Any = field(hash=False, compare=False)
-    forgetting: Any
+    lr: Any = 1.0
+    prior: Any = field(default=None, hash=False, compare=False)
+    prior_precision: Any = field(default=1.0, hash=False, compare=False)
+    transition: Any = field(default=None, hash=False, compare=False)
+    transition_noise: Any = field(default=0.0, hash=False, compare=False)
+    forgetting: Any = 1.0
     all_leaves = True
     spread = "refused"
     needs_params = True
+
+    def __post_init__(self) -> None:
+        checks.number(f"{self.name}: lr", self.lr, "(0, inf)", tensor=True, schedule=True)
+        if self.prior is None:
+            return
+        if not isinstance(self.prior, Gaussian):
+            raise TypeError(
+                f"{self.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(self.prior).__name__}"
+            )
+        if not self._is_default("prior_precision", 1.0):
+            raise ValueError(f"{self.name}: prior has a precision of its own: leave prior_precision out")
 
     @property
     def response(self) -> Response:
@@ -344,14 +368,10 @@ def _gaussian(moments: _smoothing.Moments, tree: Any, count: Tensor) -> Gaussian
 
 
 @checked
+@with_options(Options, Filter)
 def dense(
     lr: Number = 1.0,
-    *,
-    prior: Gaussian | None = None,
-    prior_precision: Any = 1.0,
-    transition: Any = None,
-    transition_noise: Any = 0.0,
-    forgetting: float | Tensor = 1.0,
+    **options: Unpack[Options],
 ) -> KalmanFilter:
     """The extended Kalman filter with every correlation, as a square root of the information.
 
@@ -399,18 +419,14 @@ def dense(
         >>> params, tx.posterior(state, params).marginal_variance
         (tensor([3.0000]), tensor([0.2500]))
     """
-    return _filter(DenseRoot(), lr, prior, prior_precision, transition, transition_noise, forgetting)
+    return KalmanFilter((Filter(DenseRoot(), lr, **options),))
 
 
 @checked
+@with_options(Options, Filter)
 def diagonal(
     lr: Number = 1.0,
-    *,
-    prior: Gaussian | None = None,
-    prior_precision: Any = 1.0,
-    transition: Any = None,
-    transition_noise: Any = 0.0,
-    forgetting: float | Tensor = 1.0,
+    **options: Unpack[Options],
 ) -> KalmanFilter:
     """The extended Kalman filter that keeps the diagonal of the information.
 
@@ -438,19 +454,16 @@ def diagonal(
         >>> updates, tx.posterior(state, params).marginal_variance
         (tensor([1., 1.]), tensor([0.5000, 0.5000]))
     """
-    return _filter(DiagonalInformation(), lr, prior, prior_precision, transition, transition_noise, forgetting)
+    return KalmanFilter((Filter(DiagonalInformation(), lr, **options),))
 
 
 @checked
+@with_options(Options, Filter)
 def low_rank(
     lr: Number = 1.0,
     *,
     rank: int = 10,
-    prior: Gaussian | None = None,
-    prior_precision: Any = 1.0,
-    transition: Any = None,
-    transition_noise: Any = 0.0,
-    forgetting: float | Tensor = 1.0,
+    **options: Unpack[Options],
 ) -> KalmanFilter:
     """The low-rank extended Kalman filter LO-FI: information of a diagonal and ``rank`` directions (Chang,
     Duran-Martin, Shestopaloff, Jones and Murphy, 2023).
@@ -482,24 +495,4 @@ def low_rank(
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"ekf.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is ekf.diagonal")
-    return _filter(LowRankInformation(rank), lr, prior, prior_precision, transition, transition_noise, forgetting)
-
-
-def _filter(
-    structure: Structure,
-    lr: Any,
-    prior: Any,
-    prior_precision: Any,
-    transition: Any,
-    transition_noise: Any,
-    forgetting: Any,
-) -> KalmanFilter:
-    checks.number(f"{structure.name}: lr", lr, "(0, inf)", tensor=True, schedule=True)
-    if prior is not None and not isinstance(prior, Gaussian):
-        raise TypeError(
-            f"{structure.name}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}"
-        )
-    if prior is not None and not (isinstance(prior_precision, (int, float)) and prior_precision == 1):
-        raise ValueError(f"{structure.name}: prior has a precision of its own: leave prior_precision out")
-    link = Filter(structure, lr, prior, prior_precision, transition, transition_noise, forgetting)
-    return KalmanFilter((link,))
+    return KalmanFilter((Filter(LowRankInformation(rank), lr, **options),))

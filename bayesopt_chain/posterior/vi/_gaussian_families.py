@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
-from bayesopt_chain.compose import chain
+from bayesopt_chain.arguments import checked, with_options
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.vi._families import Dense, Family, Kronecker, LowRank, MeanField
+from bayesopt_chain.posterior.vi._families import Dense, Kronecker, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
-from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
+from bayesopt_chain.schedules import ScalarOrSchedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """The keywords that all families have; :func:`mean_field` says what they mean."""
+
+    n_samples: int
+    antithetic: bool
+    stick_the_landing: bool
+    weight_decay: float
+    prior: Gaussian | None
+    scale_optimizer: GradientTransformation | None
+    generator: torch.Generator | None
 
 
 @checked
+@with_options(Options, Variational)
 def mean_field(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     init_scale: Any = 1e-2,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    stick_the_landing: bool = True,
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    scale_optimizer: GradientTransformation | None = None,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> VariationalTransform:
     """Independent Gaussians on every parameter: ``theta = mu + sigma * z``. Bayes by backprop (Blundell, Cornebise, Kavukcuoglu
     and Wierstra, 2015).
@@ -74,33 +81,17 @@ def mean_field(
         >>> tx.posterior(state, params).marginal_variance["w"].shape
         torch.Size([2])
     """
-    return _build(
-        MeanField(init_scale),
-        optimizer,
-        scale_optimizer,
-        temperature,
-        n_samples,
-        antithetic,
-        stick_the_landing,
-        weight_decay,
-        prior,
-        generator,
-    )
+    return VariationalTransform((Variational(MeanField(init_scale), optimizer, temperature, **options),))
 
 
 @checked
+@with_options(Options, Variational)
 def dense(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     init_scale: Any = 1e-2,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    stick_the_landing: bool = True,
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    scale_optimizer: GradientTransformation | None = None,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> VariationalTransform:
     """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z``.
 
@@ -126,34 +117,18 @@ def dense(
         >>> tx.posterior(tx.init(params), params).marginal_variance
         tensor([0.0100, 0.0100, 0.0100])
     """
-    return _build(
-        Dense(init_scale),
-        optimizer,
-        scale_optimizer,
-        temperature,
-        n_samples,
-        antithetic,
-        stick_the_landing,
-        weight_decay,
-        prior,
-        generator,
-    )
+    return VariationalTransform((Variational(Dense(init_scale), optimizer, temperature, **options),))
 
 
 @checked
+@with_options(Options, Variational)
 def low_rank(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     rank: int = 10,
     init_scale: Any = 1e-2,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    stick_the_landing: bool = True,
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    scale_optimizer: GradientTransformation | None = None,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> VariationalTransform:
     """A low-rank plus diagonal covariance: ``theta = mu + B z + d * eps`` (Ong, Nott and Smith, 2018).
 
@@ -183,34 +158,17 @@ def low_rank(
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"vi.low_rank: rank must be an integer of at least 1, got {rank!r}; rank 0 is vi.mean_field")
-    family = LowRank(init_scale, rank)
-    return _build(
-        family,
-        optimizer,
-        scale_optimizer,
-        temperature,
-        n_samples,
-        antithetic,
-        stick_the_landing,
-        weight_decay,
-        prior,
-        generator,
-    )
+    return VariationalTransform((Variational(LowRank(init_scale, rank), optimizer, temperature, **options),))
 
 
 @checked
+@with_options(Options, Variational)
 def kronecker(
     optimizer: GradientTransformation,
     *,
     temperature: ScalarOrSchedule,
     init_scale: Any = 1e-2,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    stick_the_landing: bool = True,
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    scale_optimizer: GradientTransformation | None = None,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> VariationalTransform:
     """A Kronecker product for every layer's covariance, a matrix normal: ``theta = mu + U Z V^T`` for each leaf, seen as a
     matrix ``[d0, d1]`` (Louizos and Welling, 2016).
@@ -240,74 +198,4 @@ def kronecker(
         tensor([[0.0400, 0.0400, 0.0400],
                 [0.0400, 0.0400, 0.0400]])
     """
-    return _build(
-        Kronecker(init_scale),
-        optimizer,
-        scale_optimizer,
-        temperature,
-        n_samples,
-        antithetic,
-        stick_the_landing,
-        weight_decay,
-        prior,
-        generator,
-    )
-
-
-def _build(
-    family: Family,
-    optimizer,
-    scale_optimizer,
-    temperature,
-    n_samples,
-    antithetic,
-    stick_the_landing,
-    weight_decay,
-    prior,
-    generator,
-) -> VariationalTransform:
-    for who, tx in (("optimizer", optimizer), ("scale_optimizer", scale_optimizer or optimizer)):
-        if not isinstance(tx, GradientTransformation):
-            raise TypeError(f"{family.name}: {who} is {tx!r}, not a gradient transformation")
-    checks.temperature(temperature)
-    if isinstance(family.init_scale, (int, float)):
-        checks.positive(f"{family.name}: init_scale", family.init_scale)
-    require_samples(family.name, n_samples, antithetic)
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"{family.name}: weight_decay must be finite and not negative, got {weight_decay!r}")
-    require_one_prior(family.name, prior, weight_decay, temperature)
-    link = Variational(
-        family,
-        chain(optimizer),
-        chain(scale_optimizer or optimizer),
-        temperature,
-        n_samples,
-        antithetic,
-        stick_the_landing,
-        weight_decay,
-        prior,
-        generator=generator,
-    )
-    return VariationalTransform((link,))
-
-
-def require_samples(who: str, n_samples: int, antithetic: bool) -> None:
-    """At least one, and pairs where pairs were asked for."""
-    if not isinstance(n_samples, int) or n_samples < 1:
-        raise ValueError(f"{who}: n_samples must be an integer of at least 1, got {n_samples!r}")
-    if antithetic and n_samples % 2:
-        raise ValueError(f"{who}: antithetic draws come in pairs; n_samples={n_samples} is odd, pass an even number")
-
-
-def require_one_prior(who: str, prior: Any, weight_decay: float, temperature: Any) -> None:
-    """A Gaussian, and neither weight decay nor temperature 0 beside it."""
-    if prior is None:
-        return
-    if not isinstance(prior, Gaussian):
-        raise TypeError(f"{who}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
-    if weight_decay:
-        raise ValueError(f"{who}: prior and weight_decay={weight_decay} are two priors: leave one out")
-    if is_zero(temperature):
-        raise ValueError(
-            f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
-        )
+    return VariationalTransform((Variational(Kronecker(init_scale), optimizer, temperature, **options),))

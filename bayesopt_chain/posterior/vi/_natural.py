@@ -36,25 +36,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked_types
+from bayesopt_chain.arguments import checked_types, with_options
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
-from bayesopt_chain.posterior.draw import Drawing, along_samples, over_samples, require_drawn_from, standard_normals
+from bayesopt_chain.posterior.draw import (
+    Drawing,
+    along_samples,
+    over_samples,
+    require_drawn_from,
+    require_samples,
+    standard_normals,
+)
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import device_of, times
-from bayesopt_chain.posterior.vi._gaussian_families import require_one_prior, require_samples
-from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, require_prior
+from bayesopt_chain.posterior.vi._transform import DrawingTransformation, like_prior, require_one_prior, require_prior
 from bayesopt_chain.precision import Diagonal, Precision
 from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
 from bayesopt_chain.tracing import is_readable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """The keywords that all three methods have; :func:`ivon` says what they mean."""
+
+    weight_decay: float
+    prior: Gaussian | None
+    init_hessian: float
+    n_samples: int
+    antithetic: bool
+    generator: torch.Generator | None
 
 
 class NaturalState(NamedTuple):
@@ -74,16 +94,34 @@ class Natural(Drawing):
 
     lr: ScalarOrSchedule
     temperature: ScalarOrSchedule
-    weight_decay: float
     betas: tuple[float, float]
-    init_hessian: float
-    n_samples: int
-    antithetic: bool
+    weight_decay: float = 0.0
     prior: Any = field(default=None, hash=False, compare=False)
+    init_hessian: float = 1.0
+    n_samples: int = 1
+    antithetic: bool = False
     state = NaturalState
     all_leaves = True
     needs_params = True
     name = "vi"
+
+    def __post_init__(self) -> None:
+        who, betas = self.name, tuple(self.betas)
+        object.__setattr__(self, "betas", betas)  # a list would not hash
+        checks.number(f"{who}: lr", self.lr, "[0, inf)", tensor=True, schedule=True)
+        checks.temperature(self.temperature)
+        if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
+            raise ValueError(
+                f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
+            )
+        checks.positive(f"{who}: init_hessian", self.init_hessian)
+        require_samples(who, self.n_samples, self.antithetic)
+        require_one_prior(who, self.prior, self.weight_decay, self.temperature)
+        if self.prior is not None and not isinstance(self.prior.precision, Diagonal):
+            raise ValueError(
+                f"{who}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a diagonal "
+                "one: pass Gaussian(mean, Diagonal(...)), or use bc.vi.dense with prior="
+            )
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
@@ -166,6 +204,11 @@ class IVON(Natural):
     rescale_lr: bool = True
     clip_radius: float = math.inf
     name = "vi.ivon"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_radius != math.inf:
+            checks.positive("vi.ivon: clip_radius", self.clip_radius)
 
     def first_hessian(self, params):
         return tuple(torch.full_like(leaf, self.init_hessian).detach() for leaf in optree.tree_leaves(params))
@@ -318,19 +361,15 @@ class VOGN(VON):
 
 
 @checked_types
+@with_options(Options, Natural)
 def ivon(
     lr: ScalarOrSchedule,
     *,
     temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.99999),
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    init_hessian: float = 1.0,
     rescale_lr: bool = True,
     clip_radius: float = math.inf,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> DrawingTransformation:
     """Improved variational online Newton: a diagonal Gaussian at the cost of Adam (Shen et al., 2024).
 
@@ -367,23 +406,19 @@ def ivon(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    checks.positive("vi.ivon: clip_radius", clip_radius if clip_radius != math.inf else 1.0)
-    common = _common("vi.ivon", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, prior)
-    return DrawingTransformation((IVON(*common, rescale_lr=rescale_lr, clip_radius=clip_radius, generator=generator),))
+    return DrawingTransformation(
+        (IVON(lr, temperature, betas, rescale_lr=rescale_lr, clip_radius=clip_radius, **options),)
+    )
 
 
 @checked_types
+@with_options(Options, Natural)
 def von(
     lr: ScalarOrSchedule,
     *,
     temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.0, 0.999),
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    init_hessian: float = 1.0,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> DrawingTransformation:
     """Variational online Newton with a precision of any structure (Khan et al., 2018; Khan and Rue, 2023).
 
@@ -418,22 +453,17 @@ def von(
         >>> tx.posterior(state, params).precision.to_dense().shape
         torch.Size([2, 2])
     """
-    common = _common("vi.von", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, prior)
-    return DrawingTransformation((VON(*common, generator=generator),))
+    return DrawingTransformation((VON(lr, temperature, betas, **options),))
 
 
 @checked_types
+@with_options(Options, Natural)
 def vogn(
     lr: ScalarOrSchedule,
     *,
     temperature: ScalarOrSchedule,
     betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    prior: Gaussian | None = None,
-    init_hessian: float = 1.0,
-    n_samples: int = 1,
-    antithetic: bool = False,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> DrawingTransformation:
     """Variational online Gauss-Newton: VON whose curvature is the mean square of single data's gradients.
 
@@ -460,23 +490,4 @@ def vogn(
         >>> tx.posterior(state, params).marginal_variance.shape
         torch.Size([2])
     """
-    common = _common("vi.vogn", lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, prior)
-    return DrawingTransformation((VOGN(*common, generator=generator),))
-
-
-def _common(who, lr, temperature, weight_decay, betas, init_hessian, n_samples, antithetic, prior) -> tuple:
-    checks.number(f"{who}: lr", lr, "[0, inf)", tensor=True, schedule=True)
-    checks.temperature(temperature)
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
-    if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
-        raise ValueError(f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}")
-    checks.positive(f"{who}: init_hessian", init_hessian)
-    require_samples(who, n_samples, antithetic)
-    require_one_prior(who, prior, weight_decay, temperature)
-    if prior is not None and not isinstance(prior.precision, Diagonal):
-        raise ValueError(
-            f"{who}: the prior's precision is {type(prior.precision).__name__}, and this method takes a diagonal one: pass "
-            "Gaussian(mean, Diagonal(...)), or use bc.vi.dense with prior="
-        )
-    return lr, temperature, weight_decay, tuple(betas), init_hessian, n_samples, antithetic, prior
+    return DrawingTransformation((VOGN(lr, temperature, betas, **options),))

@@ -19,6 +19,7 @@ Gelman and Blei, 2017 (mean field and dense); Ong, Nott and Smith, 2018 (low ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,9 +27,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
@@ -38,6 +40,7 @@ from bayesopt_chain.posterior.draw import (
     along_samples,
     over_samples,
     require_drawn_from,
+    require_samples,
     standard_normals,
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
@@ -49,7 +52,7 @@ from bayesopt_chain.posterior.state import (
     times,
 )
 from bayesopt_chain.posterior.vi._families import Family
-from bayesopt_chain.schedules import ScalarOrSchedule, now, scalar
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, scalar
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import paths, paths_of, require_like, spread
 
@@ -82,20 +85,32 @@ class VariationalInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Variational(Drawing):
-    """The link behind the variational families."""
+    """The link behind the variational families: the family, and two optimizers, one for mu and one for phi."""
 
     family: Family
-    mean_optimizer: Chain
-    scale_optimizer: Chain
+    optimizer: GradientTransformation
     temperature: ScalarOrSchedule
     n_samples: int = 1
     antithetic: bool = False
     stick_the_landing: bool = True
     weight_decay: float = 0.0
     prior: Any = field(default=None, hash=False, compare=False)
+    scale_optimizer: Any = None
     state = VariationalState
     all_leaves = True
     needs_params = True
+
+    def __post_init__(self) -> None:
+        who = self.family.name
+        for name, tx in (("optimizer", self.optimizer), ("scale_optimizer", self.scale_optimizer or self.optimizer)):
+            if not isinstance(tx, GradientTransformation):
+                raise TypeError(f"{who}: {name} is {tx!r}, not a gradient transformation")
+            object.__setattr__(self, name, chain(tx))  # so that both take params= and unknown keywords as chains do
+        checks.temperature(self.temperature)
+        if isinstance(self.family.init_scale, (int, float)):
+            checks.positive(f"{who}: init_scale", self.family.init_scale)
+        require_samples(who, self.n_samples, self.antithetic)
+        require_one_prior(who, self.prior, self.weight_decay, self.temperature)
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
@@ -117,9 +132,7 @@ class Variational(Drawing):
 
         require_prior(self.prior, params, self.family.name)
         scale = self.family.start(leaves, self._first_scales(params), normals)
-        return VariationalState(
-            scale, self.mean_optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1
-        )
+        return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
     def _first_scales(self, params: Any) -> list[Tensor]:
         """The standard deviations to start from, by leaf."""
@@ -190,7 +203,7 @@ class Variational(Drawing):
     def _move_mean(
         self, g: list, state: VariationalState, params: list, op: TensorOps, context: LinkContext
     ) -> tuple[list, Any]:
-        moves, optimizer = self.mean_optimizer.update(
+        moves, optimizer = self.optimizer.update(
             context.tree(g), state.mean_optimizer, params=context.tree(params), inplace=op.inplace
         )
         return context.leaves(moves), op.keep(state.mean_optimizer, optimizer)
@@ -231,9 +244,25 @@ class Variational(Drawing):
         return Gaussian(mean, self.family.precision(state.scale, params, data)).factorised()
 
     def __str__(self) -> str:
-        words = [str(self.mean_optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
+        words = [str(self.optimizer).replace("\n", " "), f"temperature={checks.show(self.temperature)}"]
         words += [f"n_samples={self.n_samples}"] if self.n_samples > 1 else []
         return f"{self.family.name}({', '.join(words)})"
+
+
+def require_one_prior(who: str, prior: Any, weight_decay: float, temperature: Any) -> None:
+    """Refuse a weight decay that is no precision, and a prior that is no Gaussian or stands beside another one."""
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
+    if prior is None:
+        return
+    if not isinstance(prior, Gaussian):
+        raise TypeError(f"{who}: prior must be a Gaussian, such as tx.posterior gives, got {type(prior).__name__}")
+    if weight_decay:
+        raise ValueError(f"{who}: prior and weight_decay={weight_decay} are two priors: leave one out")
+    if is_zero(temperature):
+        raise ValueError(
+            f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
+        )
 
 
 def require_prior(prior: Any, params: Any, who: str) -> None:
