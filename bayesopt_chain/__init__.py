@@ -36,9 +36,10 @@ from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
 from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.loss import Info
 from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
 from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
-from bayesopt_chain.loop.step import Info, make_step
+from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.matching import response
 from bayesopt_chain.modules.functional import make_functional, write_back
 from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp

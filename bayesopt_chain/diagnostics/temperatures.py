@@ -39,7 +39,7 @@ from bayesopt_chain.core.state import State
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
-from bayesopt_chain.loop.step import gradient
+from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
 from bayesopt_chain.schedules import now

@@ -1,4 +1,4 @@
-r"""Gradient estimators with less minibatch noise, that any chain can be fed from.
+r"""Gradient estimators with less minibatch noise, which :func:`make_step` takes in the place of a loss.
 
 Both subtract from the batch's gradient at ``theta`` its gradient at a reference ``theta*`` and add the mean over all data:
 
@@ -9,26 +9,21 @@ unbiased for every ``theta*``, with noise that vanishes as ``theta -> theta*``.
 * **control variates** (Baker, Fearnhead, Fox and Nemeth, 2019): ``theta*`` is a mode, found once by optimising.
 * **SVRG** (Johnson and Zhang, 2013; Dubey et al., 2016, for Langevin): ``theta*`` is a snapshot of the chain, refreshed now
   and then.
-
-An estimator has three functions: ``init(params) -> state``, ``estimate(params, state, batch) -> (grads, Info)`` and
-``refresh(params, state) -> state``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
-from torchopt.base import GradientTransformation
 
-from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.step import Info, Loss, apply, gradient
+from bayesopt_chain.loop.loss import Info, Loss, gradient
 
-__all__ = ["GradientEstimator", "control_variates", "make_estimated_step", "mean_gradient", "svrg"]
+__all__ = ["GradientEstimator", "control_variates", "mean_gradient", "svrg"]
 
 
 class ReferenceState(NamedTuple):
@@ -39,11 +34,61 @@ class ReferenceState(NamedTuple):
 
 
 class GradientEstimator(NamedTuple):
-    """``init(params)``, ``estimate(params, state, batch)`` and ``refresh(params, state)``; see the module."""
+    """Three functions; those of :func:`control_variates` and :func:`svrg`, or your own.
 
-    init: Callable[[Any], ReferenceState]
-    estimate: Callable[[Any, ReferenceState, Any], tuple[Any, Info]]
-    refresh: Callable[[Any, ReferenceState], ReferenceState]
+    Attributes:
+        init: ``init(params)`` returns what the estimator remembers, a tree of tensors.
+        estimate: ``estimate(params, memory, batch)`` returns the gradient and :class:`Info`.
+        refresh: ``refresh(params, memory)`` returns the memory with its reference moved to ``params``, where it has one that
+            moves.
+    """
+
+    init: Callable[[Any], Any]
+    estimate: Callable[[Any, Any, Any], tuple[Any, Info]]
+    refresh: Callable[[Any, Any], Any]
+
+
+class EstimatedState(NamedTuple):
+    """The state of a step that follows an estimator.
+
+    Attributes:
+        inner: the state of the transformation.
+        estimator: what the estimator remembers, such as a :class:`ReferenceState`.
+    """
+
+    inner: Any
+    estimator: Any
+
+    @property
+    def carried(self) -> Any:
+        """What the estimator remembers."""
+        return self.estimator
+
+    def advanced(self, inner: Any, carried: Any, skipped: Tensor | None, inplace: bool) -> EstimatedState:
+        """Make the state after a step: what the estimator remembers changes by ``refresh`` alone."""
+        return EstimatedState(inner, carried)
+
+
+@dataclass(frozen=True)
+class EstimatorMemory:
+    """What an estimator remembers, which starts at the parameters."""
+
+    kind: ClassVar[type] = EstimatedState
+    option: ClassVar[str] = "an estimator of bc.gradients"
+    estimator: GradientEstimator
+
+    def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> EstimatedState:
+        """Take the reference of ``like``, where it has one, or make one at the parameters."""
+        return EstimatedState(
+            inner, like.estimator if isinstance(like, EstimatedState) else self.estimator.init(params)
+        )
+
+    def refreshed(self, params: Any, state: EstimatedState, inplace: bool) -> EstimatedState:
+        """Move the reference to ``params``."""
+        fresh = self.estimator.refresh(params, state.estimator)
+        if inplace:
+            fresh = optree.tree_map(lambda old, new: old.copy_(new), state.estimator, fresh)
+        return EstimatedState(state.inner, fresh)
 
 
 def control_variates(loss: Loss, full_gradient: Callable[[Any], Any], mode: Any) -> GradientEstimator:
@@ -55,7 +100,8 @@ def control_variates(loss: Loss, full_gradient: Callable[[Any], Any], mode: Any)
         mode: parameters near a minimum of the loss: run the chain at ``temperature=0`` first.
 
     Returns:
-        A :class:`GradientEstimator` that costs two gradients of the batch. ``refresh`` changes nothing.
+        A :class:`GradientEstimator` for :func:`bayesopt_chain.make_step`, which costs two gradients of the batch. ``refresh``
+        changes nothing.
 
     Raises:
         ValueError: no mode; at ``init``, a mode that is not like the parameters.
@@ -65,9 +111,10 @@ def control_variates(loss: Loss, full_gradient: Callable[[Any], Any], mode: Any)
         >>> data = torch.randn(100, 2)
         >>> loss = lambda p, batch: ((p - batch) ** 2).sum(-1).mean()
         >>> estimator = bc.gradients.control_variates(loss, bc.gradients.mean_gradient(loss, [data]), mode=data.mean(0))
-        >>> params = torch.zeros(2)
-        >>> grads, info = estimator.estimate(params, estimator.init(params), data[:10])
-        >>> torch.allclose(grads, 2 * (params - data.mean(0)), atol=1e-6)
+        >>> tx, params = bc.sgd(0.5), torch.zeros(2)
+        >>> step = bc.make_step(estimator, tx)
+        >>> params, state, info = step(params, step.init(params), data[:10])
+        >>> torch.allclose(params, data.mean(0), atol=1e-6)      # the gradient of all data, whatever the batch
         True
     """
     if mode is None or not optree.tree_leaves(mode):
@@ -98,8 +145,8 @@ def svrg(loss: Loss, full_gradient: Callable[[Any], Any]) -> GradientEstimator:
         full_gradient: gradient of the mean over *all* data; :func:`mean_gradient` makes one from batches.
 
     Returns:
-        A :class:`GradientEstimator` that costs two gradients of the batch. Call ``refresh(params, state)`` once an epoch or so:
-        one gradient of all data.
+        A :class:`GradientEstimator` for :func:`bayesopt_chain.make_step`, which costs two gradients of the batch. Call
+        ``state = step.refresh(params, state)`` once an epoch or so: one gradient of all data.
 
     Raises:
         ValueError: at a step, a loss that is no scalar.
@@ -109,7 +156,7 @@ def svrg(loss: Loss, full_gradient: Callable[[Any], Any]) -> GradientEstimator:
         >>> data = torch.randn(100, 2)
         >>> loss = lambda p, batch: ((p - batch) ** 2).sum(-1).mean()
         >>> estimator = bc.gradients.svrg(loss, bc.gradients.mean_gradient(loss, data.split(20)))
-        >>> step = bc.gradients.make_estimated_step(estimator, bc.sgld(0.1, temperature=1 / 100))
+        >>> step = bc.make_step(estimator, bc.sgld(0.1, temperature=1 / 100))
         >>> params = torch.zeros(2)
         >>> state = step.init(params)
         >>> for epoch in range(2):
@@ -158,66 +205,6 @@ def mean_gradient(loss: Loss, batches: Iterable[Any]) -> Callable[[Any], Any]:
         return optree.tree_map(lambda g: g / n, total)
 
     return full_gradient
-
-
-class EstimatedStep:
-    """One step of a chain fed from an estimator; state is ``(estimator state, chain state)``."""
-
-    def __init__(self, estimator: GradientEstimator, tx: GradientTransformation, inplace: bool) -> None:
-        self.estimator, self.tx, self.inplace = estimator, tx, inplace
-
-    def init(self, params: Any) -> tuple:
-        """State of estimator and chain."""
-        return self.estimator.init(params), self.tx.init(params)
-
-    def refresh(self, params: Any, state: tuple) -> tuple:
-        """The state with the estimator's reference moved to ``params``, where it has one that moves."""
-        fresh: Any = self.estimator.refresh(params, state[0])
-        if self.inplace:
-            with uninterrupted():
-                fresh = optree.tree_map(lambda old, new: old.copy_(new), state[0], fresh)
-        return fresh, state[1]
-
-    def __call__(self, params: Any, state: tuple, batch: Any):
-        """``(params, state, Info)``."""
-        grads, info = self.estimator.estimate(params, state[0], batch)
-        with torch.no_grad(), uninterrupted() if self.inplace else nullcontext():
-            updates, chain_state = self.tx.update(grads, state[1], params=params, inplace=self.inplace)
-            params = apply(params, updates, self.inplace)
-        return params, (state[0], chain_state), info
-
-
-def make_estimated_step(
-    estimator: GradientEstimator, tx: GradientTransformation, *, inplace: bool = False
-) -> EstimatedStep:
-    """One step of a chain whose gradients come from an estimator.
-
-    Args:
-        estimator: from :func:`control_variates` or :func:`svrg`, or three functions like theirs.
-        tx: any gradient transformation.
-        inplace: overwrite params and state.
-
-    Returns:
-        A callable ``step(params, state, batch) -> (params, state, Info)`` with ``init(params)`` and ``refresh(params, state)``.
-
-    Raises:
-        TypeError: ``tx`` is no gradient transformation.
-
-    Example:
-        >>> import torch, bayesopt_chain as bc
-        >>> data = torch.arange(6.0).split(2)
-        >>> def loss(p, batch):
-        ...     return ((p - batch) ** 2).mean() / 2
-        >>> estimator = bc.gradients.control_variates(loss, bc.gradients.mean_gradient(loss, data), torch.tensor(2.0))
-        >>> step = bc.gradients.make_estimated_step(estimator, bc.sgd(1.0))
-        >>> params = torch.tensor(2.0)
-        >>> params, state, info = step(params, step.init(params), data[0])
-        >>> params      # at the mode the estimate is the whole gradient, -0.5, whatever the batch
-        tensor(2.5000)
-    """
-    if not isinstance(tx, GradientTransformation):
-        raise TypeError(f"make_estimated_step: tx is {tx!r}, not a gradient transformation")
-    return EstimatedStep(estimator, tx, inplace)
 
 
 def _reference(params: Any, full_gradient: Callable[[Any], Any]) -> ReferenceState:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.links.skip_nonfinite import SkipState
 from bayesopt_chain.random.stream import new_key
+
+
+class Memory(Protocol):
+    """What a step remembers besides the transformation's state: the buffers of a module, or the reference of an estimator.
+
+    Attributes:
+        kind: the class of the step's state. It has the fields ``inner``, the transformation's state, and ``carried``, what
+            the gradient source carries from step to step, and a method ``advanced``.
+        option: the argument of ``make_step`` that asked for it.
+    """
+
+    kind: ClassVar[type]
+    option: ClassVar[str]
+
+    def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> Any:
+        """Make the first state of the step around that of the transformation."""
+        ...
 
 
 class Stream(NamedTuple):
@@ -30,41 +47,48 @@ class ModuleState(NamedTuple):
     buffers: dict[str, Tensor]
     stream: Stream
 
-    def advanced(self, inner: Any, buffers: Mapping[str, Tensor], skipped: Any, inplace: bool) -> ModuleState:
-        """The state after a step. One that :func:`skip_nonfinite` left out (of which there were ``skipped`` before) leaves
-        buffers and stream as they were."""
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """The buffers, as the loss receives them."""
+        return self.buffers
+
+    def advanced(self, inner: Any, carried: Mapping[str, Tensor], skipped: Tensor | None, inplace: bool) -> ModuleState:
+        """Make the state after a step.
+
+        Args:
+            inner: the transformation's new state.
+            carried: the new buffers.
+            skipped: the number of steps that :func:`skip_nonfinite` had left out before this one; a step that it leaves out
+                changes neither buffers nor stream. ``None`` for any other transformation.
+            inplace: whether to write into this state's tensors.
+        """
         made: Any = 1
         if skipped is not None:
             made = inner.skipped == skipped
-            buffers = {name: torch.where(made, x, self.buffers[name]) for name, x in buffers.items()}
+            carried = {name: torch.where(made, x, self.buffers[name]) for name, x in carried.items()}
         if not inplace:
-            return ModuleState(inner, dict(buffers), Stream(self.stream.key.clone(), self.stream.count + made))
+            return ModuleState(inner, dict(carried), Stream(self.stream.key.clone(), self.stream.count + made))
         for name, old in self.buffers.items():
-            old.copy_(buffers[name])
+            old.copy_(carried[name])
         self.stream.count.add_(made)
         return ModuleState(inner, self.buffers, self.stream)
 
 
-def started(inner: Any, buffers: Mapping[str, Tensor], params: Any, like: Any, generator: Any) -> ModuleState:
-    """The first state: buffers of its own (those of ``like``, where that has some), a fresh key, a count of zero."""
-    buffers = like.buffers if isinstance(like, ModuleState) else buffers
-    key = new_key(generator, params[0].device if params else torch.device("cpu"))
-    own = {name: x.detach().clone() for name, x in buffers.items()}
-    return ModuleState(inner, own, Stream(key, torch.zeros_like(key)))
+@dataclass(frozen=True)
+class ModuleMemory:
+    """A module's buffers, from which each state starts with copies of its own."""
 
+    kind: ClassVar[type] = ModuleState
+    option: ClassVar[str] = "buffers="
+    buffers: Mapping[str, Tensor] = field(compare=False)
 
-def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
-    """Key and count that the module's draws follow: its own stream, else the first one among the links' states."""
-    if isinstance(state, ModuleState):
-        return state.stream
-    if isinstance(state, SkipState):
-        state = state.inner
-    if isinstance(state, tuple):
-        for entry in (state, *state):
-            key, count = getattr(entry, "key", None), getattr(entry, "count", None)
-            if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
-                return key, count
-    return None
+    def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> ModuleState:
+        """Copy the buffers (those of ``like``, where it has some), draw a key, and count from zero."""
+        buffers = like.buffers if isinstance(like, ModuleState) else self.buffers
+        leaves: list[Any] = optree.tree_leaves(params)
+        key = new_key(generator, leaves[0].device if leaves else torch.device("cpu"))
+        own = {name: x.detach().clone() for name, x in buffers.items()}
+        return ModuleState(inner, own, Stream(key, torch.zeros_like(key)))
 
 
 def is_keyed(entry: Any) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from bayesopt_chain import batches, tracing
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.chain_keys import chain_draws
+from bayesopt_chain.loop.loss import joined, split
 from bayesopt_chain.loop.module_state import is_keyed, keyed
-from bayesopt_chain.loop.options import joined, split
 from bayesopt_chain.loop.step import Step
 from bayesopt_chain.modules.batch_norm import unshared_statistics
 from bayesopt_chain.random import stream as keyed_stream

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.distributed.shards import are_spread
-from bayesopt_chain.loop.step import Info, detach
+from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim import _noise
 
 ModelLoss = Callable[[nn.Module, Any], Any]

@@ -93,7 +93,7 @@ class FisherScoring(Keyed):
         if came is None:
             raise ValueError(
                 "sgfs: update needs gradient_variance=, the variance of single-datum gradients; "
-                "pass make_step(..., gradient_variance=fn)"
+                "pass make_step(..., keywords={'gradient_variance': fn})"
             )
         return came
 

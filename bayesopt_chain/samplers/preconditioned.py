@@ -127,7 +127,7 @@ class RunningScaleWithDivergence(RunningScale):
         if context.extra.get("hessian_diagonal") is None:
             raise ValueError(
                 "psgld: with corrected=True update needs hessian_diagonal=, the diagonal of the loss's Hessian as a tree "
-                "like the parameters; pass make_step(..., hessian_diagonal=fn), or use corrected=False"
+                "like the parameters; pass make_step(..., keywords={'hessian_diagonal': fn}), or use corrected=False"
             )
         hessian = context.leaves(context.extra["hessian_diagonal"])
         strength = by_count(self._strength, state.count)

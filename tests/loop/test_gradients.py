@@ -129,19 +129,19 @@ def test_control_variates_bring_the_covariance_to_the_posterior():
 
 def test_svrg_refreshes_its_reference_only_when_told():
     loss, batches, _, _ = problem()
-    step = bc.gradients.make_estimated_step(estimators()["svrg"], bc.sgd(0.1))
+    step = bc.make_step(estimators()["svrg"], bc.sgd(0.1))
     theta = torch.zeros(D).double()
     state = step.init(theta)
     moved, state, info = step(theta, state, batches[0])
-    assert_bitwise_equal(state[0].reference, theta)
+    assert_bitwise_equal(state.estimator.reference, theta)
     torch.testing.assert_close(info.loss, loss(theta, batches[0]))
     state = step.refresh(moved, state)
-    assert_bitwise_equal(state[0].reference, moved)
+    assert_bitwise_equal(state.estimator.reference, moved)
 
 
 def test_the_first_step_of_svrg_is_full_gradient_descent():
     loss, batches, _, _ = problem()
-    step = bc.gradients.make_estimated_step(estimators()["svrg"], bc.sgd(0.1))
+    step = bc.make_step(estimators()["svrg"], bc.sgd(0.1))
     theta = torch.zeros(D).double()
     after, _, _ = step(theta, step.init(theta), batches[3])
     torch.testing.assert_close(after, theta - 0.1 * bc.gradients.mean_gradient(loss, batches)(theta))
@@ -151,18 +151,18 @@ def test_in_place_equals_pure_and_keeps_the_state_tensors():
     _, batches, _, _ = problem()
     ends = []
     for inplace in (False, True):
-        step = bc.gradients.make_estimated_step(
-            estimators()["svrg"], bc.sghmc(0.05, temperature=1 / N), inplace=inplace
-        )
+        step = bc.make_step(estimators()["svrg"], bc.sghmc(0.05, temperature=1 / N), inplace=inplace)
         theta = torch.zeros(D).double()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = step.init(theta)
-        places = [t.data_ptr() for t in (state[0].reference, state[0].full_gradient)]
+        places = [t.data_ptr() for t in (state.estimator.reference, state.estimator.full_gradient)]
         for batch in itertools.islice(itertools.cycle(batches), 8):
             theta, state, _ = step(theta, state, batch)
             state = step.refresh(theta, state)
-        assert not inplace or places == [t.data_ptr() for t in (state[0].reference, state[0].full_gradient)]
+        assert not inplace or places == [
+            t.data_ptr() for t in (state.estimator.reference, state.estimator.full_gradient)
+        ]
         ends.append(theta.clone())
     assert_bitwise_equal(*ends)
 
@@ -185,3 +185,46 @@ def test_an_exhausted_iterator_of_batches_is_refused():
     full(mean)
     with pytest.raises(ValueError, match="not an iterator"):
         full(mean)
+
+
+def test_chains_in_parallel_have_a_reference_each():
+    _, batches, _, _ = problem()
+    tx = bc.sghmc(0.05, temperature=1 / N)
+    step = bc.make_step(estimators()["svrg"], tx)
+    chains, params = bc.parallel(step, 2), torch.stack([torch.zeros(D), torch.ones(D)]).double()
+    state = chains.init(tx, params)
+    moved, after, _ = chains(params, state, batches[0])
+    assert_bitwise_equal(after.estimator.reference, params)
+    for i in range(2):
+        alone, _, _ = step(params[i], bc.unstack(state)[i], batches[0])
+        torch.testing.assert_close(moved[i], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_an_estimated_step_is_checked_monitored_and_skipped_like_any_other():
+    _, batches, _, _ = problem()
+    tx = bc.skip_nonfinite(bc.sgd(0.1))
+    step = bc.make_step(estimators()["svrg"], tx, check_finite=True, monitor=True)
+    theta = torch.zeros(D).double()
+    state = step.init(theta)
+    _, after, info = step(theta, state, batches[0])
+    assert bool(info.finite) and info.gradient_norm > 0 and after.inner.skipped == 0
+    bad = (batches[0][0], batches[0][1] * torch.inf)
+    with pytest.raises(FloatingPointError, match="the gradient has nan"):
+        step(theta, state, bad)
+    same, after, _ = bc.make_step(estimators()["svrg"], tx)(theta, state, bad)
+    assert after.inner.skipped == 1
+    assert_bitwise_equal(same, theta)
+
+
+def test_what_only_a_loss_can_do_is_refused_of_an_estimator():
+    estimator, tx = estimators()["svrg"], bc.sgd(0.1)
+    with pytest.raises(ValueError, match=r"are of a loss, and an estimator was given, which evaluates its own"):
+        bc.make_step(estimator, tx, microbatches=2)
+    with pytest.raises(ValueError, match=r"gradients by datum, and an estimator makes one of the batch: pass a loss"):
+        bc.make_step(estimator, bc.vi.vogn(0.1, temperature=0.1))
+    with pytest.raises(ValueError, match=r"refresh: this step follows the gradient of a loss.*bc\.gradients\.svrg"):
+        bc.make_step(problem()[0], tx).refresh(torch.zeros(D), tx.init(torch.zeros(D)))
+    with pytest.raises(ValueError, match=r"made with an estimator of bc\.gradients, so its state is what step\.init"):
+        bc.make_step(estimator, tx)(torch.zeros(D), tx.init(torch.zeros(D)), None)
+    with pytest.raises(TypeError, match=r"loss is 3; pass loss\(params, batch\), an estimator of bc\.gradients"):
+        bc.make_step(3, tx)

@@ -240,7 +240,7 @@ def test_auxiliary_output_has_the_draws_on_its_first_axis():
 
 def test_per_sample_gradients_average_to_the_batchs():
     """For a loss that is a mean over data; the auxiliary output comes datum by datum."""
-    from bayesopt_chain.loop.step import gradient, per_sample_gradients
+    from bayesopt_chain.loop.loss import gradient, per_sample_gradients
 
     def with_aux(params, batch):
         return loss(params, batch), forward(params, batch)

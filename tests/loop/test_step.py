@@ -1,6 +1,7 @@
 """``make_step``: one pure function of parameters, state and batch."""
 
 import copy
+import pickle
 import sys
 
 import optree
@@ -298,3 +299,14 @@ def test_a_step_in_place_runs_few_lines_of_python():
     finally:
         sys.settrace(before)
     assert seen["call"] <= 105 and seen["line"] <= 450, seen
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"autocast": torch.bfloat16}, {"inplace": True}])
+def test_a_step_survives_pickling(options):
+    params, batch = setup()
+    tx = bc.skip_nonfinite(bc.sghmc(0.1, temperature=0.1))
+    step = bc.make_step(loss, tx, **options)
+    again, state = pickle.loads(pickle.dumps(step)), tx.init(params)
+    mine, theirs = (f(copy.deepcopy(params), copy.deepcopy(state), batch)[:2] for f in (step, again))
+    for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(theirs)):
+        assert_bitwise_equal(a, b)

@@ -87,7 +87,9 @@ def test_samplers_that_need_every_gradient_keep_their_state_tensors_in_place(nam
 
 def test_make_step_feeds_the_gradient_variance_to_fisher_scoring():
     tx = bc.samplers.sgfs(0.1, temperature=1.0, batch_size=2)
-    step = bc.make_step(lambda p, batch: (p**2).sum(), tx, gradient_variance=lambda p, batch: torch.full_like(p, 3.0))
+    step = bc.make_step(
+        lambda p, batch: (p**2).sum(), tx, keywords={"gradient_variance": lambda p, batch: torch.full_like(p, 3.0)}
+    )
     p = torch.ones(2)
     _, state, _ = step(p, tx.init(p), ())
     torch.testing.assert_close(state[0].variance[0], torch.full((2,), 0.05 * 3.0))
@@ -108,7 +110,7 @@ def test_estimated_gradients_feed_a_thermostat():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     objective = lambda p, batch: ((p - batch) ** 2).sum(-1).mean() / 2  # noqa: E731
     estimator = bc.gradients.svrg(objective, bc.gradients.mean_gradient(objective, data.split(10)))
-    step = bc.gradients.make_estimated_step(estimator, bc.samplers.sgnht(0.1, temperature=1 / 40))
+    step = bc.make_step(estimator, bc.samplers.sgnht(0.1, temperature=1 / 40))
     p = torch.zeros(2)
     state = step.init(p)
     for batch in data.split(10):

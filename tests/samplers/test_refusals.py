@@ -68,7 +68,7 @@ NAN = float("nan")
             ValueError,
             "order must be 1 or 2, got 3",
         ),
-        (lambda: bc.gradients.make_estimated_step(None, torch.nn.ReLU()), TypeError, "make_estimated_step: tx is ReLU"),
+        (lambda: bc.make_step(None, torch.nn.ReLU()), TypeError, "make_step: tx is ReLU"),
         (lambda: samplers.cyclical(NAN, 10, 5, temperature=1.0), ValueError, "cyclical: lr"),
         (
             lambda: samplers.cyclical(0.1, 10, 5, 1.5, temperature=1.0).init(torch.zeros(2)),

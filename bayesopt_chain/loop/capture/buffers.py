@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesopt_chain import _torch, batches
 from bayesopt_chain.loop.capture.errors import CaptureError, describe
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.step import Info
+from bayesopt_chain.loop.loss import Info
 
 
 class Steps(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesopt_chain.loop.capture.buffers import Body, Steps
 from bayesopt_chain.loop.capture.errors import CaptureError
 from bayesopt_chain.loop.capture.modes import Modes
-from bayesopt_chain.loop.step import Info
+from bayesopt_chain.loop.loss import Info
 
 Backend = Literal["cuda", "inductor", "eager"]
 

@@ -1,0 +1,270 @@
+"""The gradient of a loss at one point, and what a step reports of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bayesopt_chain import _torch, batches, checks, tracing
+from bayesopt_chain.distributed import shards
+from bayesopt_chain.distributed.replicated import refusing_replicated
+
+Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
+
+NO_GRADIENT = (
+    "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
+    "(a module by torch.func.functional_call(module, params, ...))"
+)
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_HAS_RANKS = dist.is_available()
+
+
+class Info(NamedTuple):
+    """What a step reports.
+
+    Attributes:
+        loss: the loss at the parameters that the step started from, 0-d and detached.
+        aux: the auxiliary output of the loss, detached; ``()`` where it returns none.
+        finite: from ``make_step(..., check_finite=True)``, whether loss and gradient are finite, 0-d; else ``()``.
+        gradient_norm: from ``make_step(..., monitor=True)``, the Euclidean norm of the gradient over all leaves, before the
+            transformation, 0-d; else ``()``.
+        temperature: from ``make_step(..., monitor=True)``, the temperature of this step, 0-d, and 0 where nothing is
+            sampled; else ``()``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> step = bc.make_step(lambda p, batch: ((p - batch) ** 2).sum(), bc.sgd(0.1))
+        >>> step(torch.zeros(1), bc.sgd(0.1).init(torch.zeros(1)), torch.ones(1))[2].loss
+        tensor(1.)
+    """
+
+    loss: Tensor
+    aux: Any
+    finite: Any = ()
+    gradient_norm: Any = ()
+    temperature: Any = ()
+
+
+class Evaluation(NamedTuple):
+    """What a :class:`GradientSource` found.
+
+    Attributes:
+        grads: the gradient that ``tx.update`` receives.
+        info: the report.
+        extra: the further keywords of ``tx.update``.
+        carried: what the source carries to the next step: a module's buffers, the reference of control variates, or
+            ``None``.
+    """
+
+    grads: Any
+    info: Any
+    extra: dict[str, Any]
+    carried: Any = None
+
+
+class GradientSource(Protocol):
+    """Where a step's gradient comes from: :class:`LossGradient` and those of :mod:`bayesopt_chain.loop.sources`."""
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Evaluate at ``params``.
+
+        Args:
+            params: where the step starts.
+            state: of the transformation.
+            batch: as the step was given it.
+            carried: what the last evaluation carried to this one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """The gradient of ``loss(params, batch)``, or of ``loss(params, batch, buffers)`` where buffers are carried."""
+
+    loss: Loss
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Take one gradient."""
+        if carried is None:
+            return Evaluation(*gradient(self.loss, params, batch), {})
+
+        def with_buffers(params: Any, batch: Any) -> Any:
+            out = self.loss(params, batch, carried)
+            new = out[1] if isinstance(out, tuple) and len(out) in (2, 3) else None
+            if not isinstance(new, Mapping) or new.keys() != carried.keys():
+                raise ValueError(
+                    "loss: with buffers= it must return (scalar, buffers) or (scalar, buffers, aux), the buffers by the "
+                    f"names it was given, got {_described(out)}; outputs, buffers = forward.with_buffers(params, "
+                    "batch, buffers) gives them"
+                )
+            return out[0], (dict(new), out[2] if len(out) == 3 else ())
+
+        grads, info = gradient(with_buffers, params, batch)
+        buffers, aux = info.aux
+        return Evaluation(grads, info._replace(aux=aux), {}, buffers)
+
+
+def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
+    """Differentiate ``loss(params, batch)`` in its parameters.
+
+    Reverse mode through autograd; inside a ``torch.func`` transformation (many chains by ``vmap``) through ``torch.func``,
+    since autograd cannot see through its wrappers.
+
+    Args:
+        loss: returns a scalar, or ``(scalar, aux)``.
+        params: a tree of tensors; ``None`` stands for a parameter that is absent.
+        batch: passed on to the loss.
+
+    Returns:
+        A tree like the parameters, zero where the loss does not use one, and :class:`Info`. Both are detached.
+
+    Raises:
+        TypeError: a leaf of the parameters that is no real floating-point tensor.
+        ValueError: a loss that is no scalar or depends on none of the parameters; a sparse gradient.
+    """
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
+    if not all([type(p) in _PLAIN and p.is_floating_point() for p in leaves]):
+        checks.differentiable(leaves, params)
+    here = [p for p in leaves if p is not None]
+    if _torch.functorch_is_running():
+        grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(_among(leaves, x)), batch), here)
+    else:
+        points = [p.detach().requires_grad_() for p in here]
+        was_enabled = torch.is_grad_enabled()
+        _torch.set_grad_enabled(True)
+        try:
+            out, aux = value(loss, spec.unflatten(_among(leaves, points)), batch)
+            grads: Any = _torch.gradients(out, points) if out.requires_grad else ()
+        finally:
+            _torch.set_grad_enabled(was_enabled)
+        if not grads or any([g is None for g in grads]):
+            grads = _with_zeros(points, grads)
+        info = Info(shards.whole(out.detach()), detach(aux))
+    grads = _among(leaves, grads)
+    if not all([g is None or g.layout is torch.strided for g in grads]):
+        checks.dense(grads, params)
+    return spec.unflatten(grads), info
+
+
+def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients, with zeros for parameters that the loss does not use; refuses a loss that uses none."""
+    found = found or [None] * len(points)
+    shards.require_reached(points, found)
+    if all(g is None for g in found):
+        raise ValueError(NO_GRADIENT)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
+
+
+def _among(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
+    """Put one tensor in the place of each leaf that is not ``None``."""
+    if len(given) == len(leaves):
+        return given
+    one_by_one = iter(given)
+    return [None if p is None else next(one_by_one) for p in leaves]
+
+
+def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Tensor]) -> tuple[list[Tensor], Info]:
+    """The gradient of a function ``at`` of tensors, through ``torch.func``."""
+    kept: list[Any] = []  # torch.func refuses what is no tensor in aux, so that it goes around it
+
+    def checked(points: list[Tensor]) -> tuple[Tensor, Any]:
+        out, aux = at(points)
+        if not tracing.depends_on(out, points):
+            raise ValueError(NO_GRADIENT)
+        tensors, kept[:] = split(aux)
+        return out, tensors
+
+    grads, (out, tensors) = torch.func.grad_and_value(checked, has_aux=True)(here)
+    return grads, Info(shards.whole(out.detach()), detach(joined(tensors, kept)))
+
+
+def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Evaluate a loss: its scalar, and its auxiliary output (``()`` for none).
+
+    Raises:
+        ValueError: it returned no real scalar.
+    """
+    if _HAS_RANKS and dist.is_initialized():
+        with refusing_replicated(loss):
+            out = loss(params, batch)
+    else:
+        out = loss(params, batch)
+    aux: Any = ()
+    if isinstance(out, tuple):
+        if len(out) != 2:
+            raise ValueError(f"loss: must return a scalar or (scalar, aux), got a tuple of {len(out)}")
+        out, aux = out
+    if not isinstance(out, Tensor) or out.ndim != 0 or out.is_complex():
+        came = f"shape {tuple(out.shape)}, {out.dtype}" if isinstance(out, Tensor) else repr(type(out).__name__)
+        raise ValueError(
+            f"loss: must return a real scalar tensor (or (scalar, aux)), got {came}; take the mean over the batch"
+        )
+    return out, aux
+
+
+def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
+    """Differentiate the loss of every datum on its own.
+
+    Args:
+        loss: ``loss(params, batch)``; it sees batches of one datum.
+        params: a tree of tensors.
+        batch: every tensor has one entry a datum on axis 0.
+
+    Returns:
+        A tree of leaves ``[B, *leaf.shape]``, and :class:`Info` with the mean loss; the tensors of ``aux`` have the data on
+        axis 0.
+
+    Raises:
+        ValueError: tensors of the batch that disagree on how many data there are.
+    """
+    leaves, spec = batches.flatten(batch)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
+        raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
+
+    structures: list[Any] = []
+
+    def flat(*datum: Tensor) -> tuple[list[Any], Tensor, list[Any]]:
+        given = iter(datum)
+        one = spec.unflatten([next(given)[None] if isinstance(x, Tensor) else x for x in leaves])
+        grads, info = gradient(loss, params, one)
+        structures[:] = [optree.tree_structure(grads), optree.tree_structure(info.aux)]
+        return optree.tree_leaves(grads), info.loss, optree.tree_leaves(info.aux)
+
+    grads, losses, aux = torch.vmap(flat)(*tensors)
+    return optree.tree_unflatten(structures[0], grads), Info(losses.mean(), optree.tree_unflatten(structures[1], aux))
+
+
+def detach(tree: Any) -> Any:
+    """Detach the tensors of a tree; anything else stays as it is."""
+    if type(tree) is tuple and not tree:  # what most losses return as aux: not worth a walk
+        return tree
+    return optree.tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, tree)  # pyright: ignore[reportArgumentType]
+
+
+def split(aux: Any) -> tuple[list[Tensor], list[Any]]:
+    """Part the tensors of a tree from the rest of it; :func:`joined` puts both together again."""
+    leaves, structure = optree.tree_flatten(aux, none_is_leaf=True)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return tensors, [structure, *[None if isinstance(x, Tensor) else (x,) for x in leaves]]
+
+
+def joined(tensors: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+    """Put together what :func:`split` parted."""
+    structure, *places = rest
+    given = iter(tensors)
+    return structure.unflatten([next(given) if place is None else place[0] for place in places])
+
+
+def _described(out: Any) -> str:
+    """Say what a loss returned, in short."""
+    if isinstance(out, tuple):
+        return f"a tuple of {len(out)}: ({', '.join(type(x).__name__ for x in out)})"
+    return type(out).__name__

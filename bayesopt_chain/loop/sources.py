@@ -1,0 +1,393 @@
+"""Where a step's gradient comes from: one small class for each kind, put together by :func:`source_of`.
+
+What a transformation asks for besides the gradient it says by the keywords that its ``update`` accepts. Each kind of source
+wraps the one below it:
+
+    LossGradient            the gradient of the mean loss of the batch
+    Microbatches            the same, of a batch that is cut into parts
+    PerDatumGradients       ``per_sample_gradients=``, the gradient of every datum
+    Observation             no gradient: a filter that reads curvature alone
+    EstimatedGradient       control variates, SVRG (:mod:`bayesopt_chain.loop.gradients`)
+      MeanOverRanks         averaged over ranks that hold different data
+        WithKeywords        ``loss=``, ``curvature=`` and whatever else ``update`` takes, at the same parameters
+          AtDraws           at the samples of a draw that a link asks for (variational inference)
+          AtParticles       at each of the particles that a link moves together
+            Unskipped       for a transformation inside ``skip_nonfinite``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torchopt.base import GradientTransformation
+
+from bayesopt_chain import batches, tracing
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.core.link import ANY
+from bayesopt_chain.distributed.ranks import DataParallel
+from bayesopt_chain.links.foreign import keywords_of
+from bayesopt_chain.loop.gradients import GradientEstimator
+from bayesopt_chain.loop.loss import (
+    Evaluation,
+    GradientSource,
+    Info,
+    Loss,
+    LossGradient,
+    per_sample_gradients,
+)
+from bayesopt_chain.posterior import draw as drawing
+
+Keyword = Callable[[Any, Any], Any]  # of (params, batch)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The gradient of a batch that is cut into parts, which are gone through one after the other.
+
+    With ``n_i`` data in part ``i`` it is ``sum_i n_i g_i / sum_i n_i``, in the memory of one part.
+    """
+
+    source: GradientSource
+    parts: int
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Take the gradients of the parts, and their mean."""
+        total: Any = None
+        loss: Any = 0.0
+        aux: list[Any] = []
+        for part, share in _parts(batch, self.parts):
+            grads, info, _, carried = self.source(params, state, part, carried)
+            loss = loss + share * info.loss
+            aux.append(info.aux)
+            with torch.no_grad():
+                if total is None:
+                    total = optree.tree_map(lambda g, share=share: g * share, grads)
+                else:
+                    total = optree.tree_map(lambda t, g, share=share: t.add_(g, alpha=share), total, grads)
+        return Evaluation(total, Info(loss, _stacked(aux)), {}, carried)
+
+
+@dataclass(frozen=True)
+class PerDatumGradients:
+    """The gradient of every datum, for ``per_sample_gradients=``, and their mean."""
+
+    loss: Loss
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Take the gradients of all data."""
+        loss = self.loss if carried is None else _without_buffers(self.loss)
+        grads, info = per_sample_gradients(loss, params, batch)
+        mean = optree.tree_map(lambda g: g.mean(0), grads)
+        return Evaluation(mean, info, {"per_sample_gradients": grads}, carried)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """No gradient: ``curvature(params, batch)`` is an observation that knows its own likelihood, as a filter reads it."""
+
+    curvature: Keyword
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Observe, and report the mean negative log likelihood."""
+        seen = self.curvature(params, batch)
+        if not hasattr(seen, "log_likelihood"):
+            raise ValueError(
+                f"make_step: without a loss, curvature must be of bc.ekf.observe, not {type(seen).__name__}: pass a loss"
+            )
+        info = Info(-seen.log_likelihood / seen.count, ())
+        return Evaluation(optree.tree_map(torch.zeros_like, params), info, {"curvature": seen}, carried)
+
+
+@dataclass(frozen=True)
+class EstimatedGradient:
+    """The gradient that an estimator makes of a batch and of what it remembers, which is what is carried."""
+
+    estimator: GradientEstimator
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Estimate."""
+        return Evaluation(*self.estimator.estimate(params, carried, batch), {}, carried)
+
+
+@dataclass(frozen=True)
+class MeanOverRanks:
+    """The gradient and the loss of all ranks' data together, for one message a step."""
+
+    source: GradientSource
+    ranks: DataParallel
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Evaluate on this rank's data, and average."""
+        found = self.source(params, state, batch, carried)
+        grads, loss = self.ranks.gradient(found.grads, found.info.loss, batch)
+        return found._replace(grads=grads, info=found.info._replace(loss=loss))
+
+
+@dataclass(frozen=True)
+class WithKeywords:
+    """The further keywords of ``tx.update``, each a function of the parameters and the batch, at the same point."""
+
+    source: GradientSource
+    functions: Mapping[str, Keyword]
+    loss: bool  # whether ``update`` takes the loss too
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Evaluate the source, then the functions."""
+        found = self.source(params, state, batch, carried)
+        extra = {**found.extra, **{name: function(params, batch) for name, function in self.functions.items()}}
+        if self.loss:
+            extra["loss"] = found.info.loss
+        return found._replace(extra=extra)
+
+
+@dataclass(frozen=True)
+class AtParticles:
+    """The gradients and losses of particles that are stacked on axis 0 of the parameters."""
+
+    source: GradientSource
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Evaluate at all particles at once."""
+        grads, info, extra = torch.vmap(lambda p: tuple(self.source(p, state, batch, carried))[:3])(params)
+        return Evaluation(grads, info, extra, carried)
+
+
+@dataclass(frozen=True)
+class AtDraws:
+    """The gradient at the samples of a draw that link ``index`` of a chain asks for, which goes along as ``draw=``."""
+
+    source: GradientSource
+    tx: Any
+    index: int
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Draw, evaluate at each sample, and gather what was found."""
+        i = self.index
+        with torch.no_grad():
+            draw, points = drawing.drawn(self.tx, i, state, params)
+        found: list[Evaluation] = []
+        for point in points:
+            found.append(self.source(point, state, batch, carried))
+            carried = found[-1].carried
+        with torch.no_grad():
+            where, extra = state.layout.where[i], {"draw": draw}
+            for name in found[0].extra:
+                values = [each.extra[name] for each in found]
+                extra[name] = _mean_precision(values) if name == "curvature" else drawing.gathered(values, where)
+            mean = torch.stack([each.info.loss for each in found]).mean()
+            aux = found[0].info.aux if len(found) == 1 else _stacked([each.info.aux for each in found])
+            report = self.tx.links[i].report(state[i], draw, mean, aux)
+            grads = drawing.gathered([each.grads for each in found], where)
+            return Evaluation(grads, Info(mean, aux) if report is None else report, extra, carried)
+
+
+@dataclass(frozen=True)
+class Unskipped:
+    """A source for the transformation inside ``skip_nonfinite``, whose state lies inside that of the wrapper."""
+
+    source: GradientSource
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Evaluate with the inner state."""
+        return self.source(params, state.inner, batch, carried)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """A loss under ``torch.autocast`` on the device of the parameters."""
+
+    loss: Loss
+    dtype: torch.dtype
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        """Evaluate the loss in the lower precision."""
+        leaf = optree.tree_leaves(params)[0]
+        # a trace must record the casts, which the cache would leave out from the second use of a weight on
+        with torch.autocast(leaf.device.type, dtype=self.dtype, cache_enabled=tracing.is_plain(leaf)):
+            return self.loss(params, *rest)
+
+
+def source_of(
+    loss: Loss | GradientEstimator | None,
+    tx: GradientTransformation,
+    *,
+    functions: Mapping[str, Keyword],
+    buffers: Mapping[str, Tensor] | None,
+    microbatches: int,
+    autocast: torch.dtype | None,
+    ranks: DataParallel | None,
+) -> GradientSource:
+    """Put together the source that a transformation asks for.
+
+    Args:
+        loss: as :func:`bayesopt_chain.make_step` takes it.
+        tx: the transformation, not inside ``skip_nonfinite``.
+        functions: what is evaluated for further keywords of ``tx.update``.
+        buffers: the module's, or ``None``.
+        microbatches: parts of a batch.
+        autocast: precision of the loss, or ``None``.
+        ranks: those that average, or ``None``.
+
+    Raises:
+        ValueError: arguments that cannot go together.
+    """
+    accepts = keywords_of(tx)
+    links = tx.links if isinstance(tx, Chain) else ()
+    draws = [i for i, link in enumerate(links) if link.samples]
+    particles = any(link.acts_on_particles for link in links)
+    per_datum = "per_sample_gradients" in accepts
+    if len(draws) > 1:
+        raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")
+    if particles and (draws or per_datum or functions):
+        raise ValueError(
+            "make_step: a chain over particles takes their gradients and losses, and can ask for nothing else"
+        )
+    _check_numbers(microbatches, autocast)
+    several = "by datum" if per_datum else "of particles" if particles else ""
+    if several:
+        _check_several(several, microbatches, buffers)
+    if not callable(loss):
+        if loss is None and "curvature" not in functions:
+            raise ValueError(f"make_step: {tx!r} follows a gradient: pass a loss")
+        _check_only_losses(loss, several, buffers is not None or microbatches > 1 or autocast is not None)
+    if ranks is not None and (several or functions or buffers or not callable(loss)):
+        asked = "per_sample_gradients" if per_datum else "particles" if particles else None
+        asked = asked or next(iter([*functions, *["buffers"] * bool(buffers), "an estimated gradient"]))
+        raise ValueError(
+            f"make_step: with mesh= the ranks exchange gradients and losses, and {tx!r} asks for {asked}, which would be "
+            "of one rank's data alone; run it without mesh="
+        )
+
+    source = _below(loss, functions, per_datum, microbatches, autocast)
+    if ranks is not None:
+        source = MeanOverRanks(source, ranks)
+    rest = {name: function for name, function in functions.items() if loss is not None or name != "curvature"}
+    if rest or "loss" in accepts:
+        source = WithKeywords(source, rest, loss is not None and "loss" in accepts)
+    if draws:
+        return AtDraws(source, tx, draws[0])
+    return AtParticles(source) if particles else source
+
+
+def functions_of(
+    tx: GradientTransformation, curvature: Keyword | None, keywords: Mapping[str, Keyword] | None
+) -> dict[str, Keyword]:
+    """Collect what is to be evaluated for further keywords of ``tx.update``.
+
+    ``curvature`` is left out for a transformation that takes none, so that another method may take the place of one that does.
+
+    Raises:
+        ValueError: no curvature for a transformation that needs it.
+        TypeError: a keyword that the transformation does not take.
+    """
+    accepts = keywords_of(tx)
+    if curvature is None and "curvature" in getattr(tx, "required_kwargs", ()):
+        raise ValueError(
+            f"make_step: {tx!r} needs curvature: pass curvature=bc.curvature.ggn(forward, likelihood, structure)"
+        )
+    if keywords and (unknown := keywords.keys() - accepts) and ANY not in accepts:
+        raise TypeError(
+            f"make_step: {tx!r} takes no {', '.join(sorted(unknown))}=; it takes {', '.join(sorted(accepts))}"
+        )
+    found = {} if curvature is None or not accepts & {"curvature", ANY} else {"curvature": curvature}
+    return {**found, **(keywords or {})}
+
+
+def _below(
+    loss: Loss | GradientEstimator | None,
+    functions: Mapping[str, Keyword],
+    per_datum: bool,
+    microbatches: int,
+    autocast: torch.dtype | None,
+) -> GradientSource:
+    """The source at the bottom, which evaluates the loss."""
+    if isinstance(loss, GradientEstimator):
+        return EstimatedGradient(loss)
+    if loss is None:
+        return Observation(functions["curvature"])
+    loss = loss if autocast is None else Autocast(loss, autocast)
+    if per_datum:
+        return PerDatumGradients(loss)
+    return LossGradient(loss) if microbatches == 1 else Microbatches(LossGradient(loss), microbatches)
+
+
+def _check_numbers(microbatches: Any, autocast: Any) -> None:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"make_step: microbatches must be a whole number, at least 1, got {microbatches!r}")
+    if autocast is not None and autocast is not torch.bfloat16:
+        raise ValueError(
+            f"make_step: autocast={autocast!r}; pass torch.bfloat16 (float16 gradients underflow without a scaled loss)"
+        )
+
+
+def _check_several(several: str, microbatches: int, buffers: Mapping[str, Tensor] | None) -> None:
+    """Refuse what does not go with gradients ``several`` at a time, by datum or of particles."""
+    if microbatches > 1 and several == "by datum":
+        raise ValueError(
+            "make_step: this chain takes gradients datum by datum, which microbatches would not save the memory of; pass "
+            "smaller batches"
+        )
+    if buffers:
+        raise ValueError(
+            f"make_step: this chain takes gradients {several}, for which a module's buffers would be one for all; call "
+            "module.eval() and leave buffers= out"
+        )
+
+
+def _check_only_losses(loss: Any, several: str, options: bool) -> None:
+    """Refuse what only a loss can do, where there is an estimator or nothing in its place."""
+    if options:
+        what = "and there is none" if loss is None else "and an estimator was given, which evaluates its own"
+        raise ValueError(f"make_step: buffers=, microbatches= and autocast= are of a loss, {what}: leave them out")
+    if several and loss is not None:
+        raise ValueError(
+            f"make_step: this chain takes gradients {several}, and an estimator makes one of the batch: pass a loss"
+        )
+
+
+def _without_buffers(loss: Loss) -> Loss:
+    """The loss of a module without buffers as a function of params and batch."""
+
+    def bare(params: Any, batch: Any) -> Any:
+        value, _, *aux = loss(params, batch, {})
+        return (value, *aux) if aux else value
+
+    return bare
+
+
+def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:
+    """Cut a batch into ``n`` parts along axis 0, each with its share of the data; 0-d tensors and the like go to every part.
+
+    Raises:
+        ValueError: tensors of different lengths, or fewer data than parts.
+    """
+    leaves, structure = batches.flatten(batch)
+    cut = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
+    lengths = {x.shape[0] for x, is_cut in zip(leaves, cut) if is_cut}
+    if len(lengths) != 1 or min(lengths) < n:
+        raise ValueError(
+            f"make_step: {n} microbatches need a batch whose tensors have one length of at least {n} along axis 0, got "
+            f"{sorted(lengths)}"
+        )
+    (size,) = lengths
+    pieces = [x.tensor_split(n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut)]
+    for i in range(n):
+        yield structure.unflatten([p[i] for p in pieces]), len(range(size)[i::n]) / size
+
+
+def _mean_precision(precisions: list[Any]) -> Any:
+    """The mean of curvature at several draws; its datum count is that of one draw."""
+    total = precisions[0]
+    for precision in precisions[1:]:
+        total = total.add(precision)
+    return total if len(precisions) == 1 else total.scale(1 / len(precisions))
+
+
+def _stacked(trees: list[Any]) -> Any:
+    """Stack trees on a new axis 0; what is no tensor is taken from the first."""
+    return optree.tree_map(lambda *xs: torch.stack(xs) if torch.is_tensor(xs[0]) else xs[0], *trees)
