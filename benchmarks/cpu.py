@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import bayesopt_chain as bc
-from bayesopt_chain.random.philox import in_tensors
+from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from bayesopt_chain.random.stream import _seeded
 from benchmarks import contestants as c
 from benchmarks.measure import ratio, take_turns
@@ -259,8 +259,8 @@ def noise(n: int = 1_000_000) -> Row:
     generator = torch.Generator()
     times = take_turns(
         {
-            "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [n], 0),
-            "Philox by tensor operations": lambda: in_tensors(key, step, n, 0, torch.float32),
+            "Philox kernel": lambda: torch.ops.bayesopt_chain.philox_normals_(out, key, step, [], [n], [0]),
+            "Philox by tensor operations": lambda: in_tensors(key, step, whole_leaves([n], [0]), torch.float32),
             "normal_": lambda: out.normal_(generator=generator),
             **{
                 f"generator, {kind}": partial(_seeded, 7, 3, 0, n, torch.float32, kind, 1.0)

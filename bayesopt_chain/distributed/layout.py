@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 
 
 def runs_of(x: Tensor) -> Runs:

@@ -4,7 +4,7 @@ Elementwise links know no neighbours: a shard of a leaf is a leaf. So an update 
 runs on this rank's own tensors, and puts DTensors together once when it ends:
 
     leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
-    noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.pieces.draw_pieces`
+    noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.philox.draw_elements`
 
 Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys
 and counts are plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
@@ -30,7 +30,7 @@ from bayesopt_chain import checks
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, spec_of, specs_of, stacked_spec
 from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.replicated import FULLY_SHARDED
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 
 Spread = Literal[
     "shards", "tree", "refused"

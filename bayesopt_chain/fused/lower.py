@@ -25,7 +25,6 @@ from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseStat
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.matching.filters import Filtered
-from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_plain, is_transformed
 
@@ -119,9 +118,8 @@ class Noisy(Link):
     carried: float  # what the velocity holds back of it
     shapes: tuple[torch.Size, ...]
     sizes: tuple[int, ...]
-    numbers: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
-    pieces: tuple[Any, ...] | None  # of leaves that are spread over ranks, the elements that are here
+    variables: keyed_stream.Variables  # of which the noise is made
     all_leaves = True
 
     def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -144,10 +142,7 @@ class Noisy(Link):
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
         """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
         mu, dtype, kernel = self.momentum, g[0].dtype, sweep_kernel()
-        scale = 1.0 if mu is None else self.level  # scaled while it is drawn
-        parts = keyed_stream.drawn(
-            noise.key, noise.count, self.sizes, self.numbers, dtype, self.noise.stream, scale, self.pieces
-        )
+        parts = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, dtype)
         if kernel is None:
             flat = torch.cat([e.clone() for _, e in parts])
             flat = flat.mul_(self.level) if mu is None else flat
@@ -166,11 +161,7 @@ class Noisy(Link):
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
         checks.own_key(noise.key, here)
-        scale = 1.0 if self.momentum is None else self.level
-        like, kind, stream = noise.memory, self.noise.noise, self.noise.stream
-        xi = keyed_stream.normals(
-            noise.key, noise.count, like, [1] * len(g), kind, stream, scale, self.numbers, self.pieces
-        )
+        xi = self.variables.draw(noise.key, noise.count, noise.memory)
         e = [xi[k][0] * self.level if self.momentum is None else xi[k][0] for k in live]
         u, t = self._moved(here, [kept[k] for k in live], e, op)
         moved, after = list(g), list(kept)
@@ -199,7 +190,7 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
         if (mu := _heavy_ball(links[i])) is not None and (factor := _constant(links[k])) is not None:
             runs[i] = ((i, k), MomentumThenScale(mu, factor))
     for n, injection in plan.noise.items():
-        if len(injection.noise_inputs) == 1 and (run := _noisy(links, plan, n, injection.noise_inputs[0])) is not None:
+        if len(injection.noise_inputs) == 1 and (run := _noisy(links, plan, n, injection)) is not None:
             runs[run[0][0]] = run
     return runs
 
@@ -218,10 +209,11 @@ def _constant(link: Link) -> float | None:
     return link.sign * link.step_size
 
 
-def _noisy(links: Sequence[Link], plan: Any, n: int, noise_input: NoiseInput) -> tuple[tuple[int, ...], Noisy] | None:
+def _noisy(links: Sequence[Link], plan: Any, n: int, injection: Any) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
+    (noise_input,) = injection.noise_inputs
     noise, process, i, layout = links[n], noise_input.process, noise_input.entry_link, plan.layout
-    if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_CHUNKS:
+    if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_SPANS:
         return None  # any other is drawn by its link
     if noise_input.changes or noise_input.powers or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
@@ -239,8 +231,6 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, noise_input: NoiseInput) ->
     if any(plan.where[k] != noise_input.leaves for k in run) or None in shapes:
         return None
     sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in noise_input.leaves}
-    numbers = tuple([plan.numbers[j] for j in noise_input.leaves])
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    pieces = None if layout.pieces is None else tuple([layout.pieces[j] for j in noise_input.leaves])
-    level = process.c[0]
-    return run, Noisy(noise, mu, factor, level, noise_input.deferred_gain, shapes, sizes, numbers, dtype, pieces)
+    variables = injection.variables  # scaled while they are drawn where nothing remembers the draw itself
+    return run, Noisy(noise, mu, factor, process.c[0], noise_input.deferred_gain, shapes, sizes, dtype, variables)

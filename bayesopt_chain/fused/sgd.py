@@ -139,7 +139,7 @@ class FusedSGD:
         assert kernel is not None and own is not None and buffers.places is not None
         if not all(map(Tensor.is_contiguous, g)):
             g = [x.contiguous() for x in g]
-        parts = keyed_stream.drawn(noise.key, noise.count, *buffers.drawn, dtype, buffers.stream, own.level)
+        parts = buffers.variables.draw_in_spans(noise.key, noise.count, buffers.elements, dtype)
         for (part, e), (theta, kept) in zip(parts, buffers.places):
             x = pointers(g, part)
             kernel(dtype, part.sizes, x, kept, theta, kept, -self.lr, self.momentum or None, e, own.carried, True)
@@ -267,9 +267,10 @@ class _Buffers:
         plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
         if plain and sweep_kernel() is not None:
             self._view(self.velocity)
-            self.stream = link.stream  # pyright: ignore[reportAttributeAccessIssue]
-            self.drawn = tuple(sizes), tuple(self.draws)
-            parts = keyed_stream.chunks(self.drawn[0], self.stream == "philox")
+            stream = link.stream  # pyright: ignore[reportAttributeAccessIssue]
+            self.elements = tuple(sizes)
+            self.variables = keyed_stream.Variables(tuple(self.draws), stream=stream, scale=self.own.level)
+            parts = keyed_stream.spans(self.elements, stream == "philox")
             self.places = [(pointers(self.theta, part), pointers(self.carried, part)) for part in parts]
             return
         self.philox = link.stream == "philox"  # pyright: ignore[reportAttributeAccessIssue]
@@ -298,7 +299,7 @@ class _Buffers:
         if self.philox:
 
             def fill(out: Tensor, sizes: list[int], numbers: list[int]) -> None:
-                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, sizes, numbers)
+                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, [], sizes, numbers)
                 out.mul_(level)
 
             return fill
@@ -357,7 +358,7 @@ def _own(noise_input: NoiseInput, link: LangevinNoise, g: Tensor, has_velocity: 
     process = noise_input.process
     if link.noise != "gaussian" or noise_input.changes or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
-    if link.stream not in keyed_stream.IN_CHUNKS:  # any other is drawn by its link
+    if link.stream not in keyed_stream.IN_SPANS:  # any other is drawn by its link
         return None
     if not (g.device.type == "cpu" or has_kernel(g)):
         return None

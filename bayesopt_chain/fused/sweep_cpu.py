@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.random import compiled
-from bayesopt_chain.random.stream import Chunk
+from bayesopt_chain.random.stream import Span
 
 _SOURCE = r"""
 #include <cstdint>
@@ -102,12 +102,12 @@ Sweep = Callable[..., None]
 Pointers = ctypes.Array[ctypes.c_void_p]
 
 
-def pointers(tensors: Sequence[Tensor], chunk: Chunk | None = None) -> Pointers:
-    """Where contiguous tensors lie, or the pieces of them that a chunk names, as the kernel takes it."""
-    if chunk is None or (len(chunk.leaves) == len(tensors) and not any(chunk.starts)):
+def pointers(tensors: Sequence[Tensor], span: Span | None = None) -> Pointers:
+    """Where contiguous tensors lie, or the pieces of them that a span names, as the kernel takes it."""
+    if span is None or (len(span.leaves) == len(tensors) and not any(span.starts)):
         return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
     step = tensors[0].element_size()
-    places = [tensors[i].data_ptr() + step * a for i, a in zip(chunk.leaves, chunk.starts)]
+    places = [tensors[i].data_ptr() + step * a for i, a in zip(span.leaves, span.starts)]
     return (ctypes.c_void_p * len(places))(*places)
 
 

@@ -40,9 +40,8 @@ class Keyed(Link):
             given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
             for j in context.index
         ]
-        templates, numbers = [t.unsqueeze(0) for t in like], [context.plan.numbers[j] for j in context.index]
-        pieces = None if layout.pieces is None else [layout.pieces[j] for j in context.index]
-        xi = keyed_stream.normals(
-            state.key, state.count, templates, [draws] * len(like), kind, self.stream, 1.0, numbers, pieces
-        )
+        numbers, each = tuple([context.plan.numbers[j] for j in context.index]), (draws,) * len(like)
+        runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in context.index])
+        variables = keyed_stream.Variables(numbers, each, kind, self.stream, runs=runs)
+        xi = variables.draw(state.key, state.count, [t.unsqueeze(0) for t in like])
         return [x for j, x in zip(context.index, xi) if j in given]

@@ -138,14 +138,16 @@ class LangevinInjection:
         places = sorted((j, n) for n, noise_input in enumerate(noise_inputs) for j in noise_input.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in noise_input.leaves] for n, noise_input in enumerate(noise_inputs)]
-        self.numbers = [keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places]
+        numbers = tuple([keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places])
         self.leaves: Sequence[int] = [j for j, _ in places]
-        self.pieces = None if plan.layout.pieces is None else [plan.layout.pieces[j] for j in self.leaves]
+        runs = None if plan.layout.pieces is None else tuple([plan.layout.pieces[j] for j in self.leaves])
         self.processes = [noise_inputs[n].process for _, n in places]
-        self.draws = [process.draws for process in self.processes]
+        each = tuple([process.draws for process in self.processes])
         lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
         # of white noise, which is scaled while it is drawn
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
+        scale = 1.0 if self.level is None else self.level
+        self.variables = keyed_stream.Variables(numbers, each, link.noise, link.stream, scale, runs)
 
     def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
         """The first state."""
@@ -179,12 +181,9 @@ class LangevinInjection:
         self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: TensorOps
     ) -> tuple[list[Injected], LangevinNoiseState]:
         """The noise of every site, and the next state. A leaf without a gradient keeps its memory."""
-        key, count, link = state.key, state.count, self.link
+        key, count = state.key, state.count
         checks.own_key(key, [x for x in g if x is not None])
-        level = 1.0 if self.level is None else self.level
-        xi = keyed_stream.normals(
-            key, count, state.memory, self.draws, link.noise, link.stream, level, self.numbers, self.pieces
-        )
+        xi = self.variables.draw(key, count, state.memory)
         is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import philox_normals
-from bayesopt_chain.random.pieces import Runs, draw_pieces
+from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves, whole_leaves
 from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
 
 Stream = Literal["generator", "philox"]
@@ -110,9 +109,10 @@ class Normals:
         if (key, device) not in self._keys:
             self._keys[key, device] = torch.tensor(key, device=device)
         step = torch.full((), count, dtype=torch.int64, device=device)
-        if runs is not None:
-            pieces = draw_pieces(self._keys[key, device], step, runs, leaves, draws[0].dtype)
+        if runs is None:
+            elements = whole_leaves([x.numel() for x in draws], leaves)
         else:
-            pieces = philox_normals(self._keys[key, device], step, [x.numel() for x in draws], leaves, draws[0].dtype)
+            elements = parts_of_leaves(tuple(runs), tuple(leaves))
+        pieces = draw_elements(self._keys[key, device], step, elements, draws[0].dtype)
         for draw, piece in zip(draws, pieces):
             draw.copy_(piece.view(draw.shape))

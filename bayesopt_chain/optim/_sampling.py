@@ -37,7 +37,7 @@ from bayesopt_chain.optim import _noise, _shards
 from bayesopt_chain.optim._plan import Batch, Plan, Work, blocks_of
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, specs_of, stacked_spec
 from bayesopt_chain.distributed.layout import runs_of
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 
 
 def are_spread(groups: list[dict[str, Any]]) -> bool:

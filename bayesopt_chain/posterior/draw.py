@@ -52,8 +52,8 @@ def standard_normals(
     """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    numbers = keyed_stream.leaf_numbers(tuple(names))
-    noise = [z for (z,) in keyed_stream.normals(key, count, shapes, [1] * len(shapes), stream=stream, numbers=numbers)]
+    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), stream=stream)
+    noise = [z for (z,) in variables.draw(key, count, shapes)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bayesopt_chain import tracing
-from bayesopt_chain.random.philox import philox_normals, philox_other
+from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import draw_number, seeded_generator, splitmix64
 
 SALT = 0x6D6F64656C  # parts the model's draws from the noise of the same key
@@ -80,11 +80,11 @@ class Keyed(TorchFunctionMode):
             x, self.generator = model_draw(self.generator, kind, list(shape), p, dtype)
             return x
         self.calls += 1
-        key, size, number = self.key ^ SALT, math.prod(shape), draw_number(0, self.calls)
+        key, elements = self.key ^ SALT, whole_leaves([math.prod(shape)], [draw_number(0, self.calls)])
         if kind == "normal":
-            (flat,) = philox_normals(key, self.count, [size], [number], dtype)
+            (flat,) = draw_elements(key, self.count, elements, dtype)
         else:
-            flat = philox_other("uniform", key, self.count, size, number, torch.float32)
+            (flat,) = draw_elements(key, self.count, elements, torch.float32, "uniform")
             flat = (flat < p) if kind == "bernoulli" else flat
         return flat.to(device, dtype).reshape(tuple(shape))
 

@@ -2,13 +2,21 @@ r"""The counter-based stream: Philox-4x32-10 (Salmon et al., 2011) on the counte
 Box-Muller.
 
 Nothing synchronises, nothing has a state, and every back end (eager, compiled, captured, under ``vmap``, the Triton kernels)
-computes the same integers. A CPU has a C++ kernel for its normals (:mod:`bayesopt_chain.random.philox_cpu`), which is one
-operation for all leaves, a CUDA device a Triton kernel (:mod:`bayesopt_chain.random.philox_cuda`); float64 there is tensor
-operations.
+computes the same integers. A draw is numbered, and so are its elements, in row-major order of the leaf. What is drawn is
+always a run of neighbouring elements: a leaf is the run from 0 to its size, and what a rank holds of a leaf that is
+spread over ranks is some runs of it. So a shard's noise is cut from the noise of the leaf, and no rank asks another one.
 
-One Philox block is four words, hence four normals. Element ``256 q + 64 l + r`` of a draw (``0 <= l < 4``, ``0 <= r < 64``)
-is normal ``l`` of block ``64 q + r``: runs of 64 neighbours come from 64 neighbouring blocks, which is what vector units
-and warps want, and no element depends on how many there are.
+One Philox block is four words, hence four normals:
+
+    normals          element ``e`` is normal ``e >> 6 & 3`` of block ``64 (e >> 8) + (e & 63)``
+    other variables  element ``e`` is word ``e & 3`` of block ``e >> 2``
+
+Runs of 64 neighbouring normals come from 64 neighbouring blocks, which is what vector units and warps want. No element
+depends on how many there are. A block's number has 32 bits, so that elements from ``2^34`` on have no number.
+
+Normals are one operation, ``torch.ops.bayesopt_chain.philox_normals``: on a CPU a C++ kernel
+(:mod:`bayesopt_chain.random.philox_cpu`), on a CUDA device a Triton kernel (:mod:`bayesopt_chain.random.philox_cuda`) for
+float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`).
 """
 
 from __future__ import annotations
@@ -16,8 +24,8 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +34,61 @@ from bayesopt_chain.random.philox_cpu import normals_kernel
 from bayesopt_chain.tracing import is_traced
 
 RUN = 64  # neighbouring elements that come from neighbouring blocks
-
 LARGEST = 2**34  # elements of a draw: four in each of 2^32 blocks
+
+Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf's elements, ascending
 
 _MASK = 0xFFFFFFFF
 _SQRT3 = 3.0**0.5
-_functions: Any = torch  # ``broadcast_shapes`` carries no types
+_functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
+
+
+class Elements(NamedTuple):
+    """Which elements of which draws: run ``i`` is ``lengths[i]`` elements of draw ``draws[i]`` from ``starts[i]`` on.
+
+    ``starts`` is empty where every run is a whole leaf, and so starts at 0: integers of an operation have to be copied in
+    every call. ``sizes`` are the elements of each leaf, of all its runs together.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    draws: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def whole_leaves(sizes: Sequence[int], draws: Sequence[int]) -> Elements:
+    """All elements of leaves of these sizes, by the numbers of their draws (32 bits each)."""
+    lengths = tuple(sizes)
+    return Elements((), lengths, tuple(draws), lengths)
+
+
+@lru_cache(maxsize=256)
+def parts_of_leaves(runs: tuple[Runs, ...], draws: tuple[int, ...]) -> Elements:
+    """These runs of each leaf, by the numbers of their draws; a leaf without runs is empty here.
+
+    Kept, since a matrix that is cut by columns has a run for each of its rows, and every step asks for the same ones.
+
+    Raises:
+        ValueError: a run that is empty, negative, not behind the one before, or ends past ``2^34``.
+
+    Example:
+        >>> parts_of_leaves((((0, 3), (10, 2)), ()), (7, 8))
+        Elements(starts=(0, 10), lengths=(3, 2), draws=(7, 7), sizes=(5, 0))
+    """
+    for each in runs:
+        _require_ascending(each)
+    flat = [(start, length, draw) for each, draw in zip(runs, draws, strict=True) for start, length in each]
+    starts, lengths, numbers = (tuple([run[i] for run in flat]) for i in range(3))
+    return Elements(starts, lengths, numbers, tuple([sum(length for _, length in each) for each in runs]))
+
+
+def _require_ascending(runs: Runs) -> None:
+    end = 0
+    for start, length in runs:
+        if start < end or length < 1:
+            raise ValueError(f"pieces: runs must be ascending (start, length) with length at least 1, got {runs[:4]}")
+        end = start + length
+    require_in_range(end, "pieces: a leaf")
 
 
 def require_in_range(size: int, what: str = "params: a leaf") -> None:
@@ -47,6 +104,59 @@ def require_in_range(size: int, what: str = "params: a leaf") -> None:
         )
 
 
+def draw_elements(
+    key: Tensor, step: Tensor, elements: Elements, dtype: torch.dtype, kind: str = "gaussian"
+) -> list[Tensor]:
+    """The elements of these draws, one tensor ``[*chains, size]`` for each leaf.
+
+    Args:
+        key: of the stream, int64, 0-d or with an axis for chains; likewise ``step``, the number of the step.
+        elements: which of them, from :func:`whole_leaves` or :func:`parts_of_leaves`.
+        dtype: of the result. Normals are computed in float64 for float64, else in float32.
+        kind: ``"gaussian"``, ``"uniform"`` (on [0, 1)), ``"three_point"`` or ``"rademacher"``.
+
+    Raises:
+        ValueError: a leaf of more than ``2^34`` elements.
+
+    Example:
+        >>> import torch
+        >>> key, step = torch.tensor(3), torch.tensor(0)
+        >>> (leaf,) = draw_elements(key, step, whole_leaves([5], [1]), torch.float64)
+        >>> (part,) = draw_elements(key, step, parts_of_leaves((((1, 3),),), (1,)), torch.float64)
+        >>> torch.equal(part, leaf[1:4])
+        True
+    """
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    traced, starts = is_traced(), elements.starts
+    if kind == "gaussian" and traced and not starts and _goes_into_the_graph(key, elements, real):
+        each = [Elements((), (n,), (draw,), (n,)) for n, draw in zip(elements.lengths, elements.draws)]
+        return [in_tensors(key, step, one, real).to(dtype) for one in each]
+    if kind == "gaussian":
+        ops = torch.ops.bayesopt_chain
+        flat: Tensor = ops.philox_normals(key, step, starts, elements.lengths, elements.draws, real)
+    else:
+        flat = in_tensors(key, step, elements, real, kind)
+    flat = flat.to(dtype)
+    parts: Sequence[Tensor] = (flat,) if len(elements.sizes) == 1 else _functions.split(flat, elements.sizes, -1)
+    return [x.clone() for x in parts] if traced else [*parts]  # in a graph a write to one would rewrite them all
+
+
+def _goes_into_the_graph(key: Tensor, elements: Elements, real: torch.dtype) -> bool:
+    """Whether a traced draw is written out in tensor operations, for a compiler to fuse with what uses it.
+
+    So are a few elements on a CPU, where a call of the kernel would cost more, and what has no kernel.
+    """
+    if key.device.type == "cpu":
+        return sum(elements.lengths) <= RUN
+    return not (key.device.type == "cuda" and real == torch.float32 and has_triton())
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton's kernels can be compiled."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     """Philox-4x32-10 on int64 tensors that hold 32-bit words; returns four words of the broadcast shape.
 
@@ -60,56 +170,6 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
         c0, c1, c2, c3 = ((p1 >> 32) + c2) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) + c0) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return [c0, c1, c2, c3]
-
-
-def _words(key: Tensor, step: Tensor, block: Tensor, draw: int) -> list[Tensor]:
-    """Four words of each block; key and step broadcast with the blocks."""
-    counter = (block & _MASK, draw + 0 * block, (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block)
-    return philox(counter, (key & _MASK, key >> 32 & _MASK))
-
-
-def philox_normal(key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
-    """``size`` standard normals of the stream (key, step, draw), computed in float32 or float64."""
-    return philox_normals(key, step, [size], [draw], dtype)[0]
-
-
-def philox_normals(
-    key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype
-) -> Sequence[Tensor]:
-    """Normals of the draws of these numbers (32 bits) and sizes.
-
-    On a CPU one call of the C++ kernel, on a CUDA device one launch a draw; a traced draw of a few elements on a CPU goes into
-    the kernels that use it.
-    """
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    if not _has_kernel(key, real) or (key.device.type == "cpu" and is_traced() and sum(sizes) <= RUN):
-        return [in_tensors(key, step, n, draw, real).to(dtype) for n, draw in zip(sizes, draws)]
-    flat = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, real).to(dtype)
-    pieces = torch.split(flat, list(sizes)) if len(sizes) > 1 else (flat,)
-    return [x.clone() for x in pieces] if is_traced() else pieces  # in a graph a write to one would rewrite them all
-
-
-def _has_kernel(key: Tensor, real: torch.dtype) -> bool:
-    """Whether the normals are one operation where the key is."""
-    return key.device.type == "cpu" or (key.device.type == "cuda" and real == torch.float32 and has_triton())
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton's kernels can be compiled."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def in_tensors(key: Tensor, step: Tensor, size: int, draw: int, real: torch.dtype) -> Tensor:
-    """Normals by tensor operations, for any device; one row for each key and step."""
-    require_in_range(size)
-    key, step = key[..., None, None], step[..., None, None]
-    rows, run = (1, size) if size <= RUN else (-(-size // (4 * RUN)), RUN)
-    lanes = 1 if size <= RUN else 4
-    block = torch.arange(rows * run, dtype=torch.int64, device=key.device).view(rows, run)
-    words = _words(key, step, block, draw)
-    z = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
-    return torch.stack(z, dim=-2).flatten(-3)[..., :size] if lanes > 1 else z[0].flatten(-2)
 
 
 def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -128,87 +188,135 @@ def box_muller(first: Tensor, second: Tensor, real: torch.dtype) -> tuple[Tensor
     return torch.where(half, -x, x), torch.where(half, -y, y)
 
 
-def philox_other(kind: str, key: Tensor, step: Tensor, size: int, draw: int, dtype: torch.dtype) -> Tensor:
-    """``size`` variables of another kind than normal, of the stream (key, step, draw)."""
-    require_in_range(size)
-    block = torch.arange((size + 3) // 4, dtype=torch.int64, device=key.device)
-    words = torch.stack(_words(key, step, block, draw), dim=-1).flatten()[:size]
-    if kind == "uniform":
-        return ((words >> 8).to(torch.float64) * 2.0**-24).to(dtype)
-    if kind == "three_point":
-        return three_point(words * 6 >> 32).to(dtype)
-    return (words & 2).to(dtype) - 1.0
-
-
 def three_point(faces: Tensor) -> Tensor:
-    """``-sqrt(3), sqrt(3), 0, 0, 0, 0`` for the six faces of a die."""
+    """``-sqrt(3), sqrt(3), 0, 0, 0, 0`` for the six faces of a die, in float64."""
     return _SQRT3 * ((faces == 1).to(torch.float64) - (faces == 0).to(torch.float64))
 
 
+def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype, kind: str = "gaussian") -> Tensor:
+    """The elements by tensor operations, for any device: ``[*chains, elements]``, leaf behind leaf."""
+    _require_counted(elements.starts, elements.lengths)
+    starts = elements.starts or (0,) * len(elements.lengths)
+    alike: list[list[tuple[int, int, int]]] = []
+    for run in zip(starts, elements.lengths, elements.draws):
+        if alike and alike[-1][0][1] == run[1]:
+            alike[-1].append(run)
+        else:
+            alike.append([run])
+    if not alike:
+        return _room(key, step, (), (), (), real)
+    parts = [_of_one_length(key, step, runs, real, kind) for runs in alike]
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def _of_one_length(
+    key: Tensor, step: Tensor, runs: Sequence[tuple[int, int, int]], real: torch.dtype, kind: str
+) -> Tensor:
+    """Neighbouring runs of one length at a time, since a matrix that is cut by columns has a run for each of its rows.
+
+    Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four other variables. Every
+    run is computed from the group of its first element to that of its last, and what lies within it is taken out.
+    """
+    group, length = RUN if kind == "gaussian" else 1, runs[0][1]
+    heads, offsets = zip(*[divmod(start, 4 * group) for start, _, _ in runs])
+    lanes, count = 4, max(-(-(offset + length) // (4 * group)) for offset in offsets)
+    if kind == "gaussian" and len(runs) == 1 and not heads[0] and offsets[0] + length <= RUN:
+        group, lanes, count = offsets[0] + length, 1, 1  # the first normals of a few blocks, and nothing else
+
+    def by_run(values: Sequence[int]) -> Any:
+        """A number, or a tensor of one for each run that broadcasts with ``[*chains, runs, groups, blocks]``."""
+        alone = len(values) == 1
+        return values[0] if alone else torch.tensor(values, dtype=torch.int64, device=key.device).view(-1, 1, 1)
+
+    key, step = key[..., None, None, None], step[..., None, None, None]
+    block = torch.arange(count * group, dtype=torch.int64, device=key.device).view(count, group)
+    block = (block + by_run([head * group for head in heads])) & _MASK
+    low, high = (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block
+    words = philox(
+        (block, by_run([draw for *_, draw in runs]) + 0 * block, low, high), (key & _MASK, key >> 32 & _MASK)
+    )
+    if kind == "gaussian":
+        values = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
+    else:
+        values = [_OTHERS[kind](word, real) for word in words]
+    every = torch.stack(values, dim=-2).flatten(-3)
+    if len({*offsets}) == 1:
+        mine = every[..., offsets[0] : offsets[0] + length]
+    else:
+        index = by_run(offsets).view(-1, 1) + torch.arange(length, device=key.device)
+        mine = every.gather(-1, index.expand(*every.shape[:-1], length))
+    return mine.flatten(-2)
+
+
+_OTHERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {  # from a word; exact in float32 but for the root of 3
+    "uniform": lambda word, real: (word >> 8).to(real) * 2.0**-24,
+    "three_point": lambda word, real: three_point(word * 6 >> 32),
+    "rademacher": lambda word, real: (word & 2).to(real) - 1.0,
+}
+
 _library: Any = torch.library  # its functions carry no types
 _OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")
-_OPS.define("philox_normals(Tensor key, Tensor step, int[] sizes, int[] draws, ScalarType dtype) -> Tensor")
-_OPS.define("philox_normals_(Tensor(a!) out, Tensor key, Tensor step, int[] sizes, int[] draws) -> ()")
+_ARGUMENTS = "Tensor key, Tensor step, int[] starts, int[] lengths, int[] draws"  # the fields of Elements
+_OPS.define(f"philox_normals({_ARGUMENTS}, ScalarType dtype) -> Tensor")
+_OPS.define(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()")
 
 
-def _fresh_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The draws one behind the other; keys or steps with further axes, one for each chain, give the result these axes."""
-    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape)
-    total = sum(sizes)
-    if total > LARGEST:
-        require_in_range(max(sizes))
-    return torch.empty(*chains, total, dtype=dtype, device=key.device)
+def _require_counted(starts: Sequence[int], lengths: Sequence[int]) -> None:
+    if starts or sum(lengths) > LARGEST:
+        require_in_range(max(map(sum, zip(starts, lengths)) if starts else lengths, default=0))
 
 
-def _drawn_normals(key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int], dtype: torch.dtype) -> Tensor:
-    out = _fresh_normals(key, step, sizes, draws, dtype)
-    _fill_with_normals(out, key, step, sizes, draws)
+def _room(
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Room for the elements; keys or steps with further axes, one for each chain, give it these axes."""
+    _require_counted(starts, lengths)
+    chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
+    return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
+
+
+def _drawn(
+    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    out = _room(key, step, starts, lengths, draws, dtype)
+    _fill(out, key, step, starts, lengths, draws)
     return out
 
 
-def _fill_with_normals(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
-    if out.shape[-1] > LARGEST:
-        require_in_range(max(sizes))
+def _fill(
+    out: Tensor, key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int]
+) -> None:
+    _require_counted(starts, lengths)
     if key.ndim or step.ndim:
         key, step = (x.expand(out.shape[:-1]).reshape(-1) for x in (key, step))
-    fill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], None] | None
-    if out.is_cuda:
-        from bayesopt_chain.random.philox_cuda import fill
-    else:
+    fill: Callable[..., None] | None = None
+    if not out.is_cuda:
         fill = normals_kernel()
+    elif out.dtype == torch.float32 and has_triton():
+        from bayesopt_chain.random.philox_cuda import fill
     if fill is not None:
-        fill(out, key, step, tuple(sizes), tuple(draws))
+        fill(out, key, step, tuple(starts), tuple(lengths), tuple(draws))
     else:
-        pieces = [in_tensors(key, step, n, draw, out.dtype) for n, draw in zip(sizes, draws)]
-        out.copy_(torch.cat(pieces, dim=-1).view(out.shape))
+        elements = Elements(tuple(starts), tuple(lengths), tuple(draws), ())
+        out.copy_(in_tensors(key, step, elements, out.dtype).view(out.shape))
+
+
+def _leave(out: Tensor, *rest: Any) -> None:
+    """What filling does to a tensor without numbers: nothing."""
 
 
 for _device in ("CPU", "CUDA"):
-    _OPS.impl("philox_normals", _drawn_normals, _device)
-    _OPS.impl("philox_normals_", _fill_with_normals, _device)
+    _OPS.impl("philox_normals", _drawn, _device)
+    _OPS.impl("philox_normals_", _fill, _device)
+_library.register_fake("bayesopt_chain::philox_normals", _room, lib=_OPS)
+_library.register_fake("bayesopt_chain::philox_normals_", _leave, lib=_OPS)
 
 
-def _nothing(out: Tensor, key: Tensor, step: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
-    """What filling does to a tensor without numbers."""
-
-
-_library.register_fake("bayesopt_chain::philox_normals", _fresh_normals, lib=_OPS)
-_library.register_fake("bayesopt_chain::philox_normals_", _nothing, lib=_OPS)
-
-
-def _stacked_normals(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    key: Tensor,
-    step: Tensor,
-    sizes: Sequence[int],
-    draws: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, int]:
+def _stacked(info: Any, in_dims: tuple[int | None, ...], key: Tensor, step: Tensor, *rest: Any) -> tuple[Tensor, int]:
     """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
     key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
-    out = torch.ops.bayesopt_chain.philox_normals(key, step, sizes, draws, dtype)
+    out: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, *rest)
     return out, out.ndim - 2
 
 
-_library.register_vmap("bayesopt_chain::philox_normals", _stacked_normals, lib=_OPS)
+_library.register_vmap("bayesopt_chain::philox_normals", _stacked, lib=_OPS)

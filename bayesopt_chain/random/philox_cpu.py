@@ -98,64 +98,32 @@ void box_muller(const uint32_t* first, const uint32_t* second, int n, Real* x, R
   }
 }
 
-// the elements that come from blocks 64 q to 64 q + 63: at most 256, `left` where the leaf ends before
+// elements first to first + n - 1 of the 256 that come from blocks 64 q to 64 q + 63; n is at least 1
 template <class Real>
-void row(int64_t q, int64_t left, const Stream& s, Real* out) {
-  uint32_t words[4][RUN];
-  Real z[4 * RUN];
-  const bool whole = left >= 4 * RUN;
-  Real* to = whole ? out : z;
-  const int n = left < RUN ? int(left) : RUN;
-  philox(uint32_t(RUN * q), n, s, words);
-  box_muller(words[0], words[1], n, to, to + RUN);
-  if (left > 2 * RUN) box_muller(words[2], words[3], n, to + 2 * RUN, to + 3 * RUN);
-  if (!whole) std::memcpy(out, z, sizeof(Real) * left);
-}
-
-template <class Real>
-void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
-             int64_t chains, const int64_t* sizes, int64_t leaves, const int64_t* draws, int threads) {
-  int64_t total = 0, offset = 0;
-  for (int64_t i = 0; i < leaves; ++i) total += sizes[i];
-#pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
-  for (int64_t i = 0; i < leaves; offset += sizes[i++]) {
-    const int64_t rows = (sizes[i] + 4 * RUN - 1) / (4 * RUN);
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t c = 0; c < chains; ++c)
-      for (int64_t q = 0; q < rows; ++q) {
-        const uint64_t key = keys[c * key_stride], step = steps[c * step_stride];
-        const Stream s = {
-            uint32_t(draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
-        row(q, sizes[i] - 4 * RUN * q, s, out + c * total + offset + 4 * RUN * q);
-      }
-  }
-}
-
-// elements first to first + n - 1 of row q, n at least 1 and first + n at most 256
-template <class Real>
-void part(int64_t q, int first, int n, const Stream& s, Real* out) {
-  if (n == 4 * RUN) return row(q, n, s, out);
+void row(int64_t q, int first, int n, const Stream& s, Real* out) {
   uint32_t words[4][RUN];
   Real z[4 * RUN];
   const int last = first + n - 1;
+  const bool all = n == 4 * RUN;
   const bool within = first / RUN == last / RUN;  // one lane: these blocks and no others
   const int from = within ? first % RUN : 0, blocks = within ? n : RUN;
+  Real* to = all ? out : z;
   philox(uint32_t(RUN * q + from), blocks, s, words);
-  if (first < 2 * RUN) box_muller(words[0], words[1], blocks, z + from, z + RUN + from);
-  if (last >= 2 * RUN) box_muller(words[2], words[3], blocks, z + 2 * RUN + from, z + 3 * RUN + from);
-  std::memcpy(out, z + first, sizeof(Real) * n);
+  if (first < 2 * RUN) box_muller(words[0], words[1], blocks, to + from, to + RUN + from);
+  if (last >= 2 * RUN) box_muller(words[2], words[3], blocks, to + 2 * RUN + from, to + 3 * RUN + from);
+  if (!all) std::memcpy(out, z + first, sizeof(Real) * n);
 }
 
-// runs of elements of draws, one behind the other
+// runs of elements of draws, one behind the other; no starts: every run begins at element 0
 template <class Real>
-void pieces(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
+void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
             int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs, const int64_t* draws,
             int threads) {
   int64_t total = 0, offset = 0;
   for (int64_t i = 0; i < runs; ++i) total += lengths[i];
 #pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
   for (int64_t i = 0; i < runs; offset += lengths[i++]) {
-    const int64_t begin = starts[i], end = begin + lengths[i];
+    const int64_t begin = starts ? starts[i] : 0, end = begin + lengths[i];
     const int64_t head = begin / (4 * RUN), rows = (end + 4 * RUN - 1) / (4 * RUN) - head;
 #pragma omp for collapse(2) schedule(static) nowait
     for (int64_t c = 0; c < chains; ++c)
@@ -165,7 +133,7 @@ void pieces(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* s
             uint32_t(draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
         const int64_t q = head + k, low = 4 * RUN * q, high = low + 4 * RUN;
         const int64_t from = begin > low ? begin : low, to = end < high ? end : high;
-        part(q, int(from - low), int(to - from), s, out + c * total + offset + (from - begin));
+        row(q, int(from - low), int(to - from), s, out + c * total + offset + (from - begin));
       }
   }
 }
@@ -174,30 +142,26 @@ void pieces(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* s
 
 #define EXPORT(name, Real)                                                                                            \
   extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
-                       int64_t chains, const int64_t* sizes, int64_t leaves, const int64_t* draws, int threads) {            \
-    normals(out, keys, key_stride, steps, step_stride, chains, sizes, leaves, draws, threads);                        \
+                       int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs,                   \
+                       const int64_t* draws, int threads) {                                                           \
+    normals(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, threads);                \
   }
 EXPORT(normals_float, float)
 EXPORT(normals_double, double)
-
-#define EXPORT_PIECES(name, Real)                                                                                     \
-  extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
-                       int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs,                   \
-                       const int64_t* draws, int threads) {                                                           \
-    pieces(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, threads);                 \
-  }
-EXPORT_PIECES(pieces_float, float)
-EXPORT_PIECES(pieces_double, double)
 """
 
 _PARALLEL = 2**15  # normals below which threads cost more than they save
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or ``None``, with one warning that says why, where nothing compiles."""
+def normals_kernel() -> Callable[..., None] | None:
+    """``fill(out, keys, steps, starts, lengths, draws)``, or ``None``, with one warning that says why, where nothing compiles.
+
+    ``out`` is contiguous, float32 or float64, ``[..., sum(lengths)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
+    row of it. The rest are tuples with one entry a run, or no entries where all ``starts`` are 0.
+    """
     try:
-        return compiled.load(_SOURCE, "philox")
+        library = compiled.load(_SOURCE, "philox")
     except (compiled.CompileError, OSError) as err:
         warnings.warn(
             f"the Philox stream runs as tensor operations, about 14 times slower than its C++ kernel: {err}. "
@@ -205,66 +169,7 @@ def library() -> ctypes.CDLL | None:
             stacklevel=3,
         )
         return None
-
-
-@cache
-def normals_kernel() -> Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], None] | None:
-    """``fill(out, keys, steps, sizes, draws)``, or ``None``, with one warning that says why, where nothing compiles.
-
-    ``out`` is contiguous, float32 or float64, ``[..., sum(sizes)]``; ``keys`` and ``steps`` are int64, 0-d or one for each
-    row of it.
-    """
-    found = library()
-    if found is None:
-        return None
-    kernels = {torch.float32: found.normals_float, torch.float64: found.normals_double}
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    for kernel in kernels.values():
-        kernel.restype = None
-        kernel.argtypes = [
-            pointer,
-            pointer,
-            integer,
-            pointer,
-            integer,
-            integer,
-            pointer,
-            integer,
-            pointer,
-            ctypes.c_int,
-        ]
-
-    @cache
-    def array(sizes: tuple[int, ...]):
-        return (integer * len(sizes))(*sizes)
-
-    def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: tuple[int, ...], draws: tuple[int, ...]) -> None:
-        kernels[out.dtype](
-            out.data_ptr(),
-            keys.data_ptr(),
-            keys.stride(0) if keys.ndim else 0,
-            steps.data_ptr(),
-            steps.stride(0) if steps.ndim else 0,
-            out.shape[:-1].numel(),
-            array(sizes),
-            len(sizes),
-            array(draws),
-            torch.get_num_threads() if out.numel() > _PARALLEL else 1,
-        )
-
-    return fill
-
-
-@cache
-def pieces_kernel() -> Callable[[Tensor, Tensor, Tensor, Any, Any, Any, int], None] | None:
-    """``fill(out, keys, steps, starts, lengths, draws, runs)``, or ``None`` where nothing compiles.
-
-    ``out``, ``keys`` and ``steps`` are as in :func:`normals_kernel`; the rest are C arrays of int64 with one entry a run.
-    """
-    found = library()
-    if found is None:
-        return None
-    kernels = {torch.float32: found.pieces_float, torch.float64: found.pieces_double}
+    kernels = {torch.float32: library.normals_float, torch.float64: library.normals_double}
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for kernel in kernels.values():
         kernel.restype = None
@@ -273,7 +178,19 @@ def pieces_kernel() -> Callable[[Tensor, Tensor, Tensor, Any, Any, Any, int], No
             *(pointer, pointer, integer, pointer, ctypes.c_int),
         ]
 
-    def fill(out: Tensor, keys: Tensor, steps: Tensor, starts: Any, lengths: Any, draws: Any, runs: int) -> None:
+    @cache
+    def array(numbers: tuple[int, ...]) -> Any:
+        """The numbers as C takes them, made once: a step draws the same elements as the one before."""
+        return (integer * len(numbers))(*numbers) if numbers else None
+
+    def fill(
+        out: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        draws: tuple[int, ...],
+    ) -> None:
         kernels[out.dtype](
             out.data_ptr(),
             keys.data_ptr(),
@@ -281,10 +198,10 @@ def pieces_kernel() -> Callable[[Tensor, Tensor, Tensor, Any, Any, Any, int], No
             steps.data_ptr(),
             steps.stride(0) if steps.ndim else 0,
             out.shape[:-1].numel(),
-            starts,
-            lengths,
-            runs,
-            draws,
+            array(starts),
+            array(lengths),
+            len(lengths),
+            array(draws),
             torch.get_num_threads() if out.numel() > _PARALLEL else 1,
         )
 

@@ -1,17 +1,16 @@
-r"""The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a CUDA device, as one Triton kernel a draw.
+r"""The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a CUDA device, as one Triton kernel.
 
-Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here it is
-one, for all chains. Integers are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
+Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here runs of
+alike lengths, such as leaves of one shape or the rows of a matrix cut by columns, are one, for all chains. Integers are the
+stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
 
-A piece of a leaf is some runs of its elements (:mod:`bayesopt_chain.random.pieces`). The 64 blocks ``64 g .. 64 g + 63`` hold
-the normals of the elements ``256 g .. 256 g + 255``, so that a run takes the blocks from those of its first element to those
-of its last and stores what lies within it. Runs of alike lengths, such as the rows of a matrix cut by columns, are one kernel.
+The 64 blocks ``64 g .. 64 g + 63`` hold the normals of the elements ``256 g .. 256 g + 255``, so that a run takes the blocks
+from those of its first element to those of its last and stores what lies within it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -68,65 +67,8 @@ def first_element(block: Value, size: Value, RUN: constexpr) -> Value:
     return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
 
 
-@jit(do_not_specialize=["draw", "offset", "programs"])
-def _normals(
-    out: Value,
-    keys: Value,
-    counts: Value,
-    key_stride: Value,
-    count_stride: Value,
-    total: Value,
-    offset: Value,
-    size: Value,
-    draw: Value,
-    programs: Value,
-    BLOCKS: constexpr,
-    RUN: constexpr,
-) -> None:
-    chain = (tl.program_id(0) // programs).to(tl.int64)
-    block = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
-    z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
-    at = first_element(block, size, RUN)
-    row = out + chain * total + offset
-    tl.store(row + at, z0, mask=at < size)
-    tl.store(row + at + RUN, z1, mask=at + RUN < size)
-    tl.store(row + at + 2 * RUN, z2, mask=at + 2 * RUN < size)
-    tl.store(row + at + 3 * RUN, z3, mask=at + 3 * RUN < size)
-
-
-def fill(out: Tensor, keys: Tensor, steps: Tensor, sizes: Sequence[int], draws: Sequence[int]) -> None:
-    """Fill ``out``, contiguous float32 ``[..., sum(sizes)]``, with the draws of these numbers and sizes.
-
-    ``keys`` and ``steps`` are int64, 0-d or one for each row of it.
-    """
-    chains, offset = out.shape[:-1].numel(), 0
-    key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
-    with torch.cuda.device_of(out):
-        for size, draw in zip(sizes, draws, strict=True):
-            blocks = RUN if size <= 4 * RUN else 512
-            needed = size if size <= RUN else RUN * -(-size // (4 * RUN))
-            programs = -(-needed // blocks)
-            if chains * programs:
-                _normals[(chains * programs,)](
-                    out,
-                    keys,
-                    steps,
-                    key_stride,
-                    step_stride,
-                    out.shape[-1],
-                    offset,
-                    size,
-                    draw - (draw >> 31 << 32),  # the same 32 bits, signed
-                    programs,
-                    BLOCKS=blocks,
-                    RUN=RUN,
-                    num_warps=2 if blocks == RUN else 4,
-                )
-            offset += size
-
-
 @jit(do_not_specialize=["runs", "programs"])
-def _pieces(
+def _normals(
     out: Value,
     keys: Value,
     counts: Value,
@@ -145,32 +87,38 @@ def _pieces(
     start = tl.load(entry)
     end = tl.load(entry + 1)
     draw = tl.load(entry + 3).to(tl.uint32)
-    mine = (tl.program_id(0) % programs).to(tl.int64)
-    block = (start // (4 * RUN)) * RUN + mine * BLOCKS + tl.arange(0, BLOCKS)
-    z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
-    at = (block // RUN) * (4 * RUN) + block % RUN
-    place = out + chain * total + tl.load(entry + 2) - start
-    tl.store(place + at, z0, mask=(at >= start) & (at < end))
-    tl.store(place + at + RUN, z1, mask=(at + RUN >= start) & (at + RUN < end))
-    tl.store(place + at + 2 * RUN, z2, mask=(at + 2 * RUN >= start) & (at + 2 * RUN < end))
-    tl.store(place + at + 3 * RUN, z3, mask=(at + 3 * RUN >= start) & (at + 3 * RUN < end))
+    first = (start // (4 * RUN)) * RUN + (tl.program_id(0) % programs).to(tl.int64) * BLOCKS
+    if first * 4 < end:  # runs of a table differ in length, and the shorter ones leave programs without elements
+        block = first + tl.arange(0, BLOCKS)
+        z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
+        at = (block // RUN) * (4 * RUN) + block % RUN
+        place = out + chain * total + tl.load(entry + 2) - start
+        tl.store(place + at, z0, mask=(at >= start) & (at < end))
+        tl.store(place + at + RUN, z1, mask=(at + RUN >= start) & (at + RUN < end))
+        tl.store(place + at + 2 * RUN, z2, mask=(at + 2 * RUN >= start) & (at + 2 * RUN < end))
+        tl.store(place + at + 3 * RUN, z3, mask=(at + 3 * RUN >= start) & (at + 3 * RUN < end))
 
 
-def fill_pieces(
-    out: Tensor, keys: Tensor, steps: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int]
+def fill(
+    out: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    draws: tuple[int, ...],
 ) -> None:
     """Fill ``out``, contiguous float32 ``[..., sum(lengths)]``, with these runs of elements of the draws of these numbers.
 
-    ``keys`` and ``steps`` are as for :func:`fill`.
+    ``keys`` and ``steps`` are int64, 0-d or one for each row of it. No ``starts``: every run begins at 0.
     """
     chains = out.shape[:-1].numel()
     key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
     with torch.cuda.device_of(out):
-        for table, needed in _tables(tuple(starts), tuple(lengths), tuple(draws), out.device):
-            blocks = min(RUN * needed, 512)
-            programs = RUN * needed // blocks
+        for table, groups in _tables(starts, lengths, draws, out.device):
+            blocks = RUN * min(1 << (groups - 1).bit_length(), 8)
+            programs = -(-RUN * groups // blocks)
             if chains:
-                _pieces[(chains * len(table) * programs,)](
+                _normals[(chains * len(table) * programs,)](
                     out,
                     keys,
                     steps,
@@ -186,18 +134,18 @@ def fill_pieces(
                 )
 
 
-@lru_cache(maxsize=256)
+@cache  # never dropped: a recorded CUDA graph reads a table at its address
 def _tables(
     starts: tuple[int, ...], lengths: tuple[int, ...], draws: tuple[int, ...], device: torch.device
 ) -> list[tuple[Tensor, int]]:
-    """For neighbouring runs of alike lengths their first element, end, place and draw; and how often 64 blocks hold each."""
+    """For neighbouring runs of alike lengths their first element, end, place and draw, and how many groups of 64 blocks the
+    longest of them takes."""
     rows: list[tuple[int, tuple[int, int, int, int]]] = []
     place = 0
-    for start, length, draw in zip(starts, lengths, draws, strict=True):
-        groups = (start + length - 1) // (4 * RUN) - start // (4 * RUN) + 1
-        rows.append((groups, (start, start + length, place, draw)))
+    for start, length, draw in zip(starts or (0,) * len(lengths), lengths, draws, strict=True):
+        if length:
+            groups = (start + length - 1) // (4 * RUN) - start // (4 * RUN) + 1
+            rows.append((groups, (start, start + length, place, draw)))
         place += length
-    return [
-        (torch.tensor([row for _, row in alike], device=device), 1 << bits)
-        for bits, alike in groupby(rows, key=lambda row: (row[0] - 1).bit_length())
-    ]
+    alike = [[*rows] for _, rows in groupby(rows, key=lambda row: (row[0] - 1).bit_length())]
+    return [(torch.tensor([row for _, row in each], device=device), max(each)[0]) for each in alike]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -28,13 +29,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.random.philox import philox_normals, philox_other, three_point
-from bayesopt_chain.random.pieces import Runs, draw_pieces, flat_runs
+from bayesopt_chain.random.philox import (
+    Elements,
+    Runs,
+    draw_elements,
+    parts_of_leaves,
+    three_point,
+    whole_leaves,
+)
 from bayesopt_chain.tracing import is_plain
 
 Stream = Literal["generator", "philox"]
 STREAMS = ("generator", "philox")
-CHUNK = 2**18  # elements drawn at a time where the draw is used at once: in cache, and few enough calls
+IN_SPANS = (None, *STREAMS)  # the streams that :meth:`Variables.draw_in_spans` knows
+SPAN = 2**18  # elements drawn at a time where the draw is used at once: in cache, and few enough calls
 _VECTOR = 16  # a CPU generator's normals come in groups of 16
 KINDS = ("gaussian", "rademacher", "three_point", "uniform")
 
@@ -45,59 +53,128 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator, device=source).to(device)
 
 
-def normals(
-    key: Tensor,
-    step: Tensor,
-    templates: Sequence[Tensor],
-    draws: Sequence[int],
-    kind: str = "gaussian",
-    stream: Stream | None = None,
-    scale: float = 1.0,
-    numbers: Sequence[int] | None = None,
-    pieces: Sequence[Runs | None] | None = None,
-) -> list[list[Tensor]]:
-    """Normals of standard deviation ``scale``: ``draws[i]`` tensors for every leaf ``i``, each like one slice
-    ``templates[i][0]`` along axis 0.
+@dataclass(frozen=True)
+class Variables:
+    """The random variables of a step: all that is known of them before the step, so that key and step are all that is left.
 
-    ``kind`` gives another variable of ``KINDS`` instead, times ``scale``: independent, of mean 0 and variance 1, or uniform
-    on [0, 1).
-    ``stream=None`` is the generator on a CPU and Philox elsewhere. ``numbers`` name the leaves to Philox (default: 0, 1, ...).
-    ``pieces`` say which elements of leaves that are spread over ranks are wanted (``None``: all of a leaf); then it is Philox.
+    Attributes:
+        numbers: what names each leaf to Philox (:func:`leaf_numbers`); default 0, 1, ...
+        each: how many variables each leaf draws; default one.
+        kind: one of ``KINDS``, independent. All but ``"uniform"``, on [0, 1), have mean 0 and variance 1.
+        stream: ``"generator"`` or ``"philox"``; default the generator on a CPU, and Philox elsewhere and for ``runs``.
+        scale: what they are multiplied by.
+        runs: for leaves that are spread over ranks, the elements of each that are here; ``None`` for all of a leaf.
+
+    Example:
+        >>> import torch
+        >>> ((z,),) = Variables(scale=0.1).draw(torch.tensor(3), torch.tensor(0), [torch.empty(1, 2, 4)])
+        >>> z.shape
+        torch.Size([2, 4])
     """
-    out: list[list[Tensor]] = [[] for _ in templates]
-    for salt, ((device, dtype), members) in enumerate(_groups(templates, draws).items()):
-        shapes = [templates[i].shape[1:] for i in members]
-        sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(draws[i])]
-        if pieces is not None or stream == "philox" or device.type != "cpu":
-            on, at = key.to(device), step.to(device)
-            leaves = tuple(members) if numbers is None else tuple([numbers[i] for i in members])
-            names = draw_numbers(leaves, tuple([draws[i] for i in members]))
-            if pieces is not None:
-                runs = [r for i in members for r in [_runs(pieces[i], templates[i])] * draws[i]]
-                parts = iter(draw_pieces(on, at, runs, names, dtype, kind=kind, stream=stream or "philox"))
-            elif kind == "gaussian":
-                parts = iter(philox_normals(on, at, sizes, names, dtype))
+
+    numbers: tuple[int, ...] | None = None
+    each: tuple[int, ...] | None = None
+    kind: str = "gaussian"
+    stream: Stream | None = None
+    scale: float = 1.0
+    runs: tuple[Runs | None, ...] | None = None
+
+    def draw(self, key: Tensor, step: Tensor, like: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The variables of one step.
+
+        Args:
+            key: of the stream, int64, 0-d; likewise ``step``, the number of the step.
+            like: a tensor for each leaf, of which one slice ``like[i][0]`` has shape, dtype and device of a variable.
+
+        Returns:
+            For every leaf a list of its variables.
+
+        Raises:
+            ValueError: two leaves that Philox would give the same variable; a leaf of more than ``2^34`` elements; ``runs``
+                of torch's generator.
+        """
+        each = self.each or (1,) * len(like)
+        out: list[list[Tensor]] = [[] for _ in like]
+        for salt, ((device, dtype), members) in enumerate(_groups(like, each).items()):
+            shapes = [like[i].shape[1:] for i in members]
+            if self.counts or device.type != "cpu":
+                elements = self._elements(tuple(members), tuple([x.numel() for x in shapes]), each)
+                drawn = draw_elements(key.to(device), step.to(device), elements, dtype, self.kind)
+                parts = iter([x * self.scale for x in drawn] if self.scale != 1.0 else drawn)
             else:
-                parts = iter([philox_other(kind, on, at, n, name, dtype) for n, name in zip(sizes, names)])
-            if scale != 1.0:
-                parts = (x * scale for x in parts)
-        else:
-            flat = _from_generator(key, step, salt, sum(sizes), dtype, kind, scale)
-            parts = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
-        for i, shape in zip(members, shapes):
-            mine = [next(parts) for _ in range(draws[i])]
-            out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
-    return out
+                sizes = [shape.numel() for i, shape in zip(members, shapes) for _ in range(each[i])]
+                flat = _from_generator(key, step, salt, sum(sizes), dtype, self.kind, self.scale)
+                parts = iter(torch.split(flat, sizes) if len(sizes) > 1 else (flat,))
+            for i, shape in zip(members, shapes):
+                mine = [next(parts) for _ in range(each[i])]
+                out[i] = mine if len(shape) == 1 else [x.view(shape) for x in mine]
+        return out
+
+    def draw_in_spans(
+        self, key: Tensor, step: Tensor, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> Iterator[tuple[Span, Tensor]]:
+        """What :meth:`draw` gives of one Gaussian a leaf on a CPU that nothing traces, span by span, flat.
+
+        Args:
+            key, step: likewise.
+            sizes: elements of each leaf that are here.
+            dtype: float32 or float64.
+
+        Returns:
+            Pairs of a span and its elements, which may be overwritten, and are by the next span.
+        """
+        if self.counts:
+            numbers = self.numbers or tuple(range(len(sizes)))
+            for span, elements in _spans_of_elements(sizes, numbers, self.runs):
+                e: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, *elements[:3], dtype)
+                yield span, (e.mul_(self.scale) if self.scale != 1.0 else e)
+            return
+        parts = spans(sizes)
+        generator = seeded_generator(int(key), int(step))
+        scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
+        for part in parts:
+            e = scratch if len(parts) == 1 else scratch[: part.total]
+            yield part, e.normal_(0.0, self.scale, generator=generator)
+
+    @property
+    def counts(self) -> bool:
+        """Whether elements are numbered on every device: by Philox.
+
+        Raises:
+            ValueError: ``runs`` of torch's generator.
+        """
+        if self.runs is not None and self.stream == "generator":
+            raise ValueError(
+                "stream='generator': torch's generator draws the elements of a leaf one after the other, so that ranks "
+                'with shards of it would all draw the first ones; take bc.with_stream(tx, "philox")'
+            )
+        return self.stream == "philox" or self.runs is not None
+
+    def _elements(self, leaves: tuple[int, ...], sizes: tuple[int, ...], each: tuple[int, ...]) -> Elements:
+        """The elements of some leaves, of these sizes."""
+        everything = len(leaves) == len(each)
+        numbers = leaves if self.numbers is None else self.numbers
+        if not everything:
+            each = tuple([each[i] for i in leaves])
+            numbers = numbers if self.numbers is None else tuple([numbers[i] for i in leaves])
+        runs = self.runs if everything or self.runs is None else tuple([self.runs[i] for i in leaves])
+        return _elements_of(sizes, numbers, each, runs)
 
 
-def _runs(runs: Runs | None, template: Tensor) -> Runs:
-    """These elements, or all of a leaf."""
-    size = template.shape[1:].numel()
-    return runs if runs is not None else ((0, size),) if size else ()
+@cache
+def _elements_of(
+    sizes: tuple[int, ...], numbers: tuple[int, ...], each: tuple[int, ...], runs: tuple[Runs | None, ...] | None
+) -> Elements:
+    """The elements of every draw, ``each[i]`` draws of leaf ``i``."""
+    names = draw_numbers(numbers, each)
+    if runs is None:
+        return whole_leaves([n for n, k in zip(sizes, each) for _ in range(k)], names)
+    here = [((0, n),) if mine is None and n else mine or () for mine, n in zip(runs, sizes)]
+    return parts_of_leaves(tuple([mine for mine, k in zip(here, each) for _ in range(k)]), names)
 
 
-class Chunk(NamedTuple):
-    """Neighbouring pieces of leaves whose normals are drawn together: leaf, first element and size of each, and their sum."""
+class Span(NamedTuple):
+    """Neighbouring pieces of leaves that are drawn together: leaf, first element and size of each, and their sum."""
 
     leaves: tuple[int, ...]
     starts: tuple[int, ...]
@@ -106,68 +183,47 @@ class Chunk(NamedTuple):
 
 
 @cache
-def chunks(sizes: tuple[int, ...], whole: bool) -> list[Chunk]:
-    """Leaves of these sizes, in chunks of about ``CHUNK`` elements, which stay in cache; leaves are kept ``whole`` or are not.
+def spans(sizes: tuple[int, ...], all_of_a_leaf: bool = False) -> list[Span]:
+    """Leaves of these sizes in spans of about ``SPAN`` elements, which stay in cache.
 
-    A CPU generator's normals come in groups of 16, so that pieces of such sizes draw what one piece would, if the last is no
-    shorter than 16.
+    Args:
+        sizes: of the leaves.
+        all_of_a_leaf: end spans between leaves only, since a leaf is drawn by itself; spans may be longer then.
+
+    Returns:
+        The spans, from the first leaf to the last. Where leaves may be cut, every span but the last has a multiple of 16
+        elements and the last at least 16 (if there are so many), so that a CPU generator, whose normals come in groups of
+        16, draws for all of them what it would draw at once.
     """
     total = sum(sizes)
-    if whole:
+    if all_of_a_leaf:
         ends = [0]
         for end in accumulate(sizes):
-            if end - ends[-1] >= CHUNK:
+            if end - ends[-1] >= SPAN:
                 ends.append(end)
         edges = [*ends, *([total] if ends[-1] < total or not total else [])]
     else:
-        edges = [*range(0, max(total - _VECTOR, 0) + 1, CHUNK), total]
-    out, first = list[Chunk](), list(accumulate(sizes, initial=0))
+        edges = [*range(0, max(total - _VECTOR, 0) + 1, SPAN), total]
+    out, first = list[Span](), list(accumulate(sizes, initial=0))
     for low, high in pairwise(edges):
         pieces = [(i, max(low - a, 0), min(high, b) - max(low, a)) for i, (a, b) in enumerate(pairwise(first))]
         leaves, starts, counts = zip(*[piece for piece in pieces if piece[2] > 0] or [(0, 0, 0)])
-        out.append(Chunk(leaves, starts, counts, high - low))
+        out.append(Span(leaves, starts, counts, high - low))
     return out
 
 
-IN_CHUNKS = (None, "generator", "philox")  # the streams that :func:`drawn` knows
-
-
-def drawn(
-    key: Tensor,
-    step: Tensor,
-    sizes: tuple[int, ...],
-    numbers: tuple[int, ...],
-    dtype: torch.dtype,
-    stream: Stream | None = None,
-    scale: float = 1.0,
-    pieces: tuple[Runs | None, ...] | None = None,
-) -> Iterator[tuple[Chunk, Tensor]]:
-    """What :func:`normals` gives on a CPU that nothing traces: a Gaussian draw of each leaf, chunk by chunk, flat.
-
-    ``dtype`` is float32 or float64, ``sizes`` are the leaves' numbers of elements. A chunk's tensor may be overwritten,
-    and is by the next.
-    """
-    parts = chunks(sizes, stream == "philox" or pieces is not None)
-    if pieces is not None:
-        runs = tuple([((0, n),) if mine is None and n else mine or () for mine, n in zip(pieces, sizes)])
-        names = draw_numbers(numbers, (1,) * len(numbers))
-        for part in parts:
-            flat = flat_runs(tuple([runs[i] for i in part.leaves]), tuple([names[i] for i in part.leaves]))
-            e: Tensor = torch.ops.bayesopt_chain.philox_pieces(key, step, *flat, dtype)
-            yield part, (e.mul_(scale) if scale != 1.0 else e)
-        return
-    if stream == "philox":
-        names = draw_numbers(numbers, (1,) * len(numbers))
-        for part in parts:
-            mine = [names[i] for i in part.leaves]
-            e = torch.ops.bayesopt_chain.philox_normals(key, step, part.sizes, mine, dtype)
-            yield part, (e.mul_(scale) if scale != 1.0 else e)
-        return
-    generator = seeded_generator(int(key), int(step))
-    scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
-    for part in parts:
-        e = scratch if len(parts) == 1 else scratch[: part.total]
-        yield part, e.normal_(0.0, scale, generator=generator)
+@cache
+def _spans_of_elements(
+    sizes: tuple[int, ...], numbers: tuple[int, ...], runs: tuple[Runs | None, ...] | None
+) -> list[tuple[Span, Elements]]:
+    """The spans of leaves that Philox draws, and the elements of each span."""
+    draw_numbers(numbers, (1,) * len(numbers))  # refuses numbers that meet, in whatever spans they are
+    out = list[tuple[Span, Elements]]()
+    for span in spans(sizes, all_of_a_leaf=True):
+        mine = tuple([numbers[i] for i in span.leaves])
+        here = None if runs is None else tuple([runs[i] for i in span.leaves])
+        out.append((span, _elements_of(span.sizes, mine, (1,) * len(mine), here)))
+    return out
 
 
 def _hash(path: str) -> int:

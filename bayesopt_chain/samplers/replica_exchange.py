@@ -119,7 +119,8 @@ class ReplicaExchange(Keyed):
         """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""
         n = len(self.temperatures)
         uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
-        ((u,),) = keyed_stream.normals(state.key ^ _SWAP_STREAM, state.count, [uniform], [1], "uniform", self.stream)
+        variables = keyed_stream.Variables(kind="uniform", stream=self.stream)
+        ((u,),) = variables.draw(state.key ^ _SWAP_STREAM, state.count, [uniform])
         pair = torch.arange(n - 1, device=loss.device)
         turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
         proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)

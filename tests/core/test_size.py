@@ -46,7 +46,7 @@ def test_building_initialising_and_updating_sghmc_runs_through_no_more_than_it_d
     named = [
         c for c in functions if not c.co_name.startswith("<")
     ]  # comprehensions count with the function they stand in
-    assert len(named) <= 89, sorted(f"{Path(c.co_filename).name}:{c.co_name}" for c in named)
+    assert len(named) <= 90, sorted(f"{Path(c.co_filename).name}:{c.co_name}" for c in named)
     assert len(lines) <= 475
 
 

@@ -11,8 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bayesopt_chain.distributed import runs_of
 from bayesopt_chain.distributed.layout import runs
-from bayesopt_chain.random.philox import philox_normals
-from bayesopt_chain.random.pieces import draw_pieces
+from tests.random.draws import leaf, parts
 
 
 def held(shape, mesh, coordinate, placements):
@@ -72,11 +71,10 @@ def test_the_runs_are_the_placements_for_any_shape_and_mesh(data):
 @pytest.mark.parametrize("shape, mesh, placements", LAYOUTS, ids=str)
 def test_the_ranks_noise_put_together_is_the_noise_of_one_process(shape, mesh, placements, kind):
     key, step, n = torch.tensor(11), torch.tensor(4), torch.Size(shape).numel()
-    whole = draw_pieces(key, step, [((0, n),) if n else ()], [8], torch.float64, kind=kind)[0]
-    if kind == "gaussian":
-        assert torch.equal(whole, philox_normals(key, step, [n], [8], torch.float64)[0])
+    whole = parts(key, step, [((0, n),) if n else ()], [8], torch.float64, kind=kind)[0]
+    assert torch.equal(whole, leaf(key, step, n, 8, torch.float64, kind))
     for coordinate in product(*map(range, mesh)):
-        (mine,) = draw_pieces(key, step, [runs(shape, mesh, coordinate, placements)], [8], torch.float64, kind=kind)
+        (mine,) = parts(key, step, [runs(shape, mesh, coordinate, placements)], [8], torch.float64, kind=kind)
         assert torch.equal(mine, whole[held(shape, mesh, coordinate, placements)].reshape(-1))
 
 

@@ -34,19 +34,9 @@ REFUSED = {  # rows with a link that mixes elements
 @contextmanager
 def philox():
     """One process draws as many do: by counters."""
-    normals, drawn = keyed_stream.normals, keyed_stream.drawn
-
-    def counted(key, step, like, draws, kind="gaussian", stream=None, *rest, **named):
-        return normals(key, step, like, draws, kind, "philox", *rest, **named)
-
-    def counted_in_chunks(key, step, sizes, numbers, dtype, stream=None, *rest):
-        return drawn(key, step, sizes, numbers, dtype, "philox", *rest)
-
-    keyed_stream.normals, keyed_stream.drawn = counted, counted_in_chunks
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyed_stream.Variables, "counts", True)
         yield
-    finally:
-        keyed_stream.normals, keyed_stream.drawn = normals, drawn
 
 
 def trajectory(tx, params, inplace, batches, seed):

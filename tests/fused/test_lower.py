@@ -46,6 +46,11 @@ def runs_of(tx, state):
     return [run for run, _ in tx.plan(state).stages if len(run) > 1]
 
 
+def forget_spans():
+    stream_module.spans.cache_clear()
+    stream_module._spans_of_elements.cache_clear()
+
+
 def walk(tx, params, gradients, inplace):
     """Updates and states of a few steps."""
     params, gradients = copy.deepcopy((params, gradients))
@@ -82,13 +87,13 @@ def test_a_lowered_run_has_the_bits_of_its_links(name, shapes, dtypes, stream, m
                 gradients[step][leaf] = None
     assert runs_of(tx, tx.init(params)) and not runs_of(plain, plain.init(params))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "CHUNK", chunk)
-        stream_module.chunks.cache_clear()
+        patch.setattr(stream_module, "SPAN", chunk)
+        forget_spans()
         if not compiler:
             patch.setattr(lower, "sweep_kernel", lambda: None)
         torch.manual_seed(seed)
         mine = walk(tx, params, gradients, inplace)
-    stream_module.chunks.cache_clear()
+    forget_spans()
     torch.manual_seed(seed)
     want = walk(plain, params, gradients, False)
     assert optree.tree_structure(mine) == optree.tree_structure(want)

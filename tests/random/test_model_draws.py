@@ -85,7 +85,7 @@ def test_on_a_device_philox_gives_masks_by_key_count_and_call():
     """The path of devices, on the ``meta`` device for its shapes and by its draws on a CPU."""
     key, count, n = torch.tensor(3), torch.tensor(0), 20000
     keyed = Keyed(key, count)
-    keyed.key = key.to("meta")
+    keyed.key, keyed.count = key.to("meta"), count.to("meta")
     assert keyed.draw("bernoulli", (4, 5), 0.7, torch.float32, torch.device("meta")).shape == (4, 5)
 
     class OnADevice(Keyed):

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from bayesopt_chain.random import philox
+from tests.random.draws import leaf
 from tests.random.without_a_device import INEXACT, code_for_hopper, run
 
 pytest.importorskip("triton")
 
 PROGRAM = """
 import sys, torch
-from bayesopt_chain.random.philox import in_tensors
+from bayesopt_chain.random.philox import in_tensors, whole_leaves
 from bayesopt_chain.random.philox_cuda import fill
 
 device = sys.argv[1]
@@ -21,32 +22,31 @@ for chains in ((), (3,), (2, 2), (0,)):
     keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
     out = torch.full((*chains, sum(sizes)), 9.0, device=device)
     flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
-    fill(out, *flat, sizes, [250 + i for i in range(len(sizes))])
-    want = torch.cat([in_tensors(keys, steps, n, 250 + i, torch.float32) for i, n in enumerate(sizes)], -1)
+    elements = whole_leaves(sizes, [250 + i for i in range(len(sizes))])
+    fill(out, *flat, *elements[:3])
+    want = in_tensors(keys, steps, elements, torch.float32)
     torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
 print("alike")
 """
 
 PIECES = """
 import sys, torch
-from bayesopt_chain.random.philox_cuda import fill_pieces
-from bayesopt_chain.random.pieces import in_tensors
+from bayesopt_chain.random.philox import in_tensors, parts_of_leaves
+from bayesopt_chain.random.philox_cuda import fill
 
 device = sys.argv[1]
 rows = [(5 + 70 * i, 33) for i in range(40)]  # a matrix of rows of 70, cut by columns
-runs = [(0, 1), (63, 2), (100, 3000), (4000, 256), (2**34 - 300, 300), (2**33, 5000), *rows]
-starts, lengths = map(list, zip(*runs))
-draws = [7, 7, 7, 7, 2**32 - 1, 8, *[9] * 40]
+runs = (((0, 1), (63, 2), (100, 3000), (4000, 256)), ((2**34 - 300, 300),), (), ((2**33, 5000),), tuple(rows))
+some = parts_of_leaves(runs, (7, 2**32 - 1, 11, 8, 9))
+none = parts_of_leaves(((),), (7,))
 for chains in ((), (3,), (2, 2), (0,)):
     keys, steps = torch.randint(-2**63, 2**63 - 1, chains), torch.randint(0, 2**40, chains)
-    out = torch.full((*chains, sum(lengths)), 9.0, device=device)
     flat = [x.reshape(-1).to(device) if x.ndim else x.to(device) for x in (keys, steps)]
-    for few in (slice(None), slice(0, 0)):
-        some = out[..., : sum(lengths[few])].contiguous()
-        fill_pieces(some, *flat, starts[few], lengths[few], draws[few])
-        if lengths[few]:
-            want = in_tensors(keys, steps, starts, lengths, draws, torch.float32)
-            torch.testing.assert_close(some.cpu(), want.view(some.shape), rtol=0, atol=1e-6)
+    for elements in (some, none):
+        out = torch.full((*chains, sum(elements.sizes)), 9.0, device=device)
+        fill(out, *flat, *elements[:3])
+        want = in_tensors(keys, steps, elements, torch.float32)
+        torch.testing.assert_close(out.cpu(), want.view(out.shape), rtol=0, atol=1e-6)
 print("alike")
 """
 
@@ -63,25 +63,15 @@ def test_the_kernels_draw_the_stream_on_the_device(program):
     run(program, "cuda")
 
 
-@pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("size",)], ids=str)
-@pytest.mark.parametrize("blocks", [64, 512])
+@pytest.mark.parametrize("ones", [(), ("key_stride", "count_stride"), ("total",)], ids=str)
+@pytest.mark.parametrize("blocks", [64, 128, 256, 512])
 def test_it_compiles_without_approximate_functions(ones, blocks):
     """For Hopper, without a device; Triton takes arguments that are 1 as constants."""
     from bayesopt_chain.random.philox_cuda import _normals
 
-    names = ("out", "keys", "counts", "key_stride", "count_stride", "total", "offset", "size", "draw", "programs")
-    types = {"out": "*fp32", "keys": "*i64", "counts": "*i64", **dict.fromkeys(names[3:], "i32")}
-    ptx = code_for_hopper(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)
-    assert not re.findall(INEXACT, ptx)
-
-
-@pytest.mark.parametrize("blocks", [64, 128, 256, 512])
-def test_the_kernel_of_pieces_compiles_without_approximate_functions(blocks):
-    from bayesopt_chain.random.philox_cuda import _pieces
-
     names = ("out", "keys", "counts", "table", "key_stride", "count_stride", "total", "runs", "programs")
     types = {"out": "*fp32", **dict.fromkeys(names[1:4], "*i64"), **dict.fromkeys(names[4:], "i32")}
-    ptx = code_for_hopper(_pieces, types, {"BLOCKS": blocks, "RUN": 64}, 1, 2)
+    ptx = code_for_hopper(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)
     assert not re.findall(INEXACT, ptx)
 
 
@@ -92,7 +82,7 @@ def test_stacked_chains_draw_on_the_device_what_each_draws_on_the_host():
     for dtype in (torch.float32, torch.float64):
 
         def draw(key, step, dtype=dtype):
-            return philox.philox_normal(key, step, 300, 1, dtype)
+            return leaf(key, step, 300, 1, dtype)
 
         device = torch.vmap(draw, in_dims=(0, None))(keys.cuda(), count.cuda())
         host = torch.stack([draw(key, count) for key in keys])

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayesopt_chain.random import philox as philox_module
-from bayesopt_chain.random import pieces as pieces_module
-from bayesopt_chain.random.philox import philox_normals, philox_other
-from bayesopt_chain.random.pieces import draw_pieces
-from bayesopt_chain.random.stream import KINDS
+from bayesopt_chain.random.philox import in_tensors, parts_of_leaves
+from bayesopt_chain.random.stream import KINDS, Variables
+from tests.random.draws import cut, leaf, leaf_in_tensors, parts
 
 KEY, STEP = torch.tensor(7692698082559361259), torch.tensor(3 + (5 << 33))
 OTHERS = [kind for kind in KINDS if kind != "gaussian"]
@@ -21,64 +20,59 @@ def some_runs(draw, size=1500):
     return tuple((a, b - a) for a, b in zip(edges[::2], edges[1::2]))
 
 
-def cut(x, runs):
-    return torch.cat([x[..., a : a + n] for a, n in runs], dim=-1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @given(runs=some_runs())
 def test_a_piece_of_a_draw_is_cut_from_the_whole_draw_bit_for_bit(dtype, runs):
-    (whole,) = philox_normals(KEY, STEP, [1500], [77], dtype)
-    (mine,) = draw_pieces(KEY, STEP, [runs], [77], dtype)
+    whole = leaf(KEY, STEP, 1500, 77, dtype)
+    (mine,) = parts(KEY, STEP, [runs], [77], dtype)
     assert mine.dtype == dtype and torch.equal(mine, cut(whole, runs))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 @given(runs=some_runs())
 def test_a_piece_of_the_cheap_variables_is_cut_from_the_whole_draw_bit_for_bit(kind, runs):
-    whole = philox_other(kind, KEY, STEP, 1500, 77, torch.float32)
-    (mine,) = draw_pieces(KEY, STEP, [runs], [77], torch.float32, kind=kind)
+    whole = leaf(KEY, STEP, 1500, 77, torch.float32, kind)
+    (mine,) = parts(KEY, STEP, [runs], [77], torch.float32, kind=kind)
     assert torch.equal(mine, cut(whole, runs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 5, 63, 64, 65, 128, 256, 257, 40_000])
 def test_one_run_from_zero_is_the_draw_of_the_whole_leaf(n, dtype):
-    (mine,) = draw_pieces(KEY, STEP, [((0, n),)], [5], dtype)
-    assert torch.equal(mine, philox_normals(KEY, STEP, [n], [5], dtype)[0])
+    (mine,) = parts(KEY, STEP, [((0, n),)], [5], dtype)
+    assert torch.equal(mine, leaf(KEY, STEP, n, 5, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(runs=some_runs())
 def test_tensor_operations_and_the_kernel_draw_the_same_pieces(dtype, runs):
-    starts, lengths = zip(*runs)
-    slow = pieces_module.in_tensors(KEY, STEP, starts, lengths, [9] * len(runs), dtype)
-    assert torch.equal(slow, cut(philox_module.in_tensors(KEY, STEP, 1500, 9, dtype), runs))
-    (fast,) = draw_pieces(KEY, STEP, [runs], [9], dtype)
+    slow = in_tensors(KEY, STEP, parts_of_leaves((runs,), (9,)), dtype)
+    assert torch.equal(slow, cut(leaf_in_tensors(KEY, STEP, 1500, 9, dtype), runs))
+    (fast,) = parts(KEY, STEP, [runs], [9], dtype)
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)
 
 
 def test_without_a_compiler_the_pieces_are_tensor_operations(monkeypatch):
     runs = ((3, 70), (250, 10), (700, 1))
-    monkeypatch.setattr(pieces_module, "pieces_kernel", lambda: None)
-    (mine,) = draw_pieces(KEY, STEP, [runs], [9], torch.float64)
-    assert torch.equal(mine, cut(philox_module.in_tensors(KEY, STEP, 1500, 9, torch.float64), runs))
+    monkeypatch.setattr(philox_module, "normals_kernel", lambda: None)
+    (mine,) = parts(KEY, STEP, [runs], [9], torch.float64)
+    assert torch.equal(mine, cut(leaf_in_tensors(KEY, STEP, 1500, 9, torch.float64), runs))
 
 
 @pytest.mark.parametrize("kind", ["gaussian", *OTHERS])
 def test_several_leaves_and_empty_shards_keep_their_places(kind):
     pieces = [((0, 3), (10, 2)), (), ((64, 65),), ()]
-    out = draw_pieces(KEY, STEP, pieces, [1, 2, 3, 4], torch.float32, kind=kind)
+    out = parts(KEY, STEP, pieces, [1, 2, 3, 4], torch.float32, kind=kind)
     assert [len(x) for x in out] == [5, 0, 65, 0]
     for x, runs, draw in zip(out, pieces, [1, 2, 3, 4]):
         if runs:
-            assert torch.equal(x, draw_pieces(KEY, STEP, [runs], [draw], torch.float32, kind=kind)[0])
+            assert torch.equal(x, parts(KEY, STEP, [runs], [draw], torch.float32, kind=kind)[0])
 
 
 @pytest.mark.parametrize("kind", ["gaussian", *OTHERS])
 def test_stacked_chains_draw_the_pieces_that_each_draws_alone(kind):
     keys, steps, runs = torch.tensor([4, -7, 2**61]), torch.tensor([0, 1, 2**40]), ((3, 70), (300, 9))
-    draw = lambda k, s: draw_pieces(k, s, [runs], [9], torch.float32, kind=kind)[0]  # noqa: E731
+    draw = lambda k, s: parts(k, s, [runs], [9], torch.float32, kind=kind)[0]  # noqa: E731
     alone = torch.stack([draw(k, s) for k, s in zip(keys, steps)])
     assert torch.equal(torch.vmap(draw)(keys, steps), alone)
     assert torch.equal(draw(keys, steps), alone)
@@ -86,24 +80,23 @@ def test_stacked_chains_draw_the_pieces_that_each_draws_alone(kind):
 
 def test_the_last_elements_that_the_counter_numbers_have_noise_of_their_own():
     last = 2**34
-    (x,) = draw_pieces(KEY, STEP, [((0, 64), (last - 64, 64))], [9], torch.float32)
+    (x,) = parts(KEY, STEP, [((0, 64), (last - 64, 64))], [9], torch.float32)
     assert len(set(x.tolist())) > 120
-    starts = torch.tensor([0, last - 64])
-    slow = pieces_module.in_tensors(KEY, STEP, starts.tolist(), [64, 64], [9, 9], torch.float32)
+    slow = in_tensors(KEY, STEP, parts_of_leaves((((0, 64), (last - 64, 64)),), (9,)), torch.float32)
     torch.testing.assert_close(x, slow, rtol=0, atol=1e-6)
 
 
 def test_elements_past_the_counter_are_refused():
     with pytest.raises(ValueError, match=r"pieces: a leaf has 17179869185 elements, .* 2\^34"):
-        draw_pieces(KEY, STEP, [((2**34, 1),)], [9], torch.float32)
+        parts(KEY, STEP, [((2**34, 1),)], [9], torch.float32)
 
 
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda n: philox_normals(KEY, STEP, [n], [1], torch.float32),
-        lambda n: philox_other("rademacher", KEY, STEP, n, 1, torch.float32),
-        lambda n: philox_module.in_tensors(KEY, STEP, n, 1, torch.float32),
+        lambda n: leaf(KEY, STEP, n, 1, torch.float32),
+        lambda n: leaf(KEY, STEP, n, 1, torch.float32, "rademacher"),
+        lambda n: leaf_in_tensors(KEY, STEP, n, 1, torch.float32),
     ],
 )
 def test_whole_leaves_past_the_counter_are_refused_before_anything_is_allocated(draw):
@@ -113,10 +106,10 @@ def test_whole_leaves_past_the_counter_are_refused_before_anything_is_allocated(
 
 def test_the_generator_stream_refuses_shards():
     with pytest.raises(ValueError, match="with_stream"):
-        draw_pieces(KEY, STEP, [((3, 4),)], [1], torch.float32, stream="generator")
+        Variables(stream="generator", runs=(((3, 4),),)).draw(KEY, STEP, [torch.empty(1, 4)])
 
 
 @pytest.mark.parametrize("runs", [((5, 2), (4, 3)), ((0, 0),), ((-1, 3),)])
 def test_runs_that_are_no_ascending_runs_are_refused(runs):
     with pytest.raises(ValueError, match="ascending"):
-        draw_pieces(KEY, STEP, [runs], [1], torch.float32)
+        parts(KEY, STEP, [runs], [1], torch.float32)

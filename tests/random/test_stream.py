@@ -6,9 +6,10 @@ from scipy import stats
 
 import bayesopt_chain as bc
 from bayesopt_chain.random import philox as philox_module
-from bayesopt_chain.random.philox import box_muller, philox, philox_normal
+from bayesopt_chain.random.philox import box_muller, draw_elements, philox, whole_leaves
 from bayesopt_chain.random.philox_cpu import normals_kernel
-from bayesopt_chain.random.stream import draw_number, draw_numbers, leaf_numbers, new_key, normals, splitmix64
+from bayesopt_chain.random.stream import Variables, draw_number, draw_numbers, leaf_numbers, new_key, splitmix64
+from tests.random.draws import leaf
 
 
 def words(values):
@@ -37,7 +38,7 @@ def test_splitmix_gives_the_known_answers():
 
 def draw(key=1, step=0, shapes=((5,), (2, 3)), draws=(1, 1), dtype=torch.float64):
     templates = [torch.empty(1, *s, dtype=dtype) for s in shapes]
-    return normals(torch.tensor(key), torch.tensor(step), templates, draws)
+    return Variables(each=draws).draw(torch.tensor(key), torch.tensor(step), templates)
 
 
 def test_normals_have_the_shape_and_number_asked_for():
@@ -51,10 +52,10 @@ def test_normals_have_the_shape_and_number_asked_for():
 def test_both_streams_are_normal_and_uncorrelated_between_steps_leaves_and_keys(n, kind, dtype):
     """Kolmogorov-Smirnov and correlation tests at a false-alarm rate of 1e-4 each, on fixed keys."""
 
-    def sample(key, step, leaf):
+    def sample(key, step, i):
         if kind == "philox":
-            return philox_normal(torch.tensor(key), torch.tensor(step), n, leaf, dtype)
-        return draw(key, step, ((n,), (n,)), (1, 1), dtype)[leaf][0]
+            return leaf(torch.tensor(key), torch.tensor(step), n, i, dtype)
+        return draw(key, step, ((n,), (n,)), (1, 1), dtype)[i][0]
 
     base = sample(7, 3, 0)
     assert base.dtype == dtype
@@ -65,9 +66,9 @@ def test_both_streams_are_normal_and_uncorrelated_between_steps_leaves_and_keys(
 
 def test_philox_elements_do_not_depend_on_the_size_of_the_leaf():
     key, step = torch.tensor(5), torch.tensor(9)
-    long = philox_normal(key, step, 103, 2, torch.float64)
-    assert torch.equal(philox_normal(key, step, 10, 2, torch.float64), long[:10])
-    single = philox_normal(key, step, 103, 2, torch.float32)
+    long = leaf(key, step, 103, 2, torch.float64)
+    assert torch.equal(leaf(key, step, 10, 2, torch.float64), long[:10])
+    single = leaf(key, step, 103, 2, torch.float32)
     torch.testing.assert_close(single.double(), long, rtol=0, atol=1e-6)
 
 
@@ -83,14 +84,14 @@ def test_the_cpu_kernel_draws_what_tensor_operations_draw(dtype, tolerance, thre
         for key, step in ((7692698082559361259, 3 + (5 << 33)), (-5, 2**62)):
             streams = torch.tensor(key), torch.tensor(step)
             draws = [(1 << 24 | i) * 0x9E3779B1 % 2**32 for i in range(len(sizes))]
-            mine = philox_module.philox_normals(*streams, sizes, draws, dtype)
+            mine = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
             with monkeypatch.context() as without:
                 without.setattr(philox_module, "normals_kernel", lambda: None)
-                wants = philox_module.philox_normals(*streams, sizes, draws, dtype)
+                wants = draw_elements(*streams, whole_leaves(sizes, draws), dtype)
             for i, (n, x, want) in enumerate(zip(sizes, mine, wants, strict=True)):
                 assert x.shape == (n,) and x.dtype == dtype
                 torch.testing.assert_close(x, want, rtol=0, atol=tolerance)
-                assert torch.equal(x, philox_normal(*streams, n, draws[i], dtype))
+                assert torch.equal(x, leaf(*streams, n, draws[i], dtype))
     finally:
         torch.set_num_threads(before)
 
@@ -103,7 +104,7 @@ def test_philox_under_vmap_draws_for_each_key_and_step_what_it_draws_alone(n, co
     keys, steps = torch.tensor([5, -7, 9]), torch.tensor([2, 3])
 
     def one(key, step):
-        return philox_normal(key, step, n, 4, torch.float64)
+        return leaf(key, step, n, 4, torch.float64)
 
     square = torch.vmap(lambda k: torch.vmap(lambda s: one(k, s))(steps))(keys)
     turned = torch.vmap(lambda s: torch.vmap(lambda k: one(k, s))(keys), out_dims=1)(steps)
@@ -124,10 +125,10 @@ def test_counter_based_noise_can_be_probed():
 def test_chains_under_vmap_draw_what_each_draws_alone():
     keys, steps = torch.arange(4), torch.tensor([3, 3, 5, 5])
     template = [torch.empty(1, 6)]
-    stacked = torch.vmap(lambda k, s: normals(k, s, template, [1])[0][0])(keys, steps)
+    stacked = torch.vmap(lambda k, s: Variables().draw(k, s, template)[0][0])(keys, steps)
     for i in range(4):
-        assert torch.equal(stacked[i], normals(keys[i], steps[i], template, [1])[0][0])
-    shared_step = torch.vmap(lambda k: normals(k, steps[0], template, [1])[0][0])(keys)
+        assert torch.equal(stacked[i], Variables().draw(keys[i], steps[i], template)[0][0])
+    shared_step = torch.vmap(lambda k: Variables().draw(k, steps[0], template)[0][0])(keys)
     assert torch.equal(shared_step[:2], stacked[:2])
 
 
@@ -166,14 +167,14 @@ def test_philox_chains_draw_from_it_on_a_cpu_and_nowhere_else():
     for count in range(3):
         updates, state = tx.update(params, state, params=params, inplace=False)
         for name, number in zip(params, leaf_numbers(("['a']", "['b']"))):
-            want = philox_normal(key, torch.tensor(count), params[name].numel(), number, torch.float32)
+            want = leaf(key, torch.tensor(count), params[name].numel(), number, torch.float32)
             torch.testing.assert_close(updates[name], -want, rtol=1e-6, atol=1e-6)
 
 
 def test_runs_of_64_come_from_neighbouring_blocks():
     """Element 256 q + 64 l + r is normal l of block 64 q + r."""
     key, step = torch.tensor(11), torch.tensor(2)
-    long = philox_normal(key, step, 1024, 0, torch.float64)
+    long = leaf(key, step, 1024, 0, torch.float64)
     blocks = torch.arange(256)
     w = philox([blocks, 0 * blocks, 0 * blocks + 2, 0 * blocks], [key, 0 * key])
     first, _ = box_muller(w[0], w[1], torch.float64)
@@ -218,6 +219,6 @@ def test_a_draw_that_would_be_another_leafs_is_refused_however_late_it_comes(apa
         draw_numbers(leaves, long)
     templates = [torch.empty(1, 4)] * 3
     with pytest.raises(ValueError, match="would be one of leaf"):
-        normals(torch.tensor(1), torch.tensor(0), templates, long, stream="philox", numbers=leaves)
-    drawn = normals(torch.tensor(1), torch.tensor(0), templates, short, stream="philox", numbers=leaves)
+        Variables(leaves, long, stream="philox").draw(torch.tensor(1), torch.tensor(0), templates)
+    drawn = Variables(leaves, short, stream="philox").draw(torch.tensor(1), torch.tensor(0), templates)
     assert len(set(map(tuple, torch.stack([x for xs in drawn for x in xs]).tolist()))) == 3 * abs(apart)

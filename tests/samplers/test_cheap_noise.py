@@ -4,17 +4,17 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.random import philox as philox_module
-from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.random.stream import KINDS, Variables
 from bayesopt_chain.testing import stationary_covariance
+from tests.random.draws import leaf
 
 KEY, STEP = torch.tensor(12345), torch.tensor(7)
 
 
 def draw(kind: str, n: int = 240_000, philox: bool = False) -> torch.Tensor:
     if philox:
-        return philox_module.philox_other(kind, KEY, STEP, n, 0, torch.float64)
-    return keyed_stream.normals(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)], [1], kind)[0][0]
+        return leaf(KEY, STEP, n, 0, torch.float64, kind)
+    return Variables(kind=kind).draw(KEY, STEP, [torch.empty(1, n, dtype=torch.float64)])[0][0]
 
 
 @pytest.mark.parametrize("philox", [False, True], ids=["cpu", "philox"])
@@ -50,23 +50,22 @@ def test_neighbours_and_steps_are_uncorrelated(kind, philox):
     for lag in (1, 2, 4, 7, 8, 63, 64):
         assert abs((x[lag:] * x[:-lag]).mean().item()) < bound
     if not philox:
-        y = keyed_stream.normals(KEY, STEP + 1, [torch.empty(1, len(x), dtype=torch.float64)], [1], kind)[0][0]
+        y = Variables(kind=kind).draw(KEY, STEP + 1, [torch.empty(1, len(x), dtype=torch.float64)])[0][0]
         assert abs((x * (y - y.mean()) / y.std()).mean().item()) < bound
 
 
-@pytest.mark.parametrize("kind", keyed_stream.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_and_shape_are_the_leafs(kind, dtype):
-    (a, b), (c,) = keyed_stream.normals(
-        KEY, STEP, [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)], [2, 1], kind
-    )
+    like = [torch.empty(1, 3, dtype=dtype), torch.empty(1, dtype=dtype)]
+    (a, b), (c,) = Variables(each=(2, 1), kind=kind).draw(KEY, STEP, like)
     assert a.shape == b.shape == (3,) and c.shape == () and {a.dtype, b.dtype, c.dtype} == {dtype}
 
 
 def test_stacked_chains_draw_what_each_draws_alone():
     keys = torch.tensor([3, 4, 5])
-    for kind in keyed_stream.KINDS:
-        f = lambda key, kind=kind: keyed_stream.normals(key, STEP, [torch.empty(1, 5)], [1], kind)[0][0]  # noqa: E731
+    for kind in KINDS:
+        f = lambda key, kind=kind: Variables(kind=kind).draw(key, STEP, [torch.empty(1, 5)])[0][0]  # noqa: E731
         assert torch.equal(torch.vmap(f)(keys), torch.stack([f(k) for k in keys]))
 
 

@@ -110,10 +110,10 @@ def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
     buffers = []
     ops = torch.ops.bayesopt_chain
     for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
-        key, step, sizes, first, dtype = node.args
+        *about, dtype = node.args
         place = _new_input(graph, f"draw_{len(buffers)}", node.meta)
         with graph.graph.inserting_before(node):
-            graph.graph.call_function(ops.philox_normals_.default, (place, key, step, sizes, first))
+            graph.graph.call_function(ops.philox_normals_.default, (place, *about))
         node.replace_all_uses_with(place)
         graph.graph.erase_node(node)
         buffers.append(torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device))

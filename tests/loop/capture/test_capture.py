@@ -721,27 +721,27 @@ def test_memory_does_not_grow_over_ten_thousandreplays():
 def test_compiled_philox_is_eager_philox_for_every_key():
     """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
     so that one wrong bit moves a normal by far more than 1e-6."""
-    from bayesopt_chain.random.philox import in_tensors, philox_normal
     from bayesopt_chain.random.stream import new_key
+    from tests.random.draws import leaf, leaf_in_tensors
 
-    for n, draw in ((3, philox_normal), (300, philox_normal), (300, in_tensors)):
+    for n, draw in ((3, leaf), (300, leaf), (300, leaf_in_tensors)):
         compiled = torch.compile(
             lambda k, s, n=n, draw=draw: draw(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
         )
         for i in range(20):
             key, count = new_key(None, torch.device("cpu")), torch.tensor(i + (i << 33))
-            want = philox_normal(key, count, n, 1, torch.float32)
+            want = leaf(key, count, n, 1, torch.float32)
             torch.testing.assert_close(compiled(key, count), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.gpu
 def test_philox_on_the_device_is_philox_on_the_host():
     """The kernel and the tensor operations, which take its place where there is no Triton."""
-    from bayesopt_chain.random.philox import in_tensors, philox_normal
+    from tests.random.draws import leaf, leaf_in_tensors
 
     key, count = torch.tensor(7692698082559361259), torch.tensor(3)
     for n in (5, 300, 100_000):
-        host = philox_normal(key, count, n, 1, torch.float32)
-        for draw in (philox_normal, in_tensors):
+        host = leaf(key, count, n, 1, torch.float32)
+        for draw in (leaf, leaf_in_tensors):
             device = draw(key.cuda(), count.cuda(), n, 1, torch.float32)
             torch.testing.assert_close(device.cpu(), host, rtol=2e-7, atol=1e-6)

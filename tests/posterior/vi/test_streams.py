@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.random.stream import leaf_numbers
-from bayesopt_chain.random.stream import normals as stream_normals
+from bayesopt_chain.random.stream import Variables, leaf_numbers
 
 T = 0.1
 params = {"b": torch.zeros(3, dtype=torch.float64), "w": torch.zeros(2, 3, dtype=torch.float64)}
@@ -22,7 +21,7 @@ by_leaf = pytest.mark.parametrize("name", [name for name in MAKERS if name != "d
 
 def philox(state, path, shape, draws=1):
     like = torch.empty(1, draws, *shape, dtype=torch.float64)
-    ((z,),) = stream_normals(state.key, state.count, [like], [1], stream="philox", numbers=leaf_numbers((path,)))
+    ((z,),) = Variables(leaf_numbers((path,)), stream="philox").draw(state.key, state.count, [like])
     return z
 
 
