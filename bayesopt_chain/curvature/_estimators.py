@@ -150,7 +150,7 @@ def fisher(
         raise ValueError(f"samples={samples}: pass at least 1, or use curvature.ggn, which is exact")
 
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
-        return Explicit(likelihood.sampled_factors(outputs, samples, generator))
+        return Explicit(likelihood.sampled_factors(outputs, labels, samples, generator))
 
     return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
 

@@ -128,12 +128,22 @@ def _no_targets(batch: Any) -> Tensor:
     return torch.zeros(batch_size(batch))
 
 
-def _no_root(outputs: Tensor, targets: Any) -> OutputRoot:
-    raise ValueError("a log density has no outputs to take a Gauss-Newton matrix of: use fisher or hessian")
+class _Itself(Likelihood):
+    """The likelihood whose log density is the model's only output."""
+
+    name = "log density"
+
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        return outputs[:, 0]
+
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        pass  # there are no targets
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        raise ValueError("a log density has no outputs to take a Gauss-Newton matrix of: use fisher or hessian")
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        raise ValueError("a log density cannot draw labels: use fisher, which is the empirical one, or hessian")
 
 
-def _no_draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-    raise ValueError("a log density cannot draw labels: use fisher, which is the empirical one, or hessian")
-
-
-_ITSELF = Likelihood("log density", lambda outputs, targets: -outputs[:, 0], _no_root, _no_draw)
+_ITSELF = _Itself()

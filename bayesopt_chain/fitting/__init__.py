@@ -2,13 +2,15 @@
 
 from bayesopt_chain.fitting.batches import pairs
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
-from bayesopt_chain.fitting.laplace import FittedLaplace, Prediction, fit_laplace
+from bayesopt_chain.fitting.laplace import FittedLaplace, fit_laplace
+from bayesopt_chain.fitting.predictions import Outputs, Prediction
 from bayesopt_chain.fitting.training import EvidenceTraining, train_by_evidence
 
 __all__ = [
     "CachedFeatures",
     "EvidenceTraining",
     "FittedLaplace",
+    "Outputs",
     "Prediction",
     "cache_features",
     "fit_laplace",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from bayesopt_chain import batches
+from bayesopt_chain.modules.functional import LABELS, batch_inputs
 
 
 class Batches(NamedTuple):
@@ -27,18 +28,28 @@ def peeked(loader: Iterable, who: str = "fit_laplace") -> Batches:
     """Read the first batch.
 
     Raises:
-        ValueError: there is none, or it is no pair (inputs, targets).
+        ValueError: there is none, or it is no pair (inputs, targets) and no mapping with labels.
     """
-    rest = iter(loader)
+    rest = (as_pair(batch) for batch in loader)
     first = next(rest, None)
     if first is None:
         raise ValueError(f"{who}: the loader has no batches")
-    if not (isinstance(first, (tuple, list)) and len(first) == 2):
+    if first[1] is None:
         raise ValueError(
-            f"{who}: batches must be (inputs, targets), got {type(first).__name__}; make them of any other with "
-            "bc.fitting.pairs(loader, inputs, targets)"
+            f"{who}: batches must be (inputs, targets), or mappings with one of the keys {', '.join(LABELS)}, got "
+            f"{type(first[0]).__name__}; make them of any other with bc.fitting.pairs(loader, inputs, targets)"
         )
     return Batches(first, rest, length_of(loader))
+
+
+def as_pair(batch: Any) -> Any:
+    """A batch as ``(inputs, targets)``: of a mapping all but its labels and these; targets are ``None`` where there are none."""
+    if isinstance(batch, Mapping):
+        labels = [batch[key] for key in LABELS if key in batch]
+        return batch_inputs(batch), labels[0] if labels else None
+    if isinstance(batch, (tuple, list)):
+        return batch if len(batch) == 2 else (batch[0] if len(batch) == 1 else tuple(batch), None)
+    return batch, None
 
 
 def length_of(loader: Any) -> int | None:

@@ -120,10 +120,10 @@ def _(precision: Block) -> list[Spectrum] | None:
 
 
 class Residual(NamedTuple):
-    """Gaussian noise: the whitened residual sum of squares R, 0-d, and the number m of target entries."""
+    """Gaussian noise: the whitened residual sum of squares R and the number m of targets (the sum of their weights), 0-d."""
 
     squares: Tensor
-    entries: int
+    entries: Tensor
 
 
 class Tuned(NamedTuple):

@@ -25,7 +25,7 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.fitting.batches import peeked
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
 from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
-from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, held_out_nll, method_for, predicted
+from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, joined, method_for, predicted
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
@@ -68,32 +68,33 @@ class FittedLaplace:
         """Predictions for new inputs.
 
         Args:
-            data: a tensor of inputs, or an iterable of batches such as a ``DataLoader``: ``(inputs, targets)`` or inputs; or
+            data: a tensor of inputs; one batch, a tuple ``(inputs, targets)`` or a mapping such as a tokenizer gives, whose
+                labels are left out; an iterable of batches or inputs such as a ``DataLoader`` or a list; or
                 :func:`bayesopt_chain.fitting.cache_features` of one.
-            method: "probit" (classes and yes-or-no; the default there) and "bridge" (classes) turn the linearised outputs into
-                probabilities without sampling; "linearized_mc" averages over draws of the outputs, "mc" over draws of the
-                parameters; "linearized" gives the outputs themselves (the default for other likelihoods).
+            method: "sobol" (the default for classes), "probit" and "bridge" (classes), "quadrature" (the default for yes-or-no
+                and classes in order) turn the linearised outputs into means of the targets without chance; "linearized_mc"
+                averages over draws of the outputs, "mc" over draws of the parameters; "linearized", the default for all other
+                likelihoods, gives the whole predictive distribution.
             samples: draws for the two Monte Carlo methods. Default 100.
             generator: their source of randomness. Default: torch's global generator.
 
         Returns:
-            Means of the targets: probabilities ``[N, C]`` of classes, ``[N, *event]`` otherwise; a :class:`Prediction` for
-            "linearized".
+            Means of the targets: probabilities ``[N, *, C]`` of classes, ``[N, *event]`` otherwise; a :class:`Prediction` for
+            "linearized", with mean, variance, quantiles, intervals, densities, scores and draws of new targets.
 
         Raises:
             ValueError: a method that the likelihood has no use for, or a likelihood without a known mean ("linearized" always
                 works); a sample count below 1.
         """
         self.model.require_seen(data)
-        likelihood = self.model.likelihood
-        how = method_for(method, likelihood.name)
+        likelihood = self.likelihood
+        how = method_for(method, likelihood)
         parts = [
             predicted(
                 self.model.forward,
                 self.posterior,
                 self.model.seen_by_head(batch),
                 likelihood,
-                self.likelihood_scale,
                 how,
                 samples,
                 generator,
@@ -104,9 +105,28 @@ class FittedLaplace:
         if not parts:
             raise ValueError("predict: data has no batches")
         tensors = [part for part in parts if isinstance(part, Tensor)]
-        if tensors:
-            return torch.cat(tensors)
-        return Prediction(*(torch.cat(xs) for xs in zip(*parts)))
+        return torch.cat(tensors) if tensors else joined([part for part in parts if isinstance(part, Prediction)])
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Of targets given outputs, with the noise in force."""
+        return self.model.likelihood.scaled(self.likelihood_scale)
+
+    def foretold(self, data: Any) -> Prediction:
+        """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
+
+        Args:
+            data: as for :meth:`predict`.
+
+        Returns:
+            A :class:`Prediction`.
+
+        Raises:
+            ValueError: as :meth:`predict`.
+        """
+        found = self.predict(data, method="linearized")
+        assert isinstance(found, Prediction)
+        return found
 
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
         """The log evidence under another prior and noise, for a search or a prior of your own.
@@ -122,7 +142,7 @@ class FittedLaplace:
             ValueError: a prior or a scale that is not positive; a scale of a likelihood that is not Gaussian.
         """
         is_one = isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1
-        if self.model.likelihood.name != "gaussian" and not is_one:
+        if not (self.model.likelihood.has_noise_scale or is_one):
             raise ValueError(
                 f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
             )
@@ -159,7 +179,7 @@ def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale
     if isinstance(seen.precision, Kronecker):
         posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
     joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
-    if model.likelihood.name == "gaussian":
+    if model.likelihood.has_noise_scale:
         joint = joint + 0.5 * (seen.squares * (1 - scale) + seen.entries * scale.log())
     if model.is_linear_gaussian:
         posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
@@ -262,7 +282,7 @@ def fit_laplace(
     if tune == "validation":
         return _validated(model, seen, one, validation)
     require_finite(seen.precision.diag(), "fit_laplace: the curvature")
-    residual = Residual(seen.squares, seen.entries) if likelihood.name == "gaussian" and tune_noise else None
+    residual = Residual(seen.squares, seen.entries) if likelihood.has_noise_scale and tune_noise else None
     best = tune_prior_and_noise(
         seen.decomposed,
         model.params,
@@ -276,11 +296,11 @@ def fit_laplace(
 
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
     model.require_seen(validation)
-    held_out = [(model.seen_by_head(batch), batch[1]) for batch in validation]
+    held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation)]
 
     def loss(prior: float) -> float:
         fitted = at(model, seen, prior, scale)
-        parts = [held_out_nll(fitted.predict([batch]), targets, model.likelihood) for batch, targets in held_out]
+        parts = [-fitted.foretold([batch]).log_prob(targets).sum() for batch, targets in held_out]
         return float(torch.stack(parts).sum())
 
     best, _ = tune_by_validation(loss, CANDIDATES)

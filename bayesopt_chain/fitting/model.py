@@ -29,14 +29,14 @@ class Pass:
 
     ``precision``: the sum of the increments; ``gradient``: of the summed negative log-likelihood, where the model is linear
     with Gaussian noise, else None; ``log_likelihood``: summed, 0-d; ``squares``: twice its excess over a perfect fit, 0-d (for
-    Gaussian noise the whitened residual sum of squares); ``entries``: of all targets' outputs.
+    Gaussian noise of known variance the whitened residual sum of squares); ``entries``: the sum of the targets' weights, 0-d.
     """
 
     precision: Any
     gradient: Any
     log_likelihood: Tensor
     squares: Tensor
-    entries: int
+    entries: Tensor
 
     @cached_property
     def decomposed(self) -> Any:
@@ -58,7 +58,7 @@ class Model:
 
     @property
     def is_linear_gaussian(self) -> bool:
-        return self.features_of is not None and self.likelihood.name == "gaussian"
+        return self.features_of is not None and self.likelihood.has_noise_scale
 
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
@@ -94,11 +94,13 @@ class Model:
         else:
             precision, outputs = estimate.with_outputs(self.params, batch)
         with torch.no_grad():
+            self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
-            squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), 0
-            if self.likelihood.name == "gaussian":
-                squares = 2 * (loss - self.likelihood.nll(outputs, outputs).sum().to(torch.float64))
-                entries = outputs.numel()
+            squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), loss.new_zeros(())
+            if self.likelihood.has_noise_scale:
+                squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
+                weights = self.likelihood.weights(batch[1])
+                entries = loss.new_full((), outputs.numel()) if weights is None else weights.to(torch.float64).sum()
         return Pass(precision, gradient, -loss, squares, entries)
 
     def _differentiated(self, batch: Any) -> tuple[Tensor, Tree | None]:

@@ -1,69 +1,211 @@
-"""Predictions of a fitted model, batch by batch, by five methods.
+"""Predictions of a fitted model: Gaussian outputs, and new targets at them.
 
-linearized       outputs N(f, J Lambda^-1 J^T)
-probit, bridge   E softmax (or sigmoid) of these in closed form
+linearized       outputs N(f, J Lambda^-1 J^T), and every question about a target that they answer: a :class:`Prediction`
+sobol, probit, bridge, quadrature   means of targets at these outputs, by rules that the likelihood has
 linearized_mc    the same by draws of the outputs
-mc               E of the inverse link at draws of the parameters
+mc               E of the likelihood's mean at draws of the parameters
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import predict
 from bayesopt_chain.curvature._checks import Checks
-from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.fitting.batches import as_pair
+from bayesopt_chain.likelihoods import Likelihood, Predictive
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.predict._linearized import linearized_by
 
-Method = Literal["probit", "bridge", "linearized", "linearized_mc", "mc"]
-METHODS: dict[str, tuple[str, ...]] = {  # the likelihoods that each has a meaning for
-    "probit": ("categorical", "bernoulli"),
-    "bridge": ("categorical",),
-    "linearized_mc": ("categorical", "bernoulli", "poisson", "gaussian"),
-    "mc": ("categorical", "bernoulli", "poisson", "gaussian"),
-}
-INVERSE_LINKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "categorical": lambda f: f.softmax(-1),
-    "bernoulli": torch.sigmoid,
-    "poisson": torch.exp,
-    "gaussian": lambda f: f,
-}
+Method = Literal["sobol", "probit", "bridge", "quadrature", "linearized", "linearized_mc", "mc"]
+ANY_LIKELIHOOD = ("linearized", "linearized_mc", "mc")
+NUMBERS_AT_ONCE = 2**24  # of outputs at nodes; data beyond that are looked at in parts
 
 
-class Prediction(NamedTuple):
-    """Outputs under the linearised posterior.
+class Outputs(NamedTuple):
+    """Outputs of the linearised model, which are Gaussian.
 
     Attributes:
         mean: ``[N, *event]``.
-        covariance: of the outputs for the parameters' uncertainty, ``[N, E, E]`` for E outputs.
-        noise: the variance of Gaussian observation noise, ``[N, *event]``; zero for other likelihoods.
+        covariance: for the parameters' uncertainty, ``[N, E, E]`` for E outputs of a datum; joint over data
+            ``[N E, N E]``, data first.
     """
 
     mean: Tensor
     covariance: Tensor
-    noise: Tensor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """New targets at Gaussian outputs: ``p(y) = E_f p(y | f)``.
+
+    Attributes:
+        outputs: mean and covariance of the model's outputs.
+        likelihood: of targets given outputs, with the noise that was tuned.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> from bayesopt_chain.fitting import Outputs, Prediction
+        >>> outputs = Outputs(torch.zeros(1, 1), torch.full((1, 1, 1), 0.75))
+        >>> prediction = Prediction(outputs, likelihoods.gaussian(0.25))
+        >>> prediction.variance, prediction.interval(0.95)
+        (tensor([[1.]]), (tensor([[-1.9600]]), tensor([[1.9600]])))
+    """
+
+    outputs: Outputs
+    likelihood: Likelihood
+
+    @property
+    def mean(self) -> Tensor:
+        """Of a new target, ``[N, *positions]``; for classes their probabilities, ``[N, *, C]``."""
+        return self._of(lambda p: p.mean)
 
     @property
     def variance(self) -> Tensor:
-        """Of a new target: the outputs' and the noise's, ``[N, *event]``."""
-        return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape) + self.noise
+        """Of a new target, noise included, shaped like :attr:`mean`."""
+        return self._of(lambda p: p.variance)
+
+    @property
+    def noise(self) -> Tensor:
+        """The part of the variance that no data remove, ``E Var[y | f]``: for Gaussian noise its variance."""
+        return self._of(lambda p: p.noise)
+
+    def log_prob(self, targets: Any) -> Tensor:
+        """The log density of new targets.
+
+        Args:
+            targets: as the likelihood takes them, ``[N, *positions]``.
+
+        Returns:
+            ``[N, *positions]``, in nats, times the targets' weights; differentiable. Minus its sum is the negative log
+            predictive density.
+
+        Raises:
+            ValueError: targets of another shape, or values that they cannot have.
+        """
+        self.likelihood.require(self.outputs.mean, targets, wait=True)
+        return self._of(lambda p, y: p.log_prob(y), targets)
+
+    def quantile(self, level: float) -> Tensor:
+        """The value below which a new target lies with probability ``level``.
+
+        Args:
+            level: between 0 and 1, both excluded.
+
+        Returns:
+            ``[N, *positions]``, in the targets' units; not differentiated.
+
+        Raises:
+            ValueError: a level out of range; classes without an order.
+        """
+        return self._of(lambda p: p.quantile(level))
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """The central interval that holds a new target with probability ``level`` (counts: at least).
+
+        Args:
+            level: between 0 and 1. Default 0.9.
+
+        Returns:
+            ``(low, high)``, each ``[N, *positions]``.
+
+        Raises:
+            ValueError: as :meth:`quantile`.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"interval: level must lie between 0 and 1, got {level}")
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    def crps(self, targets: Any) -> Tensor:
+        """The continuous ranked probability score: how far the predicted distribution is from what came.
+
+        Args:
+            targets: ``[N, *positions]``.
+
+        Returns:
+            Like the targets, in their units, times their weights; smaller is better. For counts and classes in order it is
+            the ranked probability score.
+
+        Raises:
+            ValueError: as :meth:`quantile` and :meth:`log_prob`.
+        """
+        self.likelihood.require(self.outputs.mean, targets, wait=True)
+        return self._of(lambda p, y: p.crps(y), targets)
+
+    def sample(self, samples: int = 100, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of new targets. Those of one datum's outputs belong together; different data are drawn independently.
+
+        Args:
+            samples: how many. Default 100.
+            generator: source of randomness. Default: torch's global generator.
+
+        Returns:
+            ``[samples, N, *positions]``.
+
+        Raises:
+            ValueError: fewer than one sample; a custom likelihood that cannot draw.
+        """
+        drawn = drawn_outputs(*self.outputs, samples, generator)
+        labels = self.likelihood.draw(drawn.flatten(0, 1), generator)
+        return labels.reshape(*drawn.shape[:2], *labels.shape[1:])
+
+    def expected_mean(self, method: str | None = None) -> Tensor:
+        """The mean by one of the likelihood's own rules, such as "probit"; see :class:`bayesopt_chain.likelihoods.Likelihood`.
+
+        Args:
+            method: one of ``likelihood.methods``. Default: the first.
+
+        Returns:
+            Shaped like :attr:`mean`.
+
+        Raises:
+            ValueError: a rule that the likelihood has not.
+        """
+        return self.likelihood.expected_mean(*self.outputs, method)
+
+    def _of(self, question: Callable[..., Tensor], *targets: Any) -> Tensor:
+        """The answer of the predictive distribution, for as many data at once as fit."""
+        mean, covariance = self.outputs
+        first: Predictive = self.likelihood.predictive(mean[:1], covariance[:1])
+        at_once = max(1, NUMBERS_AT_ONCE // first.outputs.numel())
+        parts = []
+        for start in range(0, len(mean), at_once):
+            some = slice(start, start + at_once)
+            cut = [optree.tree_map(lambda x, some=some: x[some], tree) for tree in targets]
+            parts.append(question(self.likelihood.predictive(mean[some], covariance[some]), *cut))
+        return torch.cat(parts)
 
 
-def method_for(method: str | None, likelihood: str) -> str:
-    """The method, by default the one that suits the likelihood."""
+def joined(parts: Sequence[Prediction]) -> Prediction:
+    """The predictions of several batches as one."""
+    outputs = Outputs(*(torch.cat(xs) for xs in zip(*(part.outputs for part in parts))))
+    return Prediction(outputs, parts[0].likelihood)
+
+
+def method_for(method: str | None, likelihood: Likelihood) -> str:
+    """The method, by default the one that suits the likelihood.
+
+    Raises:
+        ValueError: one that does not exist, or that the likelihood has no meaning for.
+    """
     if method is None:
-        return "probit" if likelihood in METHODS["probit"] else "linearized"
-    if method != "linearized" and method not in METHODS:
-        raise ValueError(f"predict: method={method!r}: pass 'linearized', {', '.join(map(repr, METHODS))}")
-    if method != "linearized" and likelihood not in METHODS[method]:
-        raise ValueError(f"predict: method={method!r} has no meaning for a {likelihood} likelihood: use 'linearized'")
-    return method
+        return likelihood.default_method
+    known = (*likelihood.methods, *ANY_LIKELIHOOD)
+    if method in known:
+        return method
+    if method in ("sobol", "probit", "bridge", "quadrature"):
+        raise ValueError(
+            f"predict: method={method!r} has no meaning for a {likelihood.name} likelihood: use one of "
+            f"{', '.join(map(repr, known))}"
+        )
+    raise ValueError(f"predict: method={method!r}: pass one of {', '.join(map(repr, known))}")
 
 
 @torch.no_grad()
@@ -72,7 +214,6 @@ def predicted(
     posterior: Gaussian,
     batch: Any,
     likelihood: Likelihood,
-    scale: Tensor,
     method: str,
     samples: int,
     generator: torch.Generator | None,
@@ -81,30 +222,16 @@ def predicted(
     """One batch's predictions."""
     if method == "mc":
         outputs = predict.monte_carlo(forward, posterior, batch, samples=samples, generator=generator)
-        return INVERSE_LINKS[likelihood.name](outputs).mean(0)
-    mean, covariance = linearized_by(checks, forward, posterior, batch)
-    if method == "probit" and likelihood.name == "bernoulli":
-        variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
-        return predict.probit_bernoulli(mean, variance)
-    if method == "probit":
-        return predict.probit(mean, covariance)
-    if method == "bridge":
-        concentrations = predict.laplace_bridge(mean, covariance)
-        return concentrations / concentrations.sum(-1, keepdim=True)
+        return likelihood.mean(outputs).mean(0)
+    outputs = Outputs(*linearized_by(checks, forward, posterior, batch))
     if method == "linearized_mc":
-        return INVERSE_LINKS[likelihood.name](drawn_outputs(mean, covariance, samples, generator)).mean(0)
-    return Prediction(mean, covariance, noise_variance(likelihood, mean, scale))
-
-
-def noise_variance(likelihood: Likelihood, outputs: Tensor, scale: Tensor) -> Tensor:
-    """Of Gaussian observation noise, like the outputs; zero for other likelihoods."""
-    if likelihood.name != "gaussian":
-        return torch.zeros_like(outputs)
-    return 1 / (likelihood.factors(outputs, outputs).square().sum(0) * scale.to(outputs))
+        return likelihood.mean(drawn_outputs(*outputs, samples, generator)).mean(0)
+    prediction = Prediction(outputs, likelihood)
+    return prediction if method == "linearized" else prediction.expected_mean(method)
 
 
 def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """Draws of linearised outputs, ``[S, B, *event]``; a covariance may be singular."""
+    """Draws of linearised outputs, ``[S, N, *event]``; a covariance may be singular."""
     if samples < 1:
         raise ValueError(f"samples={samples}: pass at least 1")
     values, vectors = torch.linalg.eigh(covariance)
@@ -114,22 +241,8 @@ def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     return mean + torch.einsum("bij,sbj->sbi", root, noise).reshape(samples, *mean.shape)
 
 
-def held_out_nll(got: Tensor | Prediction, targets: Tensor, likelihood: Likelihood) -> Tensor:
-    """Minus the summed log density of targets under predictions, in nats, 0-d: of probabilities for classes and yes-or-no, of
-    the Gaussian for regression, at the mean outputs for others."""
-    name = likelihood.name
-    if isinstance(got, Prediction):
-        if name == "gaussian":
-            return 0.5 * ((targets - got.mean).square() / got.variance + (2 * math.pi * got.variance).log()).sum()
-        return likelihood.nll(got.mean, targets).sum()
-    tiny = torch.finfo(got.dtype).tiny
-    if name == "categorical":
-        return -got.clamp_min(tiny).log().gather(-1, targets[..., None]).sum()
-    return -(targets * got.clamp_min(tiny).log() + (1 - targets) * (1 - got).clamp_min(tiny).log()).sum()
-
-
 def batches_of(data: Any) -> Iterable:
-    """Batches ``(inputs, targets)`` of a tensor of inputs, or of an iterable of batches or inputs."""
-    if isinstance(data, Tensor):
-        return [(data, None)]
-    return (batch if isinstance(batch, (tuple, list)) else (batch, None) for batch in data)
+    """Batches ``(inputs, targets)`` of a tensor of inputs, of one batch (a tuple or a mapping), or of an iterable of them."""
+    if isinstance(data, (Tensor, tuple, Mapping)):
+        return [as_pair(data)]
+    return (as_pair(batch) for batch in data)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import STRUCTURES
-from bayesopt_chain.fitting.batches import peeked, with_progress
+from bayesopt_chain.fitting.batches import as_pair, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
@@ -118,7 +118,7 @@ def train_by_evidence(
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
     data, model = _prepared(module, likelihood, loader, How(likelihood, subset, structure, options))
-    count = sum(_length(batch) for batch in data)
+    count = sum(_length(batch) for batch in map(as_pair, data))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
     stepper = optimizer(list(chosen.values()))
@@ -204,7 +204,7 @@ def _epoch(
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
     total, parameters = 0.0, list(chosen.values())
-    for batch in data:
+    for batch in map(as_pair, data):
         outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
         squares = torch.stack([hyper.prior[name] * p.square().sum() for name, p in chosen.items()]).sum()
         loss = model.likelihood.nll(outputs, batch[1]).mean() + squares / (2 * count * hyper.scale.to(squares))
@@ -228,12 +228,12 @@ def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> 
     """The fit at the parameters, its prior and noise moved towards the best."""
     seen = model.run_over(data)
     require_finite(seen.precision.diag(), "train_by_evidence: the curvature")
-    is_gaussian = model.likelihood.name == "gaussian"
+    has_scale = model.likelihood.has_noise_scale
     best = tune_prior_and_noise(
         seen.decomposed,
         model.params,
         seen.log_likelihood,
-        residual=Residual(seen.squares, seen.entries) if is_gaussian and tune_noise else None,
+        residual=Residual(seen.squares, seen.entries) if has_scale and tune_noise else None,
         gradient=seen.gradient,
     )
     prior = {name: moved(hyper.prior[name], best.prior_precision[name]) for name in hyper.prior}

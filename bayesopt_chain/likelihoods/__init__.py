@@ -1,7 +1,29 @@
-"""Likelihoods of outputs: their losses, the roots of their output Hessians, and label draws (see ``_likelihood.py``)."""
+"""Likelihoods of outputs: losses, roots of their output Hessians, checks of targets, draws and predictions (``_likelihood.py``)."""
 
-from bayesopt_chain.likelihoods._builtin import bernoulli, categorical, gaussian, poisson
-from bayesopt_chain.likelihoods._likelihood import Likelihood, custom
+from bayesopt_chain.likelihoods._beta import beta
+from bayesopt_chain.likelihoods._classes import bernoulli, categorical, ordinal
+from bayesopt_chain.likelihoods._counts import negative_binomial, poisson
+from bayesopt_chain.likelihoods._custom import custom
+from bayesopt_chain.likelihoods._gaussian import gaussian, student_t
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._roots import OutputRoot
+from bayesopt_chain.likelihoods._weighted import weighted
 
-__all__ = ["Likelihood", "OutputRoot", "bernoulli", "categorical", "custom", "gaussian", "poisson"]
+__all__ = [
+    "Grouping",
+    "Likelihood",
+    "OutputRoot",
+    "Predictive",
+    "Support",
+    "bernoulli",
+    "beta",
+    "categorical",
+    "custom",
+    "gaussian",
+    "negative_binomial",
+    "ordinal",
+    "poisson",
+    "student_t",
+    "weighted",
+]

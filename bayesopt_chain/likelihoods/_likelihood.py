@@ -1,4 +1,4 @@
-"""What a loss must tell curvature about itself, so that any likelihood meets any structure.
+"""What a likelihood knows about a model's outputs; everything that depends on which one it is stands in its class.
 
 For the outputs f of one datum with target y and ``loss = -log p(y | f)``, the output factors S, with a leading axis K,
 satisfy
@@ -8,169 +8,485 @@ satisfy
     Monte Carlo   s_k = K^-1/2 d loss(f, y_k) / df,  y_k ~ p(. | f)          the same in expectation
     empirical     s_1 = d loss(f, y) / df at the observed target             K = 1
 
-Outputs have the shape ``[B, *event]``; what the event axes hold is stated by each likelihood. Events are independent.
-The exact factors are made on demand (``_roots.py``): a datum of T tokens and C classes has T C of them.
+Outputs have the shape ``[B, *event]``. A target is one observed value: a datum may have several, such as the tokens of a
+sequence or the outputs of a regression, and they are independent given f. Targets have the shape ``[B, *positions]``, and
+each has ``width`` outputs of its own. A target of weight w counts w times: its loss, the square of its factors and its share
+of the evidence are multiplied by w, and with w = 0 its value is never read.
+
+A new target at Gaussian outputs ``f ~ N(m, S)`` has the density ``E_f p(y | f)``, a mixture over nodes of f
+(``_quadrature.py``, ``_predictive.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.likelihoods._roots import Explicit, OutputRoot
-from bayesopt_chain.tracing import is_hidden, unwrapped
+from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._quadrature import fine_grid, normal_nodes, points_for
+from bayesopt_chain.likelihoods._roots import Elementwise, OutputRoot
+from bayesopt_chain.tracing import is_hidden, is_readable, is_transformed
 
-Sampler = Callable[[Tensor, "torch.Generator | None"], Tensor]
+FLOOR = 1e-10  # variance of the outputs below which the mean is a straight line in float64
 
 
-class Likelihood(NamedTuple):
+class Support(NamedTuple):
+    """Where targets lie: between ``low`` and ``high``, at integers alone if ``is_discrete``."""
+
+    low: float
+    high: float
+    is_discrete: bool
+
+
+REAL = Support(float("-inf"), float("inf"), False)
+COUNTS = Support(0.0, float("inf"), True)
+
+
+class Likelihood(ABC):
     """A likelihood of targets given a model's outputs, ``[B, *event]``.
 
+    A likelihood of your own is a subclass with ``name`` and ``log_prob``, and for predictions ``mean``, ``variance``,
+    ``draw`` and ``cdf``; or it is made from a loss or a ``torch.distributions.Distribution`` by
+    :func:`bayesopt_chain.likelihoods.custom`.
+
     Attributes:
-        name: for error messages.
-        nll: ``nll(outputs, targets) -> [B]``, the negative log-likelihood of each datum, in nats, normalised.
-        root: ``root(outputs, targets)``, a root of the expected Hessian of ``nll`` in the outputs.
-        draw: ``draw(outputs, generator)``, labels shaped like the targets, drawn from the model.
+        name: for messages; nothing depends on it.
+        support: where targets lie, ``None`` for values without an order. Default: the real line.
+        default_method: how :meth:`bayesopt_chain.FittedLaplace.predict` averages over outputs if nobody says: one of
+            ``methods``, or "linearized", which gives the whole predictive distribution.
+        methods: the closed forms or rules by which :meth:`expected_mean` works.
+        filler: a value that a target may have; it stands in for targets of weight 0.
 
     Example:
+        A likelihood of waiting times with rate ``exp(-f)``:
+
         >>> import torch
-        >>> from bayesopt_chain import likelihoods
-        >>> likelihoods.bernoulli().nll(torch.zeros(2), torch.tensor([0.0, 1.0]))
-        tensor([0.6931, 0.6931])
+        >>> from bayesopt_chain.likelihoods import Likelihood
+        >>> class Exponential(Likelihood):
+        ...     name = "exponential"
+        ...     def log_prob(self, outputs, targets):
+        ...         return -outputs - targets * (-outputs).exp()
+        ...     def information(self, outputs):
+        ...         return torch.ones_like(outputs)
+        ...     def mean(self, outputs):
+        ...         return outputs.exp()
+        ...     def variance(self, outputs):
+        ...         return (2 * outputs).exp()
+        >>> Exponential().nll(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
+        tensor([1., 2.])
+        >>> Exponential().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.25)).mean  # exp(1/8)
+        tensor([[1.1331]])
     """
 
-    name: str
-    nll: Callable[[Tensor, Tensor], Tensor]
-    root: Callable[[Tensor, Tensor], OutputRoot]
-    draw: Sampler
+    name: str = "custom"
+    support: ClassVar[Support | None] = REAL
+    methods: ClassVar[tuple[str, ...]] = ("quadrature",)
+    default_method: ClassVar[str] = "linearized"
+    filler: ClassVar[float] = 0.0
 
-    def factors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    # What a subclass says.
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        """The log density of every target, in nats.
+
+        Args:
+            outputs: ``[*lead, B, *event]``.
+            targets: ``[B, *positions]``, valid ones.
+
+        Returns:
+            ``[*lead, B, *positions]``.
+        """
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        """Which outputs each target has.
+
+        Args:
+            event: the shape of one datum's outputs.
+
+        Returns:
+            A :class:`Grouping`. Default: one output a target, in order.
+
+        Raises:
+            ValueError: outputs of a shape that the likelihood does not take.
+        """
+        return Grouping(tuple(event), 1)
+
+    def information(self, outputs: Tensor) -> Tensor:
+        """The Fisher information of one target in its one output, ``[B, *event]``; needed unless :meth:`exact_root` is."""
+        raise NotImplementedError(f"the {self.name} likelihood has no information(outputs)")
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        """A root of the expected Hessian of unweighted losses. Default: the square root of :meth:`information`."""
+        return Elementwise(self.information(outputs).sqrt())
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """``E[y | f]``, shaped like the targets; for classes their probabilities, ``[*, C]``. It is the inverse link."""
+        raise self._lacks("known mean", "mean")
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        """``Var[y | f]``, shaped like :meth:`mean`."""
+        raise self._lacks("known variance", "variance")
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Any:
+        """Targets drawn from the model, ``[B, *positions]``."""
+        raise self._lacks("draws of labels", "draw")
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        """``P(y <= value | f)``, shaped like the values broadcast to the targets."""
+        raise self._lacks("distribution function", "cdf")
+
+    def require_values(self, targets: Tensor) -> None:
+        """Raise for targets of a value that they cannot have; called where they can be read. Default: the support."""
+        support = self.support
+        if support is None:
+            return
+        wrong = ~((targets >= support.low) & (targets <= support.high) & targets.isfinite())
+        what = "finite numbers"
+        if support.low > REAL.low or support.high < REAL.high:
+            what = f"numbers from {support.low:g} to {support.high:g}" if support.high < REAL.high else "counts from 0"
+        if support.is_discrete:
+            wrong = wrong | (targets != targets.round())
+            what = what.replace("numbers", "whole numbers")
+        self._refuse(wrong, targets, what)
+
+    def weights(self, targets: Any) -> Tensor | None:
+        """The weight of every target, ``[B, *positions]``; ``None``, the default, for 1."""
+        return None
+
+    def labels(self, targets: Any) -> Any:
+        """The targets themselves, those of weight 0 replaced by ``filler``."""
+        return targets
+
+    def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
+        """The loss of every target before its weight, ``[B, *positions]``. Default: minus :meth:`log_prob`."""
+        return -self.log_prob(outputs, labels)
+
+    @property
+    def has_noise_scale(self) -> bool:
+        """Whether the noise is additive and Gaussian with a known variance, which evidence can scale."""
+        return False
+
+    def scaled(self, scale: Tensor | float) -> Likelihood:
+        """The same with Gaussian noise of ``variance / scale``.
+
+        Raises:
+            ValueError: a scale other than 1 of a likelihood without Gaussian noise of known variance.
+        """
+        if isinstance(scale, (int, float)) and scale == 1:
+            return self
+        if isinstance(scale, Tensor) and not is_hidden(scale) and scale.numel() == 1 and scale.item() == 1:
+            return self
+        raise ValueError(f"a {self.name} likelihood has no noise to scale: leave likelihood_scale at 1")
+
+    def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Residuals in units of the noise, ``sqrt(w) (y - f) / sd``, where :attr:`has_noise_scale`."""
+        raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
+
+    # What follows.
+
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        """Raise for targets that the outputs or the likelihood cannot have.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`.
+            wait: whether to look at values on a device that has to be waited for. Default: False, values are checked on the
+                CPU alone.
+
+        Raises:
+            ValueError: another shape, an empty batch, or values such as NaN, -1 for a yes-or-no target or 3.5 for a count.
+        """
+        if outputs.ndim == 0 or outputs.shape[0] == 0:
+            raise ValueError(f"the {self.name} likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
+        labels, weights = self.labels(targets), self.weights(targets)
+        positions = self.grouping(outputs.shape[1:]).positions
+        wanted = (outputs.shape[0], *positions)
+        for what, value in (("targets", labels), ("weights", weights)):
+            if isinstance(value, Tensor) and tuple(value.shape) != wanted:
+                raise ValueError(
+                    f"the {self.name} likelihood got {what} {tuple(value.shape)}, but the outputs ask for {wanted}: "
+                    f"reshape the {what} (broadcasting would mix data)"
+                )
+        if isinstance(labels, Tensor) and (is_readable(labels) or (wait and not is_hidden(labels))):
+            self.require_values(labels)
+
+    def losses(self, outputs: Tensor, targets: Any) -> Tensor:
+        """The weighted loss of every target, ``[B, *positions]``; see :meth:`nll`."""
+        self.require(outputs, targets)
+        weights = self.weights(targets)
+        losses = self.smoothed(outputs, self.labels(targets))
+        return losses if weights is None else losses * weights.to(losses.dtype)
+
+    def nll(self, outputs: Tensor, targets: Any) -> Tensor:
+        """The negative log-likelihood of each datum, ``[B]``, in nats, normalised: the sum over its targets.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: ``[B, *positions]``; with weights as the likelihood says.
+
+        Returns:
+            ``[B]``.
+
+        Raises:
+            ValueError: as :meth:`require`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().nll(torch.zeros(2), torch.tensor([0.0, 1.0]))
+            tensor([0.6931, 0.6931])
+        """
+        losses = self.losses(outputs, targets)
+        return losses.reshape(losses.shape[0], -1).sum(1)
+
+    def root(self, outputs: Tensor, targets: Any) -> OutputRoot:
+        """A root of the expected Hessian of :meth:`nll` in the outputs, its columns made on demand.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`; their values matter for weights, and for the Hessian of a custom loss. ``None`` will do
+                where neither is.
+
+        Returns:
+            An :class:`OutputRoot`.
+
+        Raises:
+            ValueError: as :meth:`require`; a Hessian that is not positive semidefinite.
+        """
+        if targets is None:
+            return self.exact_root(outputs, None)
+        self.require(outputs, targets)
+        root = self.exact_root(outputs, self.labels(targets))
+        scale = self._root_weights(outputs, targets)
+        return root if scale is None else root.scaled(scale)
+
+    def factors(self, outputs: Tensor, targets: Any) -> Tensor:
         """Return all exact output factors at once.
 
         Args:
             outputs: ``[B, *event]``.
-            targets: as for ``nll``.
+            targets: as for :meth:`nll`.
 
         Returns:
-            S, ``[K, B, *event]``, with ``sum_k s_k s_k^T`` the expected Hessian of one datum's ``nll``.
+            S, ``[K, B, *event]``, with ``sum_k s_k s_k^T`` the expected Hessian of one datum's :meth:`nll`.
 
         Raises:
-            ValueError: for a custom likelihood whose Hessian is not positive semidefinite.
+            ValueError: as :meth:`root`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(0.25).factors(torch.zeros(2, 1), torch.zeros(2, 1)).flatten()
+            tensor([2., 2.])
         """
         root = self.root(outputs, targets)
         return root.part(0, root.columns)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return ``d nll / d outputs``, ``[B, *event]``."""
-        return torch.func.grad(lambda f: self.nll(f, targets).sum())(outputs)
+    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Return ``d nll / d outputs``, ``[B, *event]``.
 
-    def empirical_factors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the empirical Fisher's single factor, ``[1, B, *event]``."""
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`.
+
+        Raises:
+            ValueError: as :meth:`require`.
+        """
+        return slope(lambda f: self.nll(f, targets).sum(), outputs)
+
+    def empirical_factors(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Return the empirical Fisher's single factor, ``[1, B, *event]``, from the arguments of :meth:`gradient`."""
         return self.gradient(outputs, targets)[None]
 
-    def sampled_factors(self, outputs: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return Monte Carlo Fisher factors, ``[samples, B, *event]``."""
-        draws = [self.gradient(outputs, self.draw(outputs, generator)) for _ in range(samples)]
-        return torch.stack(draws) / samples**0.5
+    def sampled_factors(
+        self, outputs: Tensor, targets: Any, samples: int, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return Monte Carlo Fisher factors, gradients at labels drawn from the model.
 
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`; their weights matter, their values do not.
+            samples: how many draws.
+            generator: source of the draws. Default: torch's global generator.
 
-def custom(
-    nll: Callable[[Tensor, Tensor], Tensor],
-    *,
-    output_hessian: Callable[[Tensor, Tensor], Tensor] | None = None,
-    draw: Sampler | None = None,
-) -> Likelihood:
-    """Make a likelihood from a loss.
+        Returns:
+            ``[samples, B, *event]``.
 
-    Args:
-        nll: ``nll(outputs [B, *event], targets) -> [B]``, the negative log-likelihood per datum, in nats.
-        output_hessian: ``output_hessian(outputs, targets) -> [B, E, E]``, E the number of entries of an event: the
-            positive semidefinite expected Hessian of ``nll`` in one datum's outputs. Default: the Hessian itself, by
-            differentiation at the observed targets, which gives the generalised Gauss-Newton matrix of that loss.
-        draw: ``draw(outputs, generator) -> targets``; needed for a Monte Carlo Fisher only.
+        Raises:
+            ValueError: a custom likelihood that cannot draw.
+        """
+        scale = self._root_weights(outputs, targets)
+        draws = []
+        for _ in range(samples):
+            labels = self.draw(outputs, generator)
+            draws.append(slope(lambda f, y=labels: -self.log_prob(f, y).sum(), outputs))
+        factors = torch.stack(draws) / samples**0.5
+        return factors if scale is None else factors * scale
 
-    Returns:
-        A :class:`Likelihood`.
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        """The distribution of new targets at Gaussian outputs, target by target.
 
-    Raises:
-        ValueError: when a Hessian is asked for that is not positive semidefinite or has another shape, a loss that
-            is averaged over the batch or mixes data, or a draw without ``draw=``.
+        Args:
+            mean: of the outputs, ``[N, *event]``.
+            covariance: of one datum's E outputs, ``[N, E, E]``.
 
-    Example:
-        >>> import torch
-        >>> from bayesopt_chain import likelihoods
-        >>> cauchy = likelihoods.custom(
-        ...     lambda f, y: torch.log1p((f - y) ** 2).sum(-1),
-        ...     output_hessian=lambda f, y: torch.full((len(f), 1, 1), 0.5),
-        ... )
-        >>> cauchy.factors(torch.zeros(3, 1), torch.ones(3, 1)).shape
-        torch.Size([1, 3, 1])
-    """
+        Returns:
+            A :class:`Predictive`.
 
-    def checked_nll(outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = nll(outputs, targets)
-        _require_separate(losses, nll, outputs, targets)
-        return losses
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> foretold = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> foretold.variance, foretold.quantile(0.975)
+            (tensor([[1.]]), tensor([[1.9600]]))
+        """
+        nodes, log_weights = self.nodes(mean, covariance)
+        return Predictive(self, nodes, log_weights)
 
-    def root(outputs: Tensor, targets: Tensor) -> OutputRoot:
-        checked_nll(outputs, targets)
-        hessian = (output_hessian or _hessian_of(nll))(outputs, targets)
-        entries = outputs.shape[1:].numel()
-        wanted = (outputs.shape[0], entries, entries)
-        if hessian.shape != wanted:
+    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[S, N, *event]`` and log weights ``[S]`` that stand for Gaussian outputs."""
+        grouping = self.grouping(mean.shape[1:])
+        m, s = grouping.split(mean), grouping.blocks(covariance)
+        points = self._points(mean, s) if grouping.width == 1 else 0
+        nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
+        return grouping.join(nodes, mean.shape[1:]), log_weights
+
+    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
+        """``E[y]`` at Gaussian outputs: probabilities of classes, the mean of any other target.
+
+        Args:
+            mean: ``[N, *event]``.
+            covariance: ``[N, E, E]``.
+            method: one of ``methods``. Default: the first.
+
+        Returns:
+            Shaped like :meth:`mean` of the outputs.
+
+        Raises:
+            ValueError: another method.
+        """
+        if method not in (None, *self.methods):
             raise ValueError(
-                f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
-                "return one matrix over the entries of an event for each datum"
+                f"method={method!r} has no meaning for a {self.name} likelihood: use one of {', '.join(map(repr, self.methods))}"
             )
-        wide = hessian.to(torch.promote_types(hessian.dtype, torch.float32))  # eigh knows no lower precision
-        values, vectors = torch.linalg.eigh(wide)
-        tolerance = 1e3 * torch.finfo(hessian.dtype).eps * values.abs().amax(-1, keepdim=True)
-        if not is_hidden(values) and bool((values < -tolerance).any()):
+        return self.predictive(mean, covariance).mean
+
+    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Statistical linearisation: the line through the target's mean that fits best over the Gaussian of its outputs.
+
+        For outputs ``f ~ N(m, S)``, ``S = L L^T``, ``f = m + L z``, and a target with mean h(f) and covariance V(f),
+
+            mu = E[h],   D = E[h z^T],   A = D L^-1,   R = E[V] + E[(h - mu - D z) (h - mu - D z)^T],
+
+        so that ``y = mu + A (f - m) + N(0, R)`` has the mean, the covariance and the covariance with f of the model. R is a
+        sum of squares: positive definite under every quadrature with positive weights. (Garcia-Fernandez, Tronarp and
+        Särkkä, "Gaussian process classification using posterior linearization", 2019.)
+
+        Args:
+            outputs: of G targets, ``[G, width]``.
+            labels: ``[G]``.
+            covariance: ``[G, width, width]``.
+
+        Returns:
+            The slopes ``R^-1/2 A`` ``[G, K, width]``, the innovations ``R^-1/2 (y - mu)`` ``[G, K]`` and the log
+            probabilities of the labels ``[G]``.
+
+        Raises:
+            ValueError: a likelihood whose targets have several outputs, or no known mean.
+        """
+        z, w = (x.to(outputs) for x in fine_grid())
+        m, deviation = outputs[:, 0], covariance[:, 0, 0].clamp_min(FLOOR).sqrt()
+        f = m[:, None] + deviation[:, None] * z
+        h = self.mean(f)
+        mu, along = h @ w, (h * z) @ w
+        residual = h - mu[:, None] - along[:, None] * z
+        noise = ((self.variance(f) + residual.square()) @ w).clamp_min(torch.finfo(h.dtype).tiny)
+        y = labels.to(m.dtype)
+        chance = (self.log_prob(f, y[:, None]) + w.log()).logsumexp(-1)
+        return (along / deviation * noise.rsqrt())[:, None, None], ((y - mu) * noise.rsqrt())[:, None], chance
+
+    @property
+    def has_straight_line(self) -> bool:
+        """Whether :meth:`straight_line` works: moments are known and a target has one output, or it says so itself."""
+        known = type(self).mean is not Likelihood.mean and type(self).variance is not Likelihood.variance
+        return known and type(self).grouping is Likelihood.grouping
+
+    def _points(self, mean: Tensor, variance: Tensor) -> int:
+        """Enough points for the narrowest log density at these outputs."""
+        if is_hidden(mean) or type(self).information is Likelihood.information or mean.numel() == 0:
+            return 0
+        deviation = variance[..., 0, 0].detach().clamp_min(0).sqrt().reshape(mean.shape)
+        ends = [self.information(mean.detach() + k * deviation) for k in (-3, 0, 3)]
+        sharpest = torch.stack(ends).amax(0).sqrt()
+        return points_for(float((deviation * sharpest).amax()))
+
+    def _root_weights(self, outputs: Tensor, targets: Any) -> Tensor | None:
+        """The square roots of the weights, like the outputs."""
+        weights = self.weights(targets)
+        if weights is None:
+            return None
+        return self.grouping(outputs.shape[1:]).over_outputs(weights.to(outputs.dtype).sqrt(), outputs.shape)
+
+    def _lacks(self, what: str, hook: str) -> ValueError:
+        return ValueError(
+            f"the {self.name} likelihood has no {what}: give it the method {hook}, or make it with "
+            "likelihoods.custom(distribution=...)"
+        )
+
+    def _refuse(self, wrong: Tensor, targets: Tensor, what: str) -> None:
+        if bool(wrong.any()):
             raise ValueError(
-                "the output Hessian of the custom likelihood is not positive semidefinite "
-                f"(eigenvalue {values.min().item():.3g}): pass output_hessian= with its positive part or "
-                "expectation, or use curvature.hessian or empirical_fisher"
+                f"the {self.name} likelihood got {int(wrong.sum())} of {targets.numel()} targets that are not {what}, such as "
+                f"{targets[wrong][0].item():g}: convert them, or give those that are missing the weight 0 "
+                "(likelihoods.weighted)"
             )
-        roots = (vectors * values.clamp_min(0).sqrt()[:, None, :]).to(outputs.dtype)
-        return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
-
-    def no_draw(outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
-
-    return Likelihood("custom", checked_nll, root, draw or no_draw)
 
 
-def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    def hessian(outputs: Tensor, targets: Tensor) -> Tensor:
-        def one(output: Tensor, target: Tensor) -> Tensor:
-            def loss(entries: Tensor) -> Tensor:
-                return nll(entries.reshape((1, *output.shape)), target[None]).sum()
+class Grouping(NamedTuple):
+    """``positions``: the shape of one datum's targets; ``width``: how many outputs each has; ``order``: the entry of the
+    event, flattened, of every output of every target in turn, ``[targets width]``, ``None`` where they stand in order."""
 
-            return torch.func.hessian(loss)(output.reshape(-1))
+    positions: tuple[int, ...]
+    width: int
+    order: Tensor | None = None
 
-        return torch.vmap(one)(outputs, targets)
+    def split(self, outputs: Tensor) -> Tensor:
+        """``[*lead, *event]`` to ``[*lead, *positions, width]``, for one leading axis."""
+        flat = outputs.reshape(outputs.shape[0], -1)
+        flat = flat if self.order is None else flat[:, self.order.to(flat.device)]
+        return flat.reshape(outputs.shape[0], *self.positions, self.width)
 
-    return hessian
-
-
-def _require_separate(
-    losses: Tensor, nll: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor
-) -> None:
-    """Raise unless a custom loss gives one loss a datum, and the last datum's alone is what it is in the batch."""
-    if losses.shape != outputs.shape[:1]:
-        raise ValueError(
-            f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
-            "without averaging over the batch"
+    def blocks(self, covariance: Tensor) -> Tensor:
+        """The covariance of each target's own outputs, ``[N, *positions, width, width]``, of ``[N, E, E]``."""
+        n, entries = covariance.shape[:2]
+        index = (
+            torch.arange(entries, device=covariance.device) if self.order is None else self.order.to(covariance.device)
         )
-    values, labels = unwrapped(outputs), unwrapped(targets)
-    if (values.shape, labels.shape) != (outputs.shape, targets.shape):
-        return  # inside vmap, where one datum cannot be told from another
-    alone, together = nll(values[-1:], labels[-1:])[0], nll(values, labels)[-1]
-    if bool((alone - together).abs() > torch.finfo(values.dtype).eps ** 0.5 * (1 + together.abs())):
-        raise ValueError(
-            "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
-            "write a loss of one datum's outputs and target"
-        )
+        index = index.reshape(-1, self.width)
+        out = covariance[:, index[:, :, None], index[:, None, :]]
+        return out.reshape(n, *self.positions, self.width, self.width)
+
+    def join(self, groups: Tensor, event: Sequence[int]) -> Tensor:
+        """``[*lead, *positions, width]`` to ``[*lead, *event]``."""
+        lead = groups.shape[: groups.ndim - 1 - len(self.positions)]
+        flat = groups.reshape(*lead, -1)
+        flat = flat if self.order is None else flat[..., self.order.argsort().to(flat.device)]
+        return flat.reshape(*lead, *event)
+
+    def over_outputs(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Numbers of targets ``[B, *positions]`` at each of their outputs, ``[B, *event]``."""
+        return self.join(values[..., None].expand(*values.shape, self.width), shape[1:])
+
+
+def slope(total: Any, outputs: Tensor) -> Tensor:
+    """The gradient of a sum of losses in the outputs."""
+    if is_transformed():
+        return torch.func.grad(total)(outputs)
+    with torch.enable_grad():
+        f = outputs.detach().requires_grad_()
+        return torch.autograd.grad(total(f), f, materialize_grads=True)[0]

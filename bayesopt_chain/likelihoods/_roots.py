@@ -9,6 +9,7 @@ For b data with outputs ``[b, *event]`` a root S has K columns a datum, s_kb, an
     Elementwise    s_k = scale_k e_k                               K = E, the number of entries of an event
     Softmax        s_k = d_k (e_k - sum_{j > k} p_j e_j / q_k)     K = E (C - 1) / C: one softmax of C classes a position
     Explicit       columns that are held                           K of them
+    Scaled         r s_k for columns s_k of another root           for weights r^2 of the data and their positions
 
 with ``q_k = sum_{j > k} p_j`` and ``d_k^2 = p_k q_k / (p_k + q_k)``: the Cholesky factor of ``diag(p) - p p^T``, whose rank is
 C - 1. The C columns ``sqrt(p_k) (e_k - p)`` are a root as well, and cost one more backward pass.
@@ -54,6 +55,10 @@ class OutputRoot(ABC):
     def diagonal(self) -> Tensor:
         """Return the diagonal of ``S S^T``, ``[b, *event]``."""
 
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        """The root whose columns are multiplied by ``scale``, ``[b, *event]``, constant over the entries of one target."""
+        return Scaled(self, scale, self.separates_positions)
+
 
 @dataclass(frozen=True)
 class Elementwise(OutputRoot):
@@ -74,6 +79,9 @@ class Elementwise(OutputRoot):
 
     def diagonal(self) -> Tensor:
         return self.scale.square()
+
+    def scaled(self, scale: Tensor) -> OutputRoot:
+        return Elementwise(self.scale * scale)
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,28 @@ class Explicit(OutputRoot):
 
     def diagonal(self) -> Tensor:
         return self.held.square().sum(0)
+
+
+@dataclass(frozen=True)
+class Scaled(OutputRoot):
+    """The columns of ``root`` times ``scale``, ``[b, *event]``."""
+
+    root: OutputRoot
+    scale: Tensor
+    separates_positions: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.root.columns
+
+    def part(self, start: int, stop: int) -> Tensor:
+        return self.root.part(start, stop) * self.scale
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return self.root.combine(weights) * self.scale
+
+    def diagonal(self) -> Tensor:
+        return self.root.diagonal() * self.scale.square()
 
 
 def _entries(outputs: Tensor) -> int:

@@ -18,6 +18,7 @@ from bayesopt_chain import batches
 from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
+LABELS = ("labels", "label", "targets", "target")  # keys of a mapping that no model is called with
 
 
 class Functional(NamedTuple):
@@ -113,7 +114,7 @@ def batch_inputs(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return batch[0]
     if isinstance(batch, Mapping):
-        return {k: v for k, v in batch.items() if k not in ("labels", "label", "targets", "target")}
+        return {k: v for k, v in batch.items() if k not in LABELS}
     return batch
 
 

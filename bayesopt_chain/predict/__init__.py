@@ -2,7 +2,7 @@
 uncertainty is.
 """
 
-from bayesopt_chain.predict._classes import laplace_bridge, probit, probit_bernoulli
+from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
 from bayesopt_chain.predict._linearized import linearized
 from bayesopt_chain.predict._metrics import classification_metrics, detection_auroc, regression_metrics
 from bayesopt_chain.predict._monte_carlo import monte_carlo
@@ -21,6 +21,7 @@ __all__ = [
     "probit",
     "probit_bernoulli",
     "regression_metrics",
+    "softmax_mean",
     "uncertainty_of_classes",
     "uncertainty_of_moments",
 ]

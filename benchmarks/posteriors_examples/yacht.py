@@ -61,7 +61,7 @@ def ours(problem: tuple) -> dict[str, Any]:
     likelihood, loader = bc.likelihoods.gaussian(VARIANCE), list(zip(x.split(77), y.split(77)))
     fitted = bc.fit_laplace(net, likelihood, loader, structure="dense", subset="all", tune=None, prior_precision=PRIOR)
     predicted = fitted.predict(new, method="linearized")
-    return {"mean": predicted.mean[:, 0].detach(), "sd": predicted.covariance[:, 0, 0].sqrt()}
+    return {"mean": predicted.mean[:, 0].detach(), "sd": predicted.outputs.covariance[:, 0, 0].sqrt()}
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[float, float, float]]:

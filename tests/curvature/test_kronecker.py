@@ -26,7 +26,7 @@ def per_datum(kfac, name):
 def factors(module, x, sharing="expand", **params):
     """The factors of each parameter, for flattened outputs and Gaussian noise."""
     forward, own = of_module(module)
-    batch = (x, torch.zeros(len(x), 1))
+    batch = (x, None)
     flat = lambda p, b: forward(p, b).flatten(1)  # noqa: E731
     return curvature.ggn(flat, GAUSSIAN, "kronecker", sharing=sharing)({**own, **params}, batch)
 
@@ -35,7 +35,7 @@ def block(module, x, name):
     """The exact block of one parameter."""
     forward, own = of_module(module)
     flat = lambda p, b: forward({**own, **p}, b).flatten(1)  # noqa: E731
-    return curvature.ggn(flat, GAUSSIAN, "dense")({name: own[name]}, (x, torch.zeros(len(x), 1))).to_dense()
+    return curvature.ggn(flat, GAUSSIAN, "dense")({name: own[name]}, (x, None)).to_dense()
 
 
 CONVOLUTIONS = {

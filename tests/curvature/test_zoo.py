@@ -379,4 +379,4 @@ def test_a_layer_whose_outputs_are_no_function_of_their_datum_is_refused(layer):
     make, message = REFUSED[layer]
     many, _, params, x = in_context(make)
     with pytest.raises(ValueError, match=message):
-        curvature.ggn(many, likelihoods.gaussian(), "dense")(params, (x, torch.zeros(B, 1)))
+        curvature.ggn(many, likelihoods.gaussian(), "dense")(params, (x, None))

@@ -71,8 +71,8 @@ def test_the_linearised_predictions_are_a_gaussian_process(case, structure):
     e = outputs.shape[1]
     for n in range(6):
         block = slice(n * e, (n + 1) * e)
-        torch.testing.assert_close(got.covariance[n], wanted[block, block], rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(got.mean, model(new).detach())
+        torch.testing.assert_close(got.outputs.covariance[n], wanted[block, block], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(got.outputs.mean, model(new).detach())
 
 
 @pytest.mark.parametrize("structure", ["dense", "root", "kronecker", "diagonal", "block"])

@@ -59,12 +59,12 @@ def test_evidence_and_predictions_are_those_of_laplace_torch(structure, subset, 
     new = torch.randn(7, 3)
     got = fitted.predict(new, method="linearized")
     mean, covariance = la._glm_predictive_distribution(new)
-    torch.testing.assert_close(got.covariance, covariance, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(got.outputs.covariance, covariance, rtol=1e-8, atol=1e-10)
     evidence = torch.as_tensor(la.log_marginal_likelihood()).detach().reshape(())
     if kind == "regression" and subset == "last_layer":  # the mode is solved for again, which can only add
         assert fitted.log_evidence > evidence
         return
-    torch.testing.assert_close(got.mean, mean)
+    torch.testing.assert_close(got.outputs.mean, mean)
     torch.testing.assert_close(fitted.log_evidence, evidence)
 
 

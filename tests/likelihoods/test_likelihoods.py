@@ -82,8 +82,9 @@ def test_monte_carlo_factors_have_the_exact_mean(name):
         likelihood, event, targets = CANONICAL[name]
     outputs, generator = torch.randn(B, *event), torch.Generator().manual_seed(5)
     n, batches = 100, 40
-    totals = torch.stack([squared(likelihood.sampled_factors(outputs, n, generator)) for _ in range(batches)])
-    error = totals.mean(0) - squared(likelihood.factors(outputs, targets()))
+    targets = targets()
+    totals = torch.stack([squared(likelihood.sampled_factors(outputs, targets, n, generator)) for _ in range(batches)])
+    error = totals.mean(0) - squared(likelihood.factors(outputs, targets))
     deviation = totals.std(0) / batches**0.5 + 1e-12
     assert (error / deviation).abs().max() < 7
 
@@ -155,7 +156,7 @@ def test_bad_arguments_say_what_to_pass():
         )
 
 
-@pytest.mark.parametrize("shape", [(4, 10), (3, 5, 4), (2, 2, 3, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 10), (3, 5, 4), (2, 2, 3, 2)], ids=str)
 def test_a_softmax_over_c_classes_has_c_minus_1_columns_however_they_are_asked_for(shape):
     """In parts, combined, and on the diagonal; logits of a wide range, where some probabilities vanish."""
     logits = 30 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

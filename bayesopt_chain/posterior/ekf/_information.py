@@ -5,7 +5,7 @@ r"""What a batch tells a filter: rows of information, whatever estimator they co
 An :class:`Observation` of a Gaussian likelihood knows its innovations e too, each in units of its own noise, so that the
 force is ``sum_m r_m e_m``: the filter then solves a least-squares problem instead of normal equations. One that is to be
 linearised over the whole Gaussian, and not at its mean, comes :class:`Unlinearised`
-(see :mod:`bayesopt_chain.posterior.ekf._statistical`).
+(see :meth:`bayesopt_chain.likelihoods.Likelihood.straight_line`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from torch import Tensor
 from bayesopt_chain._torch import gradients_of_columns
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
-from bayesopt_chain.posterior.ekf._statistical import MOMENTS, Moments
 from bayesopt_chain.posterior.state import times
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, paths
 
 LINEARISATIONS = ("tangent", "empirical", "statistical")
-MEANS = {"bernoulli": torch.sigmoid, "poisson": torch.exp}  # canonical: the slope of nll is the mean minus the target
 SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say where to move and not how far
 
 
@@ -52,14 +50,15 @@ class Unlinearised(NamedTuple):
     """A batch whose linearisation waits for the filter's covariance.
 
     ``jacobian``: of the outputs, leaves ``[G C, *leaf.shape]`` for G groups of C outputs that are observed together;
-    ``outputs``: ``[G, C]``; ``targets``: ``[G]``; ``moments``: the likelihood's; ``count``, ``log_likelihood``: as in
-    :class:`Observation`.
+    ``outputs``: ``[G, C]``; ``targets``: ``[G]``; ``weights``: of them, ``[G]``, or ``None``; ``likelihood``: what finds the
+    line; ``count``, ``log_likelihood``: as in :class:`Observation`.
     """
 
     jacobian: Tree
     outputs: Tensor
     targets: Tensor
-    moments: Moments
+    weights: Tensor | None
+    likelihood: Likelihood
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     log_likelihood: Tensor
 
@@ -123,11 +122,12 @@ def observe(
     chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood))
     if linearisation not in LINEARISATIONS:
         raise ValueError(f"ekf.observe: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
-    is_gaussian = chosen.name == "gaussian"
-    if linearisation == "statistical" and not is_gaussian and chosen.name not in MOMENTS:
+    is_gaussian = chosen.has_noise_scale
+    if linearisation == "statistical" and not is_gaussian and not chosen.has_straight_line:
         raise ValueError(
-            f"ekf.observe: the {chosen.name} likelihood has no moments to linearise by, only gaussian, {', '.join(MOMENTS)} "
-            "have: use linearisation='tangent'"
+            f"ekf.observe: the {chosen.name} likelihood has no moments to linearise by, only those have whose targets have one "
+            "output with a known mean and variance (gaussian, bernoulli, poisson and the like) and categorical: use "
+            "linearisation='tangent'"
         )
 
     def estimate(params: Tree, batch: Any) -> Observation | Unlinearised:
@@ -136,7 +136,7 @@ def observe(
         if is_gaussian or linearisation == "statistical":
             nll, slope = chosen.nll(f, batch[1]).sum(), f
         else:
-            nll, slope = _nll_and_slope(chosen, f, batch[1])
+            nll, slope = chosen.nll(f, batch[1]).sum(), chosen.gradient(f, batch[1])
         known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
         if linearisation == "empirical":
             rows = pull(_separate(slope[None]))
@@ -145,14 +145,16 @@ def observe(
             return Observation(tree, -torch.ones_like(rows[0].reshape(len(f), -1)[:, 0]), forces, *known)
         if is_gaussian:
             inverse_deviation = chosen.root(f, batch[1]).diagonal().sqrt().reshape(-1)
-            innovation = (batch[1] - f).reshape(-1) * inverse_deviation
+            innovation = chosen.whitened(f, batch[1]).reshape(-1)
             rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
             return Observation(optree.tree_unflatten(structure, rows), innovation, None, *known)
         if linearisation == "statistical":
             jacobian = pull(torch.eye(f.numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape))
-            groups = f.reshape(-1, f.shape[-1] if chosen.name == "categorical" else 1)
+            groups = f.reshape(-1, chosen.grouping(f.shape[1:]).width)
+            labels, weights = chosen.labels(batch[1]).reshape(-1), chosen.weights(batch[1])
+            weights = None if weights is None else weights.reshape(-1).to(f.dtype)
             tree = optree.tree_unflatten(structure, jacobian)
-            return Unlinearised(tree, groups, batch[1].reshape(-1), MOMENTS[chosen.name], *known)
+            return Unlinearised(tree, groups, labels, weights, chosen, *known)
         root = chosen.root(f, batch[1])
         if isinstance(root, Elementwise):
             scale = root.scale.reshape(-1).clamp_min(SMALLEST)
@@ -184,19 +186,6 @@ def _separate(factors: Tensor) -> Tensor:
     k, b = factors.shape[:2]
     flat = torch.diag_embed(factors.reshape(k, b, -1).mT)  # [K, E, B, B]
     return flat.movedim(1, -1).reshape(k * b, *factors.shape[1:])
-
-
-def _nll_and_slope(likelihood: Likelihood, f: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The batch's negative log-likelihood, and its gradient by the outputs."""
-    if likelihood.name in MEANS:
-        return likelihood.nll(f, targets).sum(), MEANS[likelihood.name](f) - targets
-    if is_transformed():
-        slope, nll = torch.func.grad_and_value(lambda x: likelihood.nll(x, targets).sum())(f)
-        return nll, slope
-    with torch.enable_grad():
-        f = f.detach().requires_grad_()
-        nll = likelihood.nll(f, targets).sum()
-    return nll.detach(), torch.autograd.grad(nll, f)[0]
 
 
 def _evaluated(
@@ -280,7 +269,12 @@ def _linearised(
     for j, moved in zip(jacobian, optree.tree_leaves(solve(increment.jacobian))):
         a, b = (x.reshape(groups, size, -1).to(torch.float64) for x in (j, moved))
         spread = spread + a @ b.mT
-    slope, innovation, foretold = increment.moments(increment.outputs.to(torch.float64), increment.targets, spread)
+    line = increment.likelihood.straight_line
+    slope, innovation, foretold = line(increment.outputs.to(torch.float64), increment.targets, spread)
+    if increment.weights is not None:
+        weights = increment.weights.to(torch.float64)
+        root = weights.sqrt()
+        slope, innovation, foretold = slope * root[:, None, None], innovation * root[:, None], foretold * weights
     kept = slope.shape[1]
     rows = [(slope.to(j.dtype) @ j.reshape(groups, size, -1)).reshape(groups * kept, *j.shape[1:]) for j in jacobian]
     tree = optree.tree_unflatten(optree.tree_structure(increment.jacobian), rows)

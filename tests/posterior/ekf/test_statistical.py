@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.posterior.ekf._statistical import MOMENTS, cubature
+from bayesopt_chain.likelihoods._quadrature import cubature
 
 from .test_state_space import SKILL_PRIOR, SKILL_Q, grid_filter, league, match_forward
 
@@ -37,7 +37,9 @@ def test_the_line_is_the_least_squares_line_over_the_gaussian(name, variance):
     h = torch.sigmoid if name == "bernoulli" else torch.exp
     v = (lambda f: torch.sigmoid(f) * torch.sigmoid(-f)) if name == "bernoulli" else torch.exp
     slope, noise, mu = by_quadrature(torch.tensor(0.7), torch.tensor(variance), h, v)
-    got, innovation, chance = MOMENTS[name](torch.tensor([[0.7]]), torch.tensor([1.0]), torch.tensor([[[variance]]]))
+    got, innovation, chance = getattr(bc.likelihoods, name)().straight_line(
+        torch.tensor([[0.7]]), torch.tensor([1.0]), torch.tensor([[[variance]]])
+    )
     torch.testing.assert_close(got.squeeze(), slope / noise.sqrt(), rtol=1e-6, atol=0)
     torch.testing.assert_close(innovation.squeeze(), (1 - mu) / noise.sqrt(), rtol=1e-6, atol=0)
     likely = (lambda f: torch.sigmoid(f)) if name == "bernoulli" else (lambda f: torch.exp(f - torch.exp(f)))
@@ -51,7 +53,7 @@ def test_two_classes_are_a_bernoulli_of_the_difference():
     root = torch.tensor([[[0.9, 0.0], [0.3, 0.6]], [[1.2, 0.0], [-0.4, 0.5]]])
     s = root @ root.mT
     contrast = torch.tensor([1.0, -1.0])
-    two, one = MOMENTS["categorical"], MOMENTS["bernoulli"]
+    two, one = bc.likelihoods.categorical().straight_line, bc.likelihoods.bernoulli().straight_line
     slope, innovation, chance = two(f, y, s)
     other, e, p = one((f @ contrast)[:, None], (y == 0).double(), (contrast @ s @ contrast)[:, None, None])
     other = other * contrast

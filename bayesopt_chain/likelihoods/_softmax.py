@@ -1,13 +1,24 @@
-"""Turns Gaussian logits into class probabilities without sampling.
+"""Turns Gaussian logits into class probabilities.
 
     bernoulli    E sigmoid(f) ~ sigmoid(m / sqrt(1 + pi v / 8)),   f ~ N(m, v)                          MacKay 1992
-    classes      E softmax(f)_k ~ 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi v_kj / 8)), normalised       Lu et al. 2020
+    probit       E softmax(f)_k ~ 1 / sum_j exp(-(m_k - m_j) / sqrt(1 + pi v_kj / 8)), normalised       Lu et al. 2020
                  f ~ N(m, V),   v_kj = V_kk + V_jj - 2 V_kj
+    sobol        E softmax(f)_k ~ 1 / 2S sum_s softmax(m + A z_s)_k + softmax(m - A z_s)_k,   A A^T = V
     bridge       f ~ N(m, V)  ->  Dirichlet(a),   sum_k a_k = sum_k b_k                        Hobbhahn et al. 2022
                  b_k = (1 - 2/K + e^{m_k} / K^2 sum_l e^{-m_l}) / V_kk,   a_k ~ E softmax(f)_k
 
-Only differences of logits matter to a softmax: ``probit`` sees only those, and the bridge first conditions on
-``sum f = 0``.
+Only differences of logits matter to a softmax: ``probit`` sees only those, and the bridge first conditions on ``sum f = 0``.
+
+Which one is the default was measured, as the mean over 12 random Gaussians of the largest error of a probability against
+80,000 draws (which err by .001 themselves), for logits with standard deviations of 0.3, 1 and 3
+(``python -m benchmarks.softmax_means``, November 2026):
+
+    classes      3                    10                   30                   100
+    sobol        .000  .001  .003     .000  .002  .009     .000  .003  .011     .000  .003  .013
+    probit       .004  .013  .055     .006  .046  .075     .009  .047  .058     .007  .046  .031
+
+Sobol points are the default: probit is nowhere as good. They take 256 softmaxes for a datum, where probit takes C: for 100 data
+of 10 and of 100 classes 11 and 64 ms, where probit takes 0.5 and 31.
 
 The bridge of Hobbhahn et al. is Dirichlet(b). Its total, how sure it is, is used here; its mean is not. A b_k is
 inversely proportional to V_kk, which suits a Dirichlet's Gaussian and not a network's: on random Gaussians of 10 classes
@@ -23,6 +34,11 @@ import math
 
 import torch
 from torch import Tensor
+
+from bayesopt_chain.likelihoods._quadrature import sobol_normals, square_root
+from bayesopt_chain.tracing import is_hidden
+
+NUMBERS_AT_ONCE = 2**24  # of logits at nodes; data beyond that come in parts
 
 
 def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
@@ -78,6 +94,44 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
+def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tensor:
+    """Compute ``E softmax(f)`` for ``f ~ N(mean, covariance)`` by antithetic Sobol points.
+
+    The points are the same at every call, so that the result is deterministic and differentiable in both arguments.
+
+    Args:
+        mean: ``[*, C]``.
+        covariance: ``[*, C, C]``.
+        pairs: how many pairs of points. Default 128, whose largest error was 0.013 on average for 3 to 100 classes with standard
+            deviations up to 3, and below 0.004 up to 1.
+
+    Returns:
+        Probabilities ``[*, C]``.
+
+    Raises:
+        ValueError: for shapes that do not fit, a negative variance, or fewer than one pair.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import predict
+        >>> predict.softmax_mean(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+        tensor([0.7311, 0.2689])
+    """
+    _require_shapes(mean, covariance)
+    _require_variance(covariance.diagonal(dim1=-2, dim2=-1))
+    if pairs < 1:
+        raise ValueError(f"pairs={pairs}: pass at least 1")
+    classes = mean.shape[-1]
+    z = sobol_normals(classes, pairs).to(mean)
+    root = square_root(covariance).reshape(-1, classes, classes)
+    at_once = max(1, NUMBERS_AT_ONCE // (2 * pairs * classes))
+    parts = []
+    for m, a in zip(mean.reshape(-1, classes).split(at_once), root.split(at_once)):
+        moves, m = z @ a.mT, m[:, None]  # [n, S, C]
+        parts.append(((m + moves).softmax(-1).mean(1) + (m - moves).softmax(-1).mean(1)) / 2)
+    return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
+
+
 def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     """Return a Dirichlet distribution of class probabilities.
 
@@ -119,7 +173,7 @@ def _require_shapes(mean: Tensor, covariance: Tensor) -> None:
 
 
 def _require_variance(variance: Tensor) -> None:
-    if bool((variance < 0).any()):
+    if not is_hidden(variance) and bool((variance < 0).any()):
         raise ValueError(
             f"a variance is negative ({variance.min().item():.3g}): pass a positive semidefinite covariance"
         )

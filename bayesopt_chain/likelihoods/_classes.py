@@ -1,0 +1,314 @@
+"""Targets that are classes: one of two, one of C, one of C in order.
+
+bernoulli     loss = softplus(f) - y f,  p = sigmoid(f)           sum_k s_k s_k^T = p (1 - p)
+categorical   loss = -log softmax(f)_y,  p = softmax(f)           sum_k s_k s_k^T = diag(p) - p p^T
+  weights     loss = -sum_k a_k log p_k                           sum_k a_k times that
+              a_k = (1 - e) w_y [k = y] + e w_k / C               with label smoothing e and class weights w
+ordinal       P(y <= k) = sigmoid(c_k - f)                        sum_k (dp_k / df)^2 / p_k
+
+Class weights count a datum of class k as w_k data. The Hessian of that loss is taken at the observed class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._likelihood import FLOOR, Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._quadrature import cubature
+from bayesopt_chain.likelihoods._roots import Softmax
+from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.tracing import is_hidden, is_readable
+
+CLASS_METHODS = {"sobol": softmax_mean, "probit": probit, "bridge": laplace_bridge}
+
+
+@dataclass(frozen=True, eq=False)
+class Bernoulli(Likelihood):
+    """See :func:`bernoulli`."""
+
+    name = "bernoulli"
+    support = Support(0.0, 1.0, True)
+    methods = ("quadrature", "probit")
+    default_method = "quadrature"
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets * outputs - softplus(outputs)
+
+    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        return outputs.sigmoid() - targets
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(outputs.sigmoid(), generator=generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        below = torch.where(values < 1, (-outputs).sigmoid(), 1.0)
+        return torch.where(values < 0, 0.0, below)
+
+    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
+        if method == "probit":
+            return probit_bernoulli(mean, covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape))
+        return super().expected_mean(mean, covariance, method)
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical(Likelihood):
+    """See :func:`categorical`."""
+
+    weight: Any
+    ignore_index: int
+    label_smoothing: float
+    name = "categorical"
+    support = None
+    methods = ("sobol", "probit", "bridge")
+    default_method = "sobol"
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        if not event or event[-1] < 2:
+            raise ValueError(
+                f"the categorical likelihood got outputs [B, {', '.join(map(str, event))}]: return the logits of at least two "
+                "classes, [B, *, C]; for one yes-or-no output use likelihoods.bernoulli()"
+            )
+        return Grouping(tuple(event[:-1]), event[-1])
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        log_p = outputs.log_softmax(-1)
+        index = targets.to(torch.int64).expand(*log_p.shape[:-1])[..., None]
+        return log_p.gather(-1, index)[..., 0]
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> Softmax:
+        return Softmax(outputs.softmax(-1))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1)
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return p * (1 - p)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = outputs.softmax(-1)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
+        return drawn.reshape(outputs.shape[:-1])
+
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        super().require(outputs, targets, wait=wait)
+        classes = outputs.shape[-1]
+        if self.weight is not None and len(self.weight) != classes:
+            raise ValueError(f"categorical: weight has {len(self.weight)} entries, but the outputs {classes} classes")
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise ValueError(f"the categorical likelihood got targets of {targets.dtype}: pass class numbers, int64")
+        labels = self.labels(targets)
+        if is_readable(labels) or (wait and not is_hidden(labels)):
+            self._refuse(labels < 0, labels, f"class numbers from 0 (or ignore_index={self.ignore_index})")
+            self._refuse(labels >= classes, labels, f"class numbers from 0 to {classes - 1}")
+
+    def weights(self, targets: Any) -> Tensor | None:
+        """Of a target with class weights and smoothing ``sum_k a_k``; 0 where it is ignored."""
+        kept = targets != self.ignore_index
+        if self.weight is None:
+            return None if is_readable(kept) and bool(kept.all()) else kept
+        table = torch.as_tensor(self.weight, device=targets.device)
+        mine = table[self.labels(targets)] * (1 - self.label_smoothing) + self.label_smoothing * table.mean()
+        return mine * kept
+
+    def labels(self, targets: Any) -> Any:
+        return torch.where(targets == self.ignore_index, 0, targets)
+
+    def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
+        losses = -self.log_prob(outputs, labels)
+        if not self.label_smoothing:
+            return losses
+        # divided by the weight sum_k a_k, by which losses() multiplies
+        e, log_p = self.label_smoothing, outputs.log_softmax(-1)
+        if self.weight is None:
+            return (1 - e) * losses - e * log_p.mean(-1)
+        table = torch.as_tensor(self.weight, dtype=log_p.dtype, device=log_p.device)
+        both = (1 - e) * table[labels] * losses - e * (table * log_p).mean(-1)
+        return both / (table[labels] * (1 - e) + e * table.mean())
+
+    def predictive_of_classes(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
+        """Probabilities by one of ``CLASS_METHODS``, position by position."""
+        grouping = self.grouping(mean.shape[1:])
+        found = CLASS_METHODS[method](mean, grouping.blocks(covariance))
+        return found / found.sum(-1, keepdim=True) if method == "bridge" else found
+
+    def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
+        chosen = method or self.methods[0]
+        if chosen not in self.methods:
+            return super().expected_mean(mean, covariance, method)  # which refuses it
+        return self.predictive_of_classes(mean, covariance, chosen)
+
+    @property
+    def has_straight_line(self) -> bool:
+        return True
+
+    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the probabilities of all classes but the last, by a product of Gauss-Hermite rules with as many nodes an axis as
+        make 2,048 in all, and beyond six classes by the 2 C points ``+- sqrt(C) e_i`` (third order)."""
+        f, s, y = outputs, covariance, labels
+        classes = f.shape[-1]
+        z, w = (x.to(f) for x in cubature(classes))
+        eye = torch.eye(classes, dtype=f.dtype, device=f.device)
+        lower = torch.linalg.cholesky_ex(s + FLOOR * (1 + s.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]) * eye).L
+        h = (f[:, None] + z @ lower.mT).softmax(-1)  # [G, N, C]
+        mu = (w[:, None] * h).sum(1)
+        along = (w[:, None] * h).mT @ z  # [G, C, C]
+        residual = h - mu[:, None] - z @ along.mT
+        noise = torch.diag_embed(mu) - (w[:, None] * h).mT @ h + (w[:, None] * residual).mT @ residual
+        root = torch.linalg.cholesky_ex(noise[:, :-1, :-1]).L
+        slope = torch.linalg.solve_triangular(lower, along, upper=False, left=False)[:, :-1]
+        hit = (y[:, None] == torch.arange(classes, device=f.device)).to(f.dtype)
+        innovation = (hit - mu)[:, :-1, None]
+        white = torch.linalg.solve_triangular(root, torch.cat([slope, innovation], -1), upper=False)
+        return white[..., :-1], white[..., -1], mu.gather(1, y[:, None])[:, 0].log()
+
+
+@dataclass(frozen=True, eq=False)
+class Ordinal(Likelihood):
+    """See :func:`ordinal`."""
+
+    thresholds: tuple[float, ...]
+    name = "ordinal"
+    default_method = "quadrature"
+
+    @property
+    def support(self) -> Support:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Support(0.0, float(len(self.thresholds)), True)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        cuts = self._cuts(outputs)
+        y = targets.to(torch.int64)
+        low, high = cuts[y], cuts[y + 1]
+        gap = torch.log1p(-torch.exp(low - high))
+        return logsigmoid(high - outputs) + logsigmoid(outputs - low) + gap
+
+    def information(self, outputs: Tensor) -> Tensor:
+        cuts = self._cuts(outputs)
+        below = (cuts - outputs[..., None]).sigmoid()
+        slopes = (below * (1 - below)).diff(dim=-1)
+        p = below.diff(dim=-1).clamp_min(torch.finfo(outputs.dtype).tiny)
+        return (slopes.square() / p).sum(-1)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return (self._cuts(outputs) - outputs[..., None]).sigmoid().diff(dim=-1)
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        p = self.mean(outputs)
+        return p * (1 - p)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = self.mean(outputs)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
+        return drawn.reshape(outputs.shape)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        index = (values.floor() + 1).clamp(0, len(self.thresholds) + 1).to(torch.int64)
+        return (self._cuts(outputs)[index] - outputs).sigmoid()
+
+    @property
+    def has_straight_line(self) -> bool:
+        return False
+
+    def _cuts(self, outputs: Tensor) -> Tensor:
+        ends = (-math.inf, *self.thresholds, math.inf)
+        return torch.tensor(ends, dtype=outputs.dtype, device=outputs.device)
+
+
+def bernoulli() -> Likelihood:
+    """Independent yes-or-no targets from logits.
+
+    Outputs ``[B, *event]`` are logits; targets are 0 or 1 and have the same shape.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape or value, such as -1.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.bernoulli().factors(torch.zeros(1, 1), torch.zeros(1, 1)).item()
+        0.5
+    """
+    return Bernoulli()
+
+
+def categorical(
+    *, weight: Sequence[float] | Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Likelihood:
+    """One of C classes from logits, at every position of a datum (one position, or the tokens of a sequence).
+
+    Outputs ``[B, *, C]`` are logits; targets are integer classes ``[B, *]``. The arguments mean what they mean in
+    ``torch.nn.functional.cross_entropy(reduction="none")``, and curvature, evidence and predictions follow them.
+
+    Args:
+        weight: of each class, ``[C]``: a datum of class k counts as ``weight[k]`` data. Default: 1.
+        ignore_index: the label of positions that are left out. Default -100, as in torch and transformers.
+        label_smoothing: in [0, 1): the share of a label that is spread over all classes. The loss is then no density's: its
+            curvature is right, an evidence is that of the smoothed labels. Default 0.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, dtype or value, and for outputs of a
+        single class.
+
+    Raises:
+        ValueError: weights that are negative, a smoothing out of range.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.categorical().nll(torch.zeros(1, 4), torch.tensor([2])).exp()
+        tensor([4.])
+        >>> tokens = torch.tensor([[2, 0, -100]])  # the last one is padding
+        >>> likelihoods.categorical().nll(torch.zeros(1, 3, 4), tokens).exp()
+        tensor([16.])
+    """
+    checks.number("categorical: label_smoothing", label_smoothing, "[0, 1)")
+    if weight is not None and not bool((torch.as_tensor(weight) >= 0).all()):
+        raise ValueError(f"categorical: weight={weight}: pass numbers that are not negative, one a class")
+    return Categorical(weight, ignore_index, float(label_smoothing))
+
+
+def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
+    """One of C classes in order, from one output: the cumulative logit model, ``P(y <= k) = sigmoid(c_k - f)``.
+
+    Outputs ``[B, *event]`` are positions on a line that the thresholds cut into classes; targets are class numbers 0 ... C - 1 of
+    the same shape.
+
+    Args:
+        thresholds: c_0 < ... < c_{C-2}, C - 1 rising numbers, such as ``[-1.0, 1.0]`` for three classes. They fix the unit of
+            the outputs; a network scales its last layer to them.
+
+    Returns:
+        A :class:`Likelihood`. Its ``mean`` is the probabilities of the classes, ``[B, *event, C]``; quantiles and scores are of
+        class numbers.
+
+    Raises:
+        ValueError: thresholds that do not rise; where it is used for targets of another shape or value.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.ordinal([-1.0, 1.0]).mean(torch.zeros(1))
+        tensor([[0.2689, 0.4621, 0.2689]])
+    """
+    cuts = tuple(float(c) for c in thresholds)
+    if not cuts or any(not a < b for a, b in zip(cuts, cuts[1:])) or not all(map(math.isfinite, cuts)):
+        raise ValueError(f"ordinal: thresholds={list(cuts)}: pass at least one finite number, rising")
+    return Ordinal(cuts)

@@ -1,0 +1,140 @@
+"""Targets that are counts, from log rates.
+
+poisson             loss = e^f - y f + log y!                                    sum_k s_k s_k^T = e^f
+negative_binomial   mean mu = e^f, variance mu + mu^2 / r                        sum_k s_k s_k^T = mu r / (mu + r)
+                    loss = (y + r) log(r + mu) - y f - r log r - log C(y + r - 1, y)
+
+At outputs ``f ~ N(m, S)`` a Poisson mean is exact: ``E e^f = exp(m + S / 2)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
+from bayesopt_chain.likelihoods._likelihood import COUNTS, Likelihood
+from bayesopt_chain.likelihoods._quadrature import fine_grid
+
+
+@dataclass(frozen=True, eq=False)
+class Poisson(Likelihood):
+    """See :func:`poisson`."""
+
+    name = "poisson"
+    support = COUNTS
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets * outputs - outputs.exp() - torch.lgamma(targets.to(outputs.dtype) + 1)
+
+    def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        return outputs.exp() - targets
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(outputs.exp(), generator=generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        rate, count = torch.broadcast_tensors(outputs.exp(), values.floor())
+        return torch.where(count < 0, 0.0, torch.special.gammaincc(count.clamp_min(0) + 1, rate))
+
+    def straight_line(self, outputs: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exact: ``mu = exp(m + S / 2), A = mu, R = mu + mu^2 (exp(S) - 1 - S)``."""
+        z, w = (x.to(outputs) for x in fine_grid())
+        f, s, y = outputs[:, 0], covariance[:, 0, 0], labels.to(outputs.dtype)
+        mu = (f + s / 2).exp()
+        noise = mu + mu.square() * (s.expm1() - s)
+        log_rate = f[:, None] + s.clamp_min(0).sqrt()[:, None] * z
+        chance = (self.log_prob(log_rate, y[:, None]) + w.log()).logsumexp(-1)
+        return (mu * noise.rsqrt())[:, None, None], ((y - mu) * noise.rsqrt())[:, None], chance
+
+
+@dataclass(frozen=True, eq=False)
+class NegativeBinomial(Likelihood):
+    """See :func:`negative_binomial`."""
+
+    dispersion: float
+    name = "negative_binomial"
+    support = COUNTS
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        y, r = targets.to(outputs.dtype), torch.as_tensor(self.dispersion, dtype=outputs.dtype, device=outputs.device)
+        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+        total = torch.logaddexp(outputs, r.log())
+        return ways + y * (outputs - total) + r * (r.log() - total)
+
+    def information(self, outputs: Tensor) -> Tensor:
+        mu = outputs.exp()
+        return self.dispersion / (1 + self.dispersion / mu)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        mu = outputs.exp()
+        return mu + mu.square() / self.dispersion
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        shape = torch.full_like(outputs, self.dispersion)
+        rate = torch._standard_gamma(shape, generator=generator) * outputs.exp() / self.dispersion
+        return torch.poisson(rate, generator=generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        mu, count = torch.broadcast_tensors(outputs.exp(), values.floor())
+        r = torch.tensor(self.dispersion)
+        value = incomplete_beta(r, count.clamp_min(0) + 1, r / (r + mu)).to(mu.dtype)
+        return torch.where(count < 0, 0.0, value)
+
+
+def poisson() -> Likelihood:
+    """Independent counts from log rates.
+
+    Outputs ``[B, *event]`` are log rates; targets are counts and have the same shape.
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, or that are no counts.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.poisson().nll(torch.zeros(1, 1), torch.zeros(1, 1))
+        tensor([1.])
+    """
+    return Poisson()
+
+
+def negative_binomial(dispersion: float = 1.0) -> Likelihood:
+    """Counts that vary more than a Poisson's: mean ``e^f``, variance ``e^f + e^2f / dispersion``.
+
+    Outputs ``[B, *event]`` are logarithms of means; targets are counts and have the same shape.
+
+    Args:
+        dispersion: r, positive; a large one is nearly Poisson. Default 1 (geometric).
+
+    Returns:
+        A :class:`Likelihood`; it raises a ``ValueError`` for targets of another shape, or that are no counts.
+
+    Raises:
+        ValueError: a dispersion that is not positive.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.negative_binomial(1.0).nll(torch.zeros(1, 1), torch.full((1, 1), 2.0)).exp()  # 2^3
+        tensor([8.])
+    """
+    checks.positive("negative_binomial: dispersion", dispersion)
+    return NegativeBinomial(float(dispersion))

@@ -1,0 +1,347 @@
+"""Likelihoods of a user's own, from a distribution of ``torch.distributions`` or from a loss.
+
+    distribution   p(y | f) = distribution(f).log_prob(y): loss, draws, moments, distribution function and checks are its own
+    loss           p(y | f) = exp(-nll(f, y)), of a whole datum; curvature by differentiating it twice
+
+The curvature of either is the Hessian of its loss at the observed targets, unless ``output_hessian`` gives another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from bayesopt_chain.likelihoods._likelihood import REAL, Grouping, Likelihood, Support
+from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._quadrature import normal_nodes
+from bayesopt_chain.likelihoods._roots import Elementwise, Explicit, OutputRoot
+from bayesopt_chain.tracing import is_hidden, unwrapped
+
+Loss = Callable[[Tensor, Any], Tensor]
+Sampler = Callable[[Tensor, "torch.Generator | None"], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class FromLoss(Likelihood):
+    """See :func:`custom`; a datum is one target, and all its outputs are that target's."""
+
+    loss: Loss
+    output_hessian: Loss | None
+    sampler: Sampler | None
+    inverse_link: Callable[[Tensor], Tensor] | None
+    name = "custom"
+    support = None
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        return Grouping((), event.numel())
+
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        if outputs.ndim == 0 or outputs.shape[0] == 0:
+            raise ValueError(f"the custom likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
+
+    def losses(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        losses = self.loss(outputs, targets)
+        _require_separate(losses, self.loss, outputs, targets)
+        return losses
+
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        return -self.loss(outputs, targets)
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        self.losses(outputs, labels)
+        hessian = (self.output_hessian or _hessian_of(self.loss))(outputs, labels)
+        entries = outputs.shape[1:].numel()
+        wanted = (outputs.shape[0], entries, entries)
+        if hessian.shape != wanted:
+            raise ValueError(
+                f"output_hessian has shape {tuple(hessian.shape)}, not (B, E, E) = {wanted}: "
+                "return one matrix over the entries of an event for each datum"
+            )
+        roots = semidefinite_root(hessian, self.name).to(outputs.dtype)
+        return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return super().mean(outputs) if self.inverse_link is None else self.inverse_link(outputs)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Any:
+        if self.sampler is None:
+            raise ValueError("this custom likelihood cannot draw labels: pass draw= to likelihoods.custom")
+        return self.sampler(outputs, generator)
+
+    @property
+    def has_straight_line(self) -> bool:
+        return False
+
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        return _LoopedPredictive(self, *self.nodes(mean, covariance))
+
+    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        nodes, log_weights = normal_nodes(mean.reshape(len(mean), -1), covariance)
+        return nodes.reshape(-1, *mean.shape), log_weights
+
+
+class _LoopedPredictive(Predictive):
+    """Of a loss that takes one batch of outputs at a time."""
+
+    def log_prob(self, targets: Any) -> Tensor:
+        each = torch.stack([self.likelihood.log_prob(f, targets) for f in self.outputs])
+        return (each + self.log_weights.to(each)[:, None]).logsumexp(0)
+
+
+@dataclass(frozen=True, eq=False)
+class FromDistribution(Likelihood):
+    """See :func:`custom`."""
+
+    distribution: Callable[[Tensor], Distribution]
+    output_hessian: Loss | None
+    name = "custom"
+
+    def at(self, outputs: Tensor) -> Distribution:
+        """The distribution of targets given outputs; targets are checked by ``require_values``."""
+        with _unvalidated():
+            return self.distribution(outputs)
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        seen = self.at(torch.zeros(1, *event))
+        shape = tuple(seen.batch_shape[1:])
+        if seen.event_shape or shape not in (tuple(event), tuple(event[:-1])):
+            raise ValueError(
+                f"likelihoods.custom: for outputs [B, {', '.join(map(str, event))}] the distribution has batch shape "
+                f"{tuple(seen.batch_shape)} and event shape {tuple(seen.event_shape)}: return independent scalar targets, one "
+                "for each output or one for each last axis of outputs"
+            )
+        return Grouping(shape, 1 if shape == tuple(event) else event[-1])
+
+    @property
+    def support(self) -> Support | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None
+
+    def require_values(self, targets: Tensor) -> None:
+        pass
+
+    def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
+        super().require(outputs, targets, wait=wait)
+        if (
+            isinstance(targets, Tensor)
+            and not (is_hidden(targets) or is_hidden(outputs))
+            and (wait or not targets.is_cuda)
+        ):
+            support: Any = self.at(outputs.detach()).support
+            self._refuse(~(support.check(targets) & targets.isfinite()), targets, f"in the support, {support}")
+
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        return self.at(outputs).log_prob(targets)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return self.at(outputs).mean
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return self.at(outputs).variance
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draws; torch's distributions know no generators, so that one is borrowed for the seed of the global one."""
+        if generator is None:
+            return self.at(outputs).sample()
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        devices = [outputs.device] if outputs.is_cuda else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            return self.at(outputs).sample()
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        support = self.support_at(outputs)
+        inside = values.clamp(support.low, support.high)
+        try:
+            found = self.at(outputs).cdf(inside)
+        except NotImplementedError:
+            raise self._lacks("distribution function", "cdf") from None
+        return torch.where(values < support.low, 0.0, torch.where(values >= support.high, 1.0, found))
+
+    def support_at(self, outputs: Tensor) -> Support:
+        """The ends of the distribution's support, where it says so."""
+        constraint: Any = self.at(outputs).support
+        low = float(getattr(constraint, "lower_bound", REAL.low))
+        return Support(low, float(getattr(constraint, "upper_bound", REAL.high)), bool(constraint.is_discrete))
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
+        grouping = self.grouping(outputs.shape[1:])
+        if self.output_hessian is not None:
+            entries = outputs.shape[1:].numel()
+            roots = semidefinite_root(self.output_hessian(outputs, labels), self.name)
+            return Explicit(roots.permute(2, 0, 1).reshape((entries, *outputs.shape)).to(outputs.dtype))
+        blocks = self._hessian_blocks(outputs, labels, grouping.width)
+        roots = semidefinite_root(blocks, self.name).to(outputs.dtype)  # [B, *positions, K, K]
+        if grouping.width == 1:
+            return Elementwise(roots.reshape(outputs.shape))
+        b, k = outputs.shape[0], grouping.width
+        flat = roots.reshape(b, -1, k, k)
+        whole = torch.stack([torch.block_diag(*blocks) for blocks in flat])
+        return Explicit(whole.permute(2, 0, 1).reshape(-1, *outputs.shape))
+
+    def _hessian_blocks(self, outputs: Tensor, labels: Any, width: int) -> Tensor:
+        """``[B, *positions, K, K]``: targets are independent, so that the sum's second derivatives are those of each."""
+
+        def total(f: Tensor) -> Tensor:
+            return -self.log_prob(f, labels).sum()
+
+        def column(k: int) -> Tensor:
+            pick = (lambda g: g.sum()) if width == 1 else (lambda g: g[..., k].sum())
+            return torch.func.grad(lambda f: pick(torch.func.grad(total)(f)))(outputs)
+
+        columns = [column(k) for k in range(width)]
+        return columns[0][..., None, None] if width == 1 else torch.stack(columns, -1)
+
+    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        grouping = self.grouping(mean.shape[1:])
+        points = 1025 if grouping.width == 1 else 0  # how sharp the density is nobody said
+        m, s = grouping.split(mean), grouping.blocks(covariance)
+        nodes, log_weights = normal_nodes(m, s, points) if points else normal_nodes(m, s)
+        return grouping.join(nodes, mean.shape[1:]), log_weights
+
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        nodes, log_weights = self.nodes(mean, covariance)
+        return Predictive(
+            _WithSupport(self.distribution, self.output_hessian, self.support_at(mean)), nodes, log_weights
+        )
+
+    @property
+    def has_straight_line(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class _WithSupport(FromDistribution):
+    """The same once its support is known."""
+
+    ends: Support = REAL
+
+    @property
+    def support(self) -> Support | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.ends
+
+
+def custom(
+    nll: Loss | None = None,
+    *,
+    distribution: Callable[[Tensor], Distribution] | None = None,
+    output_hessian: Loss | None = None,
+    draw: Sampler | None = None,
+    mean: Callable[[Tensor], Tensor] | None = None,
+) -> Likelihood:
+    """Make a likelihood from a distribution or from a loss.
+
+    With a distribution everything works that works for the built-in ones: curvature, evidence, checks of targets, predictions
+    with their density and moments, and quantiles where the distribution has a ``cdf``. A loss gives curvature, evidence and
+    the density of predictions.
+
+    Args:
+        nll: ``nll(outputs [B, *event], targets) -> [B]``, the negative log-likelihood per datum, in nats, normalised.
+        distribution: ``distribution(outputs) -> torch.distributions.Distribution`` of independent scalar targets: one for each
+            output, or one for each last axis of outputs (such as a mean and a log scale). Outputs may have leading axes.
+        output_hessian: ``output_hessian(outputs, targets) -> [B, E, E]``, E the number of entries of an event: the
+            positive semidefinite expected Hessian in one datum's outputs. Default: the Hessian itself, by
+            differentiation at the observed targets, which gives the generalised Gauss-Newton matrix of that loss.
+        draw: ``draw(outputs, generator) -> targets``, of a loss; needed for a Monte Carlo Fisher and samples only.
+        mean: ``mean(outputs)``, of a loss: ``E[y | f]``, with leading axes; needed for the predictions' mean only.
+
+    Returns:
+        A :class:`Likelihood`. It can be pickled if its functions can.
+
+    Raises:
+        ValueError: both or neither of ``nll`` and ``distribution``; when a Hessian is asked for that is not positive
+            semidefinite or has another shape, a loss that is averaged over the batch or mixes data, or a draw without ``draw=``.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> waiting = likelihoods.custom(distribution=lambda f: torch.distributions.Exponential((-f).exp()))
+        >>> waiting.nll(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
+        tensor([1., 2.])
+        >>> waiting.predictive(torch.zeros(1, 1), torch.zeros(1, 1, 1)).quantile(0.5)  # log 2
+        tensor([[0.6931]])
+        >>> cauchy = likelihoods.custom(
+        ...     lambda f, y: torch.log1p((f - y) ** 2).sum(-1) + 1.1447,
+        ...     output_hessian=lambda f, y: torch.full((len(f), 1, 1), 0.5),
+        ... )
+        >>> cauchy.factors(torch.zeros(3, 1), torch.ones(3, 1)).shape
+        torch.Size([1, 3, 1])
+    """
+    if (nll is None) == (distribution is None):
+        raise ValueError("likelihoods.custom: pass one of nll (a loss) and distribution")
+    if distribution is not None:
+        if draw is not None or mean is not None:
+            raise ValueError(
+                "likelihoods.custom: a distribution has draws and a mean of its own: leave out draw= and mean="
+            )
+        return FromDistribution(distribution, output_hessian)
+    assert nll is not None
+    return FromLoss(nll, output_hessian, draw, mean)
+
+
+def semidefinite_root(hessian: Tensor, name: str) -> Tensor:
+    """R with ``R R^T = hessian``, ``[*, K, K]``.
+
+    Raises:
+        ValueError: a matrix that is not positive semidefinite.
+    """
+    wide = hessian.to(torch.promote_types(hessian.dtype, torch.float32))  # eigh knows no lower precision
+    values, vectors = torch.linalg.eigh(wide)
+    tolerance = 1e3 * torch.finfo(hessian.dtype).eps * values.abs().amax(-1, keepdim=True)
+    if not is_hidden(values) and bool((values < -tolerance).any()):
+        raise ValueError(
+            f"the output Hessian of the {name} likelihood is not positive semidefinite "
+            f"(eigenvalue {values.min().item():.3g}): pass output_hessian= with its positive part or "
+            "expectation, or use curvature.hessian or empirical_fisher"
+        )
+    return vectors * values.clamp_min(0).sqrt()[..., None, :]
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions made inside do not look at their arguments, which may be inside a transformation."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def _hessian_of(nll: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def hessian(outputs: Tensor, targets: Tensor) -> Tensor:
+        def one(output: Tensor, target: Tensor) -> Tensor:
+            def loss(entries: Tensor) -> Tensor:
+                return nll(entries.reshape((1, *output.shape)), target[None]).sum()
+
+            return torch.func.hessian(loss)(output.reshape(-1))
+
+        return torch.vmap(one)(outputs, targets)
+
+    return hessian
+
+
+def _require_separate(
+    losses: Tensor, nll: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor
+) -> None:
+    """Raise unless a custom loss gives one loss a datum, and the last datum's alone is what it is in the batch."""
+    if losses.shape != outputs.shape[:1]:
+        raise ValueError(
+            f"the custom nll returned {tuple(losses.shape)} for {outputs.shape[0]} data: return one loss a datum, [B], "
+            "without averaging over the batch"
+        )
+    values, labels = unwrapped(outputs), unwrapped(targets)
+    if (values.shape, labels.shape) != (outputs.shape, targets.shape):
+        return  # inside vmap, where one datum cannot be told from another
+    alone, together = nll(values[-1:], labels[-1:])[0], nll(values, labels)[-1]
+    if bool((alone - together).abs() > torch.finfo(values.dtype).eps ** 0.5 * (1 + together.abs())):
+        raise ValueError(
+            "the custom nll of one datum depends on the rest of the batch: curvature is a sum over data; "
+            "write a loss of one datum's outputs and target"
+        )

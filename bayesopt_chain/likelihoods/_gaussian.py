@@ -1,0 +1,281 @@
+"""Targets on the real line: Gaussian noise, known or learned, and Student's t.
+
+gaussian      loss = (y - f)^2 / (2 v) + log(2 pi v) / 2                       sum_k s_k s_k^T = 1 / v
+  learned     f = (m, r), v = e^r                                              sum_k s_k s_k^T = diag(1 / v, 1 / 2)
+student_t     loss = (nu + 1)/2 log(1 + (y - f)^2 / (nu s^2)) + const          sum_k s_k s_k^T = (nu + 1) / ((nu + 3) s^2)
+
+At outputs ``f ~ N(m, S)`` a target with known variance is ``N(m, S + v)``. With a learned one, given r it is Gaussian too,
+
+    y | r ~ N(m + S_mr / S_rr (r - E r),  S_mm - S_mr^2 / S_rr + e^r),      r by the trapezoidal rule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.special import ndtr
+
+from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood
+from bayesopt_chain.likelihoods._predictive import Predictive
+from bayesopt_chain.likelihoods._quadrature import normal_nodes
+from bayesopt_chain.likelihoods._roots import Elementwise
+from bayesopt_chain.trees import as_tensor
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian(Likelihood):
+    """See :func:`gaussian`."""
+
+    variance_of_noise: Any
+    name = "gaussian"
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        v = self._variance(outputs)
+        return -((targets - outputs).square() / (2 * v) + (2 * math.pi * v).log() / 2)
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return self._variance(outputs).reciprocal().expand_as(outputs)
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> Elementwise:
+        return Elementwise(self._variance(outputs).rsqrt().expand_as(outputs))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return self._variance(outputs).expand_as(outputs)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return outputs + self._variance(outputs).sqrt() * normal_like(outputs, generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        return ndtr((values - outputs) * self._variance(outputs).rsqrt())
+
+    @property
+    def has_noise_scale(self) -> bool:
+        return True
+
+    def scaled(self, scale: Tensor | float) -> Likelihood:
+        return Gaussian(self.variance_of_noise / scale)
+
+    def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
+        self.require(outputs, targets)
+        return (targets - outputs) * self._variance(outputs).rsqrt()
+
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        noise = self._variance(mean).expand_as(mean)
+        total = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape) + noise
+        stacked = torch.stack([mean, total.log()], -1)[None]
+        return Predictive(_Stacked(), stacked, mean.new_zeros(1), of=self, noise=noise)
+
+    def _variance(self, outputs: Tensor) -> Tensor:
+        return as_tensor(self.variance_of_noise, outputs.dtype, outputs.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedGaussian(Likelihood):
+    """See :func:`gaussian`, ``variance="learned"``."""
+
+    name = "gaussian with learned variance"
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        if not event or event[-1] % 2:
+            raise ValueError(
+                f"gaussian(variance='learned') got outputs [B, {', '.join(map(str, event))}]: return means and log "
+                "variances, [B, *, 2 C]"
+            )
+        half = event[-1] // 2
+        index = torch.arange(event.numel()).reshape(*event)
+        order = torch.stack([index[..., :half], index[..., half:]], -1).reshape(-1)
+        return Grouping((*event[:-1], half), 2, order)
+
+    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and log variances."""
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        return mean, log_variance
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        squares = (targets - mean).square() * (-log_variance).exp()
+        return -(squares + log_variance + LOG_2PI) / 2
+
+    def exact_root(self, outputs: Tensor, labels: Any) -> Elementwise:
+        _, log_variance = self.pair(outputs)
+        return Elementwise(torch.cat([(-log_variance / 2).exp(), torch.full_like(log_variance, 0.5**0.5)], dim=-1))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return self.pair(outputs)[0]
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        return self.pair(outputs)[1].exp()
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        return mean + (log_variance / 2).exp() * normal_like(mean, generator)
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        mean, log_variance = self.pair(outputs)
+        return ndtr((values - mean) * (-log_variance / 2).exp())
+
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        _, log_variance = self.pair(mean)
+        spread = self.pair(covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape))[1]
+        return Predictive(self, *self.nodes(mean, covariance), noise=(log_variance + spread / 2).exp())
+
+    def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        grouping = self.grouping(mean.shape[1:])
+        m, s = grouping.split(mean), grouping.blocks(covariance)
+        r, log_weights = normal_nodes(m[..., 1:], s[..., 1:, 1:])
+        r = r[..., 0]
+        gain = s[..., 0, 1] / s[..., 1, 1].clamp_min(torch.finfo(s.dtype).tiny)
+        left = (s[..., 0, 0] - gain * s[..., 0, 1]).clamp_min(0)
+        of_y = torch.stack([m[..., 0] + gain * (r - m[..., 1]), torch.logaddexp(r, left.log())], -1)
+        return grouping.join(of_y, mean.shape[1:]), log_weights
+
+    def mixture_crps(self, outputs: Tensor, log_weights: Tensor, targets: Tensor) -> Tensor:
+        """``E|X - y| - E|X - X'| / 2`` for a mixture of Gaussians (Grimit et al., 2006)."""
+        mean, log_variance = self.pair(outputs)
+        return mixture_crps(mean, log_variance.exp(), log_weights.exp().to(mean), targets)
+
+
+class _Stacked(LearnedGaussian):
+    """Means and log variances stacked along a last axis of their own: targets of any shape."""
+
+    name = "gaussian"
+
+    def grouping(self, event: torch.Size) -> Grouping:
+        return Grouping(tuple(event[:-1]), 2)
+
+    def pair(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs[..., 0], outputs[..., 1]
+
+
+@dataclass(frozen=True, eq=False)
+class StudentT(Likelihood):
+    """See :func:`student_t`."""
+
+    df: float
+    scale: Any
+    name = "student_t"
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        s, df = self._scale(outputs), self.df
+        constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(math.pi * df)
+        return constant - s.log() - (df + 1) / 2 * ((targets - outputs) / s).square().div(df).log1p()
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return ((self.df + 1) / (self.df + 3) / self._scale(outputs).square()).expand_as(outputs)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs  # the centre, where the mean does not exist
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        factor = self.df / (self.df - 2) if self.df > 2 else math.inf
+        return (factor * self._scale(outputs).square()).expand_as(outputs)
+
+    def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        shape = torch.full_like(outputs, self.df / 2)
+        chi_square = 2 * torch._standard_gamma(shape, generator=generator)
+        return outputs + self._scale(outputs) * normal_like(outputs, generator) * (self.df / chi_square).sqrt()
+
+    def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
+        t = ((values - outputs) / self._scale(outputs)).to(torch.float64)
+        half, df = torch.tensor(0.5), torch.tensor(float(self.df))
+        tail = incomplete_beta(df / 2, half, df / (df + t.square())) / 2
+        return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
+
+    def _scale(self, outputs: Tensor) -> Tensor:
+        return as_tensor(self.scale, outputs.dtype, outputs.device)
+
+
+def gaussian(variance: float | Tensor | Literal["learned"] = 1.0) -> Likelihood:
+    """Independent Gaussian noise on every output.
+
+    Targets have the shape of the outputs, ``[B, *event]``; with ``"learned"`` that of the means, ``[B, *, C]``. Missing
+    targets are given the weight 0 by :func:`weighted`.
+
+    Args:
+        variance: of the noise, in the targets' units squared: a number or 0-d tensor, a tensor ``[*event]`` with one
+            variance an output, or ``"learned"``: then the outputs are ``[B, *, 2 C]``, C means followed by C log
+            variances. Default 1.
+
+    Returns:
+        A :class:`Likelihood`.
+
+    Raises:
+        ValueError: for a variance that is not positive, and where it is used for targets or outputs of another shape, or NaN.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.gaussian(0.25).factors(torch.zeros(2, 1), torch.zeros(2, 1)).flatten()
+        tensor([2., 2.])
+    """
+    if isinstance(variance, str):
+        if variance != "learned":
+            raise ValueError(f"variance={variance!r}: pass a number, a tensor or 'learned'")
+        return LearnedGaussian()
+    _require_positive("variance", variance)
+    return Gaussian(variance)
+
+
+def student_t(df: float = 4.0, scale: float | Tensor = 1.0) -> Likelihood:
+    """Regression that outliers do not drag along: Student's t around every output.
+
+    Targets have the shape of the outputs, ``[B, *event]``. The curvature is the Fisher information, which is positive
+    where the Hessian of the loss is not.
+
+    Args:
+        df: degrees of freedom, positive; below 2 the variance of a target is infinite, which predictions say. Default 4.
+        scale: in the targets' units: a number, or a tensor ``[*event]``. Default 1.
+
+    Returns:
+        A :class:`Likelihood`.
+
+    Raises:
+        ValueError: numbers that are not positive; where it is used for targets of another shape, or NaN.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods
+        >>> likelihoods.student_t(df=3.0).nll(torch.zeros(2, 1), torch.tensor([[0.0], [10.0]]))
+        tensor([1.0009, 8.0731])
+    """
+    checks.positive("student_t: df", df)
+    _require_positive("scale", scale)
+    return StudentT(float(df), scale)
+
+
+def normal_like(tensor: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normals of a tensor's shape."""
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+def mixture_crps(mean: Tensor, variance: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Of Gaussians ``[S, *]`` with weights ``[S]``."""
+    first = torch.tensordot(weights, _absolute_mean(y - mean, variance), dims=1)
+    second: Any = 0
+    for w, m, v in zip(weights, mean, variance):  # one row of the S^2 pairs at a time
+        second = second + w * torch.tensordot(weights, _absolute_mean(m - mean, v + variance), dims=1)
+    return first - 0.5 * second
+
+
+def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
+    """``E|X|`` of Gaussians."""
+    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    z = mean / deviation
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    return 2 * deviation * density + mean * (2 * ndtr(z) - 1)
+
+
+def _require_positive(name: str, value: float | Tensor) -> None:
+    if not bool(torch.as_tensor(value > 0).all()):
+        raise ValueError(f"{name}={value}: pass positive {name}s")

@@ -1,0 +1,122 @@
+r"""Means over Gaussian outputs: nodes and weights, so that an expectation is a weighted sum.
+
+    one output      trapezoidal rule on n points of m + sd z, |z| <= 8.5      spectrally accurate for smooth functions
+    K outputs       m +- A z_s, z_s a scrambled Sobol sequence turned normal, A A^T = S
+
+The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so that
+n grows with the deviation over the width of the function. Pairs ``+- z`` make odd moments exact. (An A along the eigenvectors,
+where the best coordinates of the sequence go along the largest eigenvalues, is no closer by more than a fifth, three times as
+dear at 100 classes, and has no derivative where eigenvalues meet.)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from bayesopt_chain.tracing import is_hidden
+
+FEW, MANY = 129, 4097  # points of the trapezoidal rule: the default and the most
+PAIRS = 128  # antithetic pairs of Sobol points
+REACH = 8.5  # standard deviations; a normal variable lies outside with probability 2e-17
+BUDGET = 2048  # nodes of a product rule
+
+
+@lru_cache(maxsize=16)
+def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
+    """Nodes and weights ``[points]``, float64, for means over a standard normal."""
+    z = torch.linspace(-REACH, REACH, points, dtype=torch.float64)
+    w = torch.exp(-z.square() / 2)
+    return z, w / w.sum()
+
+
+def points_for(deviation_over_width: float) -> int:
+    """How many points of the trapezoidal rule a function needs that varies on ``width`` while its argument has ``deviation``."""
+    needed = 4 * REACH * deviation_over_width
+    doublings = math.ceil(math.log2(max(1.0, needed / (FEW - 1)))) if math.isfinite(needed) else 32
+    return min(MANY, (FEW - 1) * 2**doublings + 1)
+
+
+@lru_cache(maxsize=16)
+def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights, ``[nodes]`` each, for means over a standard normal (Golub and Welsch, 1969)."""
+    off = torch.arange(1, nodes, dtype=torch.float64).sqrt()
+    values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return values, vectors[0].square()
+
+
+@lru_cache(maxsize=4)
+def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights, ``[nodes]`` each, for integrals over [0, 1]."""
+    k = torch.arange(1, nodes, dtype=torch.float64)
+    off = k / (4 * k.square() - 1).sqrt()
+    values, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return (values + 1) / 2, vectors[0].square()
+
+
+@lru_cache(maxsize=16)
+def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
+    """Nodes ``[N, dimensions]`` and positive weights ``[N]`` for means over standard normals, exact to third order at least."""
+    per_axis = min(int(BUDGET ** (1 / dimensions) + 1e-9), 32)
+    if per_axis < 3:
+        eye = math.sqrt(dimensions) * torch.eye(dimensions, dtype=torch.float64)
+        return torch.cat([eye, -eye]), torch.full((2 * dimensions,), 0.5 / dimensions, dtype=torch.float64)
+    nodes, weights = gauss_hermite(per_axis)
+    every = torch.cartesian_prod(*[nodes] * dimensions).reshape(-1, dimensions)
+    return every, torch.cartesian_prod(*[weights] * dimensions).reshape(-1, dimensions).prod(-1)
+
+
+@lru_cache(maxsize=16)
+def sobol_normals(dimensions: int, pairs: int = PAIRS) -> Tensor:
+    """The first half of ``2 pairs`` antithetic points of a standard normal, ``[pairs, dimensions]``, float64; always the same."""
+    uniform = SobolEngine(min(dimensions, SobolEngine.MAXDIM), scramble=True, seed=1).draw(pairs, dtype=torch.float64)
+    normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
+    rest = dimensions - normal.shape[1]
+    if rest > 0:  # torch has no Sobol sequence of so many dimensions
+        generator = torch.Generator().manual_seed(1)
+        normal = torch.cat([normal, torch.randn(pairs, rest, dtype=torch.float64, generator=generator)], 1)
+    return normal
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """A with ``A A^T = S``, ``[*, K, K]``: the Cholesky factor, which has derivatives also where eigenvalues meet.
+
+    A diagonal of 1e-9 of the mean variance (in float32 and lower 1e-6) is added; where S is singular all the same, A comes from
+    its eigenvectors and has no derivative.
+    """
+    variance = covariance.diagonal(dim1=-2, dim2=-1).detach()
+    relative = max(1e-9, 10 * torch.finfo(covariance.dtype).eps)
+    least = torch.finfo(covariance.dtype).tiny ** 0.5
+    added = (relative * variance.mean(-1)).clamp_min(least)[..., None].expand_as(variance)
+    lower, info = torch.linalg.cholesky_ex(covariance + torch.diag_embed(added))
+    if is_hidden(info) or not bool(info.any()):
+        return lower
+    values, vectors = torch.linalg.eigh(covariance.detach())
+    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    return torch.where((info > 0)[..., None, None], root, lower)
+
+
+def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:
+    """Nodes of a Gaussian and the logarithms of their weights.
+
+    Args:
+        mean: ``[*, K]``.
+        covariance: ``[*, K, K]``.
+        points: of the trapezoidal rule, for K = 1.
+
+    Returns:
+        ``([S, *, K], [S])``.
+    """
+    if mean.shape[-1] == 1:
+        z, w = (x.to(mean) for x in fine_grid(points))
+        variance = covariance[..., 0]
+        deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+        return mean + deviation * z.reshape(-1, *[1] * mean.ndim), w.log()
+    z = sobol_normals(mean.shape[-1]).to(mean)
+    moves = torch.einsum("...ij,sj->s...i", square_root(covariance), z)
+    count = 2 * len(z)
+    return torch.cat([mean + moves, mean - moves]), mean.new_full((count,), -math.log(count))
