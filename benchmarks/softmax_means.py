@@ -1,7 +1,7 @@
 """How far the rules for the mean of a softmax over Gaussian logits are from it, and what they cost.
 
-``python -m benchmarks.softmax_means`` prints, for C classes and logits of a standard deviation, the mean over random Gaussians of
-the largest error of a probability against 80,000 draws, and the time for 100 data.
+``python -m benchmarks.softmax_means`` prints, for C classes and logits of a standard deviation, the mean over random
+Gaussians of the largest error of a probability against 80,000 draws, and the time for 100 data.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def peeked(loader: Iterable, who: str = "fit_laplace") -> Batches:
 
 
 def as_pair(batch: Any) -> Any:
-    """A batch as ``(inputs, targets)``: of a mapping all but its labels and these; targets are ``None`` where there are none."""
+    """A batch as ``(inputs, targets)``: of a mapping all but its labels, and these; ``None`` where there are no targets."""
     if isinstance(batch, Mapping):
         labels = [batch[key] for key in LABELS if key in batch]
         return batch_inputs(batch), labels[0] if labels else None

@@ -1,4 +1,4 @@
-"""Likelihoods of outputs: losses, roots of their output Hessians, checks of targets, draws and predictions (``_likelihood.py``)."""
+"""Likelihoods of outputs: losses, roots of output Hessians, checks of targets, draws, predictions (``_likelihood.py``)."""
 
 from bayesopt_chain.likelihoods._beta import beta
 from bayesopt_chain.likelihoods._classes import bernoulli, categorical, ordinal

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -288,8 +289,8 @@ def categorical(
 def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
     """One of C classes in order, from one output: the cumulative logit model, ``P(y <= k) = sigmoid(c_k - f)``.
 
-    Outputs ``[B, *event]`` are positions on a line that the thresholds cut into classes; targets are class numbers 0 ... C - 1 of
-    the same shape.
+    Outputs ``[B, *event]`` are positions on a line that the thresholds cut into classes; targets are class numbers
+    0 ... C - 1 of the same shape.
 
     Args:
         thresholds: c_0 < ... < c_{C-2}, C - 1 rising numbers, such as ``[-1.0, 1.0]`` for three classes. They fix the unit of
@@ -309,6 +310,6 @@ def ordinal(thresholds: Sequence[float] | Tensor) -> Likelihood:
         tensor([[0.2689, 0.4621, 0.2689]])
     """
     cuts = tuple(float(c) for c in thresholds)
-    if not cuts or any(not a < b for a, b in zip(cuts, cuts[1:])) or not all(map(math.isfinite, cuts)):
+    if not cuts or any(not a < b for a, b in pairwise(cuts)) or not all(map(math.isfinite, cuts)):
         raise ValueError(f"ordinal: thresholds={list(cuts)}: pass at least one finite number, rising")
     return Ordinal(cuts)

@@ -256,7 +256,8 @@ def custom(
 
     Raises:
         ValueError: both or neither of ``nll`` and ``distribution``; when a Hessian is asked for that is not positive
-            semidefinite or has another shape, a loss that is averaged over the batch or mixes data, or a draw without ``draw=``.
+            semidefinite or has another shape; a loss that is averaged over the batch or mixes data; a draw without
+            ``draw=``.
 
     Example:
         >>> import torch

@@ -1,4 +1,6 @@
-r"""The regularised incomplete beta function, which torch lacks: the distribution functions of beta, Student's t and negative binomial.
+r"""The regularised incomplete beta function, which torch lacks.
+
+The distribution functions of the beta, Student's t and negative binomial distributions need it.
 
     I_x(a, b) = x^a (1 - x)^b / (a B(a, b)) / (1 + d_1 / (1 + d_2 / (1 + ...)))
 

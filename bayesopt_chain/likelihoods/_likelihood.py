@@ -372,7 +372,8 @@ class Likelihood(ABC):
         """
         if method not in (None, *self.methods):
             raise ValueError(
-                f"method={method!r} has no meaning for a {self.name} likelihood: use one of {', '.join(map(repr, self.methods))}"
+                f"method={method!r} has no meaning for a {self.name} likelihood: use one of "
+                f"{', '.join(map(repr, self.methods))}"
             )
         return self.predictive(mean, covariance).mean
 

@@ -72,7 +72,7 @@ class Predictive:
 
     @property
     def mean(self) -> Tensor:
-        """Of a new target, shaped like the likelihood's ``mean`` of the outputs, ``[N, *positions]`` (classes: ``[..., C]``)."""
+        """Of a new target, ``[N, *positions]``; for classes their probabilities, ``[N, *positions, C]``."""
         return self.average(self.likelihood.mean(self.outputs))
 
     @property
@@ -174,7 +174,8 @@ class Predictive:
     def _ordered(self, what: str) -> Any:
         if self.likelihood.support is None:
             raise ValueError(
-                f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the probabilities in mean"
+                f"{what}: targets of a {self.likelihood.name} likelihood have no order: use log_prob, or the "
+                "probabilities in mean"
             )
         return self.likelihood.support
 

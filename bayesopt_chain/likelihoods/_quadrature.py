@@ -3,10 +3,10 @@ r"""Means over Gaussian outputs: nodes and weights, so that an expectation is a 
     one output      trapezoidal rule on n points of m + sd z, |z| <= 8.5      spectrally accurate for smooth functions
     K outputs       m +- A z_s, z_s a scrambled Sobol sequence turned normal, A A^T = S
 
-The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so that
-n grows with the deviation over the width of the function. Pairs ``+- z`` make odd moments exact. (An A along the eigenvectors,
-where the best coordinates of the sequence go along the largest eigenvalues, is no closer by more than a fifth, three times as
-dear at 100 classes, and has no derivative where eigenvalues meet.)
+The trapezoidal rule with spacing h errs by about ``exp(-2 pi a / h)`` for a function analytic within a of the real line, so
+that n grows with the deviation over the width of the function. Pairs ``+- z`` make odd moments exact. (An A along the
+eigenvectors, where the best coordinates of the sequence go along the largest eigenvalues, is closer by a fifth at most, three
+times as dear at 100 classes, and has no derivative where eigenvalues meet.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
 
 
 def points_for(deviation_over_width: float) -> int:
-    """How many points of the trapezoidal rule a function needs that varies on ``width`` while its argument has ``deviation``."""
+    """How many points of the trapezoidal rule a function needs, by its argument's deviation over the width it varies on."""
     needed = 4 * REACH * deviation_over_width
     doublings = math.ceil(math.log2(max(1.0, needed / (FEW - 1)))) if math.isfinite(needed) else 32
     return min(MANY, (FEW - 1) * 2**doublings + 1)
@@ -72,7 +72,7 @@ def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=16)
 def sobol_normals(dimensions: int, pairs: int = PAIRS) -> Tensor:
-    """The first half of ``2 pairs`` antithetic points of a standard normal, ``[pairs, dimensions]``, float64; always the same."""
+    """The first half of ``2 pairs`` antithetic points of a standard normal, ``[pairs, dimensions]``; always the same."""
     uniform = SobolEngine(min(dimensions, SobolEngine.MAXDIM), scramble=True, seed=1).draw(pairs, dtype=torch.float64)
     normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
     rest = dimensions - normal.shape[1]

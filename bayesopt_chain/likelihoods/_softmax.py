@@ -102,8 +102,8 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     Args:
         mean: ``[*, C]``.
         covariance: ``[*, C, C]``.
-        pairs: how many pairs of points. Default 128, whose largest error was 0.013 on average for 3 to 100 classes with standard
-            deviations up to 3, and below 0.004 up to 1.
+        pairs: how many pairs of points. Default 128, whose largest error was 0.013 on average for 3 to 100 classes with
+            standard deviations up to 3, and below 0.004 up to 1.
 
     Returns:
         Probabilities ``[*, C]``.

@@ -84,7 +84,7 @@ def test_tokens_are_predicted_and_validated_position_by_position():
     likelihood = bc.likelihoods.categorical()
     fitted = bc.fit_laplace(module, likelihood, [(ids, labels)], structure="dense")
     forward, params, _ = bc.make_functional(module)
-    head, kept = bc.curvature.subset(forward, params, "1")
+    head, _ = bc.curvature.subset(forward, params, "1")
     mean, covariance = bc.predict.linearized(head, fitted.posterior, (ids.reshape(-1, 1), None))
     mean = mean[:, 0]
     for method, rule in (("sobol", bc.predict.softmax_mean), ("probit", bc.predict.probit)):
