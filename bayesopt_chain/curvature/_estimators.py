@@ -23,18 +23,17 @@ from torch import Tensor
 from bayesopt_chain.batches import picked
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
 from bayesopt_chain.curvature._checks import Check, Checks
-from bayesopt_chain.curvature._chunks import (
+from bayesopt_chain.curvature._chunks import BatchPullback, RootOf
+from bayesopt_chain.curvature._memory import require_dense_fits
+from bayesopt_chain.curvature._plan import (
     Forward,
-    Plan,
-    RootOf,
+    TapPlan,
     batch_size,
     make_plan,
     pair_targets,
     part,
-    pull_back,
     require_separate,
 )
-from bayesopt_chain.curvature._memory import require_dense_fits
 from bayesopt_chain.curvature._structures import STRUCTURES as MAKERS
 from bayesopt_chain.curvature._structures import Options, structure_sum
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
@@ -297,25 +296,14 @@ class Estimator:
     def _run(self, params: Tree, batch: Any, seen: list[Tensor] | None) -> Precision:
         labels = self.labels_of(batch)
 
-        def work(plan: Plan, check: Check) -> Precision:
+        def work(plan: TapPlan, check: Check) -> Precision:
             if seen:
                 seen.clear()  # those of a run that was given up, since the program was another one
             total = structure_sum(self.structure, params, self.options)
-            for chunk in pull_back(
-                self.forward,
-                params,
-                batch,
-                labels,
-                self.root_of,
-                plan,
-                self.chunk_bytes,
-                total.formed(),
-                total.held(),
-                total.accepts,
-                sums_last_layer=total.sums_last_layer,
-                few_data=total.few_data,
-                check=check,
-            ):
+            pullback = BatchPullback(
+                self.forward, params, batch, labels, self.root_of, total.demand(), self.chunk_bytes
+            )
+            for chunk in pullback.chunks(plan, check):
                 total.add(chunk)
                 if seen is not None and chunk.first:
                     seen.append(chunk.outputs)

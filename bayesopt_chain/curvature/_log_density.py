@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import batch_size
 from bayesopt_chain.curvature._estimators import Estimate, empirical_fisher, hessian
+from bayesopt_chain.curvature._plan import batch_size
 from bayesopt_chain.likelihoods import Likelihood, OutputRoot
 from bayesopt_chain.precision import Eigenbasis, Kronecker
 from bayesopt_chain.trees import Tree

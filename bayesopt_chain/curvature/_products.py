@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesopt_chain import batches
 from bayesopt_chain.curvature._autodiff import UNSUPPORTED, plain_kernels, vjp, without_fused_recurrence
-from bayesopt_chain.curvature._chunks import batch_size, part
+from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.trees import Tree, flatten, shape_only, size, unflatten
 
 

@@ -19,9 +19,10 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import FEW_DATA, UNUSED, Chunk, Plan
+from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Demand
 from bayesopt_chain.curvature._kinds import Kind, Vector, mirrored, plus_gram
 from bayesopt_chain.curvature._memory import require_dense_fits, require_factor_fits
+from bayesopt_chain.curvature._plan import UNUSED, TapPlan
 from bayesopt_chain.precision import (
     Block,
     Dense,
@@ -54,7 +55,11 @@ class Structure(ABC):
         """Return how many numbers the result holds."""
         return sum(leaf.numel() for leaf in self.leaves)
 
-    def accepts(self, plan: Plan) -> None:  # noqa: B027
+    def demand(self) -> Demand:
+        """Return what this sum makes of the gradients."""
+        return Demand(self.formed(), self.held(), self.few_data, self.sums_last_layer, accepts=self.accepts)
+
+    def accepts(self, plan: TapPlan) -> None:  # noqa: B027
         """Raise for a model that the structure cannot describe."""
 
     @abstractmethod
@@ -184,7 +189,7 @@ class TappedSum(Structure):
     def held(self) -> int:
         return sum(leaf.shape[0] ** 2 + (leaf.numel() // leaf.shape[0]) ** 2 for leaf in self.leaves if leaf.ndim > 1)
 
-    def accepts(self, plan: Plan) -> None:
+    def accepts(self, plan: TapPlan) -> None:
         without = [leaf for leaf in plan.generic if self.leaves[leaf].ndim > 1 or plan.reasons[leaf] == UNUSED]
         if without:
             which = "; ".join(f"{plan.names[leaf]}: {plan.reasons[leaf]}" for leaf in without)
@@ -204,7 +209,7 @@ class KroneckerSum(TappedSum):
         self.outputs: dict[int, Any] = {}
         self.kinds: dict[int, Kind] = {}
 
-    def accepts(self, plan: Plan) -> None:
+    def accepts(self, plan: TapPlan) -> None:
         super().accepts(plan)
         kinds: dict[int, Kind] = {leaf: Vector((self.leaves[leaf].numel(), 1)) for leaf in plan.generic}
         for index, kind in ({use.leaf: use.kind for use in plan.uses} | kinds).items():

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._checks import Check, Checks
-from bayesopt_chain.curvature._chunks import Chunk, Plan, make_plan, pull_back
+from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
 from bayesopt_chain.curvature._kinds import Kind
+from bayesopt_chain.curvature._plan import TapPlan, make_plan
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
@@ -76,20 +77,11 @@ def linearized_by(
     sizes = [leaf.numel() for leaf in optree.tree_leaves(params)]
     formed = max(sizes) if bases else 3 * sum(sizes)
 
-    def run(plan: Plan, check: Check) -> tuple[Tensor, Tensor]:
+    def run(plan: TapPlan, check: Check) -> tuple[Tensor, Tensor]:
         means, covariances = [], []
-        for chunk in pull_back(
-            forward,
-            params,
-            batch,
-            None,
-            _every_output,
-            plan,
-            chunk_bytes,
-            formed,
-            sum(sizes),
-            columns_together=True,
-            check=check,
+        demand = Demand(formed, sum(sizes), columns_together=True)
+        for chunk in BatchPullback(forward, params, batch, None, _every_output, demand, chunk_bytes).chunks(
+            plan, check
         ):
             means.append(chunk.outputs)
             covariances.append(_in_bases(chunk, bases) if bases else _by_rows(chunk, params, precision))

@@ -38,12 +38,13 @@ def test_its_curvature_and_predictions_are_those_that_taps_find(structure, bias,
 def test_it_is_run_and_not_watched(monkeypatch):
     """No tap, no pullback, no datum alone."""
     forward, params, batch = problem(True, ())
-    from bayesopt_chain.curvature import _chunks
+    from bayesopt_chain.curvature import _chunks, _plan
 
     def refuse(*args, **kwargs):
         raise AssertionError("watched")
 
-    monkeypatch.setattr(_chunks, "Taps", refuse)
+    for module in (_plan, _chunks):
+        monkeypatch.setattr(module, "Taps", refuse)
     monkeypatch.setattr(_chunks, "_pullback", refuse)
     curvature.ggn(forward, likelihoods.categorical(), "kronecker")(params, batch)
     with pytest.raises(AssertionError, match="watched"):

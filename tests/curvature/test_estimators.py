@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesopt_chain import curvature, likelihoods
-from bayesopt_chain.curvature._chunks import make_plan
+from bayesopt_chain.curvature._plan import make_plan
 from bayesopt_chain.precision import Block, Dense, Diagonal, Eigenbasis, Kronecker, LowRank, Root, flatten
 from tests.curvature.conftest import block_diagonal, convolutional, naive, naive_rows, of_module
 

@@ -1,0 +1,197 @@
+"""How a batch's forward pass is to be pulled back, found out from its last datum alone, and what shows that it may be.
+
+Every assumption is checked on the last datum. It is run alone first: its outputs must be those that it has in the batch, and
+the gradients that taps or vmapped pullbacks give for it must be those of a direct backward pass through it. A parameter for
+which they are not goes the slow way, datum by datum, which is that direct pass. What was checked once is remembered
+(``_checks.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import batches
+from bayesopt_chain.curvature._affine import Affine
+from bayesopt_chain.curvature._checks import Check
+from bayesopt_chain.curvature._taps import Taps, Use
+from bayesopt_chain.tracing import is_hidden, is_transformed
+from bayesopt_chain.trees import Tree, paths
+
+Forward = Callable[[Tree, Any], Tensor]
+
+UNUSED = "forward does not use it"
+WRONG_TAP = "it is also used in a way that no torch function shows"
+
+
+class TapPlan(NamedTuple):
+    """How a forward pass will be pulled back.
+
+    Attributes:
+        names: the paths of the leaves.
+        uses: what to tap.
+        generic: the leaves without a tap, whose gradients are formed one vector-Jacobian product a datum.
+        reasons: why each of them has none.
+        shapes: the tapped outputs' shapes and dtypes for one datum.
+        probe_outputs: their values for the last datum alone.
+        probe: the model's outputs for the last datum alone, ``[1, *event]``.
+        direct: the pullback of a direct backward pass through the last datum; None inside a transform, and for a plan
+            that needs no check.
+        one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
+    """
+
+    names: list[str]
+    uses: list[Use]
+    generic: list[int]
+    reasons: dict[int, str]
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    probe_outputs: list[Tensor]
+    probe: Tensor
+    direct: Callable[[Tensor], list[Tensor]] | None
+    one_by_one: bool = False
+
+    def untap(self, leaves: dict[int, str]) -> TapPlan:
+        """The plan in which these leaves, given with their reasons, are not tapped."""
+        reasons = {**self.reasons, **leaves}
+        return self._replace(reasons=reasons, generic=sorted(reasons))
+
+
+def batch_size(batch: Any) -> int:
+    """Return the common length of the first axes of a batch's tensors."""
+    lengths = {leaf.shape[0] for leaf in batches.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"the batch's tensors have first axes of lengths {sorted(lengths)}: every tensor of a batch, a tree such "
+            "as (inputs, targets), needs one entry a datum on its first axis"
+        )
+    return lengths.pop()
+
+
+def pair_targets(batch: Any) -> Any:
+    """Return the targets of ``(inputs, targets)``."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}, not a pair: pass (inputs, targets), or targets=, the key of the "
+            "targets in your batch or a function from it to them"
+        )
+    return batch[1]
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Cut the data from ``start`` up to ``stop`` out of a batch."""
+    return batches.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf, batch)
+
+
+def make_plan(forward: Forward, params: Tree, batch: Any) -> TapPlan:
+    """Run the last datum through ``forward`` and see how each parameter is used."""
+    n = batch_size(batch)
+    if isinstance(forward, Affine):
+        return _affine_plan(forward, params, part(batch, n - 1, n))
+    leaves, structure, names = fresh_leaves(params)
+    is_open = not is_transformed() and not any(map(is_hidden, leaves))
+    floating = [leaf for leaf in leaves if leaf.is_floating_point()]
+    if is_open:
+        floating = [leaf.requires_grad_() for leaf in floating]
+    taps = Taps(leaves, data=1)
+    with taps, torch.set_grad_enabled(is_open):
+        outputs = forward(optree.tree_unflatten(structure, leaves), part(batch, n - 1, n))
+    if not isinstance(outputs, Tensor) or outputs.ndim == 0 or outputs.shape[0] != 1:
+        what = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(f"forward returned {what} for one datum: return outputs [B, *event], not a loss or an average")
+    reasons = dict(taps.untapped)
+    seen = {use.leaf for use in taps.uses}
+    for index in range(len(leaves)):
+        if index not in seen:
+            reasons.setdefault(index, UNUSED)
+
+    def direct(s: Tensor) -> list[Tensor]:
+        if not outputs.requires_grad:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        found = iter(
+            torch.autograd.grad(outputs, floating, s, allow_unused=True, materialize_grads=True, retain_graph=True)
+        )
+        return [next(found) if leaf.is_floating_point() else torch.zeros_like(leaf) for leaf in leaves]
+
+    return TapPlan(
+        names,
+        taps.uses,
+        sorted(reasons),
+        reasons,
+        taps.shapes,
+        taps.outputs,
+        outputs.detach(),
+        direct if is_open else None,
+    )
+
+
+def _affine_plan(forward: Affine, params: Any, datum: Any) -> TapPlan:
+    """The plan of a model whose uses are known: there is nothing to watch and nothing to compare."""
+    outputs = forward(params, datum)
+    uses, _ = forward.uses(params, datum[0])
+    return TapPlan(paths(params), uses, [], {}, [(outputs.shape, outputs.dtype)], [outputs], outputs, None)
+
+
+def require_separate(forward: Forward, params: Tree, batch: Any, plan: TapPlan) -> None:
+    """Raise where the last datum's outputs are others beside the one before it than alone."""
+    n = batch_size(batch)
+    require_same_outputs(forward(params, part(batch, max(0, n - 2), n)), plan)
+
+
+def require_same_outputs(outputs: Tensor, plan: TapPlan) -> None:
+    """Raise where a datum's outputs are others in a batch than alone."""
+    if outputs.shape[1:] != plan.probe.shape[1:]:
+        raise ValueError(
+            f"forward returned {tuple(outputs.shape)} for a batch but {tuple(plan.probe.shape)} for one datum: "
+            "return outputs [B, *event]"
+        )
+    if is_hidden(outputs):
+        return
+    scale = outputs.abs().max()
+    if bool((outputs[-1] - plan.probe[0]).abs().max() > _tolerance(outputs) * scale):
+        raise ValueError(
+            "the outputs of one datum depend on the rest of the batch, or are random, so that the loss is no sum over "
+            "data: remove cross-sample operations, and call model.eval() for dropout and batch norm"
+        )
+
+
+def misplaced(uses: list[Use], outputs: list[Tensor], plan: TapPlan) -> dict[int, str]:
+    """Find the taps whose outputs do not hold the data in order on the first axis."""
+    wrong = set()
+    for tap, (got, wanted) in enumerate(zip(outputs, plan.probe_outputs)):
+        wanted = wanted.reshape(-1)
+        if got.numel() != wanted.numel():
+            wrong.add(tap)
+        elif not is_hidden(got) and wanted.numel():
+            difference, scale = (got - wanted).abs().max(), wanted.abs().max()
+            if bool(difference > _tolerance(got) * scale):
+                wrong.add(tap)
+    return {use.leaf: "its layer does not keep the data on the first axis" for use in uses if use.tap in wrong}
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps ** 0.5
+
+
+def unlike(got: dict[int, Tensor], wanted: list[Tensor], check: Check) -> list[int]:
+    """Name the leaves whose gradients are not the wanted ones; the check could not have failed where these are zero."""
+    leaves = [leaf for leaf in got if wanted[leaf].numel()]
+    if not leaves:
+        return []
+    eps = max(torch.finfo(wanted[leaf].dtype).eps for leaf in leaves)
+    differences = torch.stack([(got[leaf] - wanted[leaf]).abs().max().double() for leaf in leaves])
+    scales = torch.stack([wanted[leaf].abs().max().double() for leaf in leaves])
+    finite = scales.isfinite()  # where they are not there is nothing to compare; whoever asks for a precision is told
+    check.could_fail &= bool((finite & (scales > 0)).all())
+    largest = torch.where(finite, scales, 0).max()
+    within = (differences <= eps ** (1 / 3) * scales + 1e3 * eps * largest) | ~finite
+    return [leaf for leaf, is_within in zip(leaves, within.tolist()) if not is_within]
+
+
+def fresh_leaves(params: Tree) -> tuple[list[Tensor], Any, list[str]]:
+    """Return leaves that are objects of their own, so that identity tells them apart."""
+    leaves, structure = optree.tree_flatten(params)
+    return [leaf.detach() for leaf in leaves], structure, paths(params)
