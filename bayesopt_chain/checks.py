@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -242,37 +242,27 @@ def dense(grads: Sequence[Any], params: Any) -> None:
             )
 
 
-def gradients(
-    g: Sequence[Any],
-    p: Sequence[Any] | None,
-    numbers: Sequence[int],
-    shapes: Sequence[Any],
-    dtypes: Sequence[Any],
-    stacked: set[int],
-) -> None:
-    """Refuse gradients that are not dense tensors like the leaves of these ``numbers``; ``stacked`` ones have axes in front.
+def not_dense(i: int, x: Any) -> NoReturn:
+    """Refuse a gradient that is no dense tensor: noise and velocities are.
 
     Raises:
-        TypeError, ValueError: another shape or dtype than the state's, another device than the parameter's.
+        TypeError: no tensor.
+        ValueError: a sparse one.
     """
-    for j in numbers:
-        x = g[j]
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"updates: leaf {j} is {short(x)}, not a tensor")
-        if x.layout is not torch.strided:
-            raise ValueError(
-                f"updates: leaf {j} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
-                "(torch.nn.Embedding), or pass .to_dense()"
-            )
-        if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in stacked):
-            _unlike("updates", j, x, "the state has", shapes[j], dtypes[j], x.device)
-        if p is not None and x.device != p[j].device:
-            _unlike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"updates: leaf {i} is {short(x)}, not a tensor")
+    raise ValueError(
+        f"updates: leaf {i} is sparse ({x.layout}), and noise is dense: build the layer with sparse=False "
+        "(torch.nn.Embedding), or pass .to_dense()"
+    )
 
 
-def _unlike(what: str, i: int, x: Tensor, whose: str, shape: Any, dtype: Any, device: Any) -> None:
+def unlike(what: str, i: int, x: Tensor, whose: str, shape: Any, dtype: Any, device: Any) -> NoReturn:
+    """Refuse a leaf of another shape or dtype than the state's, or on another device than the parameter.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(
         f"{what}: leaf {i} has shape {tuple(x.shape)}, {x.dtype} on {x.device}, but {whose} {tuple(shape)}, {dtype} on "
         f"{device}; call init with these parameters, or convert one of them"

@@ -34,16 +34,16 @@ def flattened(tree: Any) -> tuple[list[Any], Any]:
     return optree.tree_flatten(tree)
 
 
-def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
-    """Return the leaf of ``prefix`` that stands above each leaf of ``tree``.
+def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> list[Any]:
+    """Return the leaf of ``prefix`` that stands above each leaf of ``tree``, whose top it is like.
 
     Raises:
-        ValueError: the structures do not fit.
+        ValueError: the structures do not fit; the message calls the prefix ``what``.
     """
     try:
         return optree.tree_leaves(optree.tree_broadcast_prefix(prefix, tree, none_is_leaf=True), none_is_leaf=True)
     except ValueError as err:
-        raise ValueError(f"mask (or labels): its structure is no prefix of the parameter tree: {err}") from None
+        raise ValueError(f"{what} is no tree like the parameters, nor a prefix of one: {err}") from None
 
 
 def size(tree: Tree) -> int:

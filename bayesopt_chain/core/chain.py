@@ -45,18 +45,22 @@ class Chain(GradientTransformation):
     lower: ClassVar[Lower]
 
     def __new__(cls, links: Sequence[Link]) -> Self:
-        self = super().__new__(
-            cls,
-            lambda params, **k: shards.start(self._start, params, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-            lambda *a, **k: shards.step(self._step, self.plan, *a, **k),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-        )
+        def init(params: Any, **options: Any) -> Any:
+            return shards.start(self._start, params, **options)
+
+        def update(updates: Any, state: Any, **options: Any) -> Any:
+            if isinstance(state, State) and state.layout.pieces is not None:
+                return shards.step(self._step, self.plan, updates, state, **options)
+            return self._step(updates, state, **options)
+
+        self = super().__new__(cls, init, update)
         return self
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))
-        self.needy = next((x for x in self.links if x.needs_params), None)
+        self.needy = next((x for x in self.links if x.traits.needs_params), None)  # whom a refusal names
         self.plans: dict[Layout, Plan] = {}
         self.last: tuple[Layout, Plan] | None = None
 
@@ -103,13 +107,13 @@ class Chain(GradientTransformation):
         return "\n".join(["chain(", *lines, ")"])
 
     def plan(self, state: Any) -> Plan:
-        """What is worked out for a state's layout.
+        """What is worked out for a state's layout, once.
 
         Raises:
             ValueError: the state is another chain's.
         """
-        if self.last is not None and isinstance(state, State) and state.layout is self.last[0]:  # states hand it on
-            return self.last[1]
+        if self.last is not None and isinstance(state, State) and state.layout is self.last[0]:
+            return self.last[1]  # a state hands its layout to the next, so that it is not hashed at every update
         if not isinstance(state, State):
             raise ValueError(
                 f"state: must be what init of this chain returned, got {type(state).__name__}; call init(params) "
@@ -127,17 +131,19 @@ class Chain(GradientTransformation):
         return self.plans[layout]
 
     def at(self, state: State, i: int, params: Any) -> tuple[LinkContext, list[Any]]:
-        """Where link ``i`` stands in a tree of parameters, and its leaves."""
+        """What link ``i`` knows in a tree of parameters, and its leaves: to call a method of the link outside an update."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         where = state.layout.where[i]
-        update = Update(self.plan(state), PURE, spec, leaves, list(state))
-        return LinkContext(update, i, where), [leaves[j] for j in where]
+        return Update(self.plan(state), PURE, spec, leaves, list(state)).at(i, where), [leaves[j] for j in where]
 
     def _start(self, params: Any, *, like: Any = None, whole: Any = None) -> State:
-        """State for ``params``; ``like``: of an optimizer, or another temperature, to take over what both remember.
+        """The first state for ``params``.
 
-        The velocity of a sampler holds half of its last draw, with which an optimizer that takes it over starts. Keys are new.
-        ``whole`` are the DTensors of which ``params`` are this rank's parts.
+        Args:
+            params: the parameters, without DTensors.
+            like: the state of an optimizer, or of another temperature: what both remember is taken over. The velocity of a
+                sampler holds half of its last draw, with which an optimizer that takes it over starts. Keys are new.
+            whole: the leaves as DTensors, where ``params`` are this rank's parts of them.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)
         for x in self.links if samples else ():
@@ -158,8 +164,10 @@ class Chain(GradientTransformation):
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
         update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
         for i, (x, w) in enumerate(zip(self.links, where)):
-            if w or i in plan.noise or not here:  # else its masks select nothing
-                update.entries[i] = x.init([leaves[j] for j in w], LinkContext(update, i, w))
+            if i in plan.noise:
+                update.entries[i] = plan.noise[i].start(leaves)
+            elif w or not here:  # a link whose masks select nothing has no state
+                update.entries[i] = x.init([leaves[j] for j in w], update.at(i, w))
         for i, noise in plan.noise.items():
             noise.started(update.entries[i], update)
         state = State(update.entries, layout)
@@ -180,8 +188,9 @@ class Chain(GradientTransformation):
         p = plan.check(spec, g, params)
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):
             g = owned(g)
-        missing = any([x is None for x in g])
-        update = Update(plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, missing)
+        update = Update(
+            plan, IN_PLACE if inplace else PURE, spec, p, list(state), g, extra, any([x is None for x in g])
+        )
         update.run()
         new = State(update.entries, state.layout)
         return spec.unflatten(g), new if inplace or is_traced() else unshared(new, state)

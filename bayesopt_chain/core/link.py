@@ -1,178 +1,313 @@
 """What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
-Three rules keep links short. A link sees only the leaves that are there: masks and missing gradients are the chain's affair.
-A preconditioner that learns does so from the clean gradient, and asks for the noise before it acts
-(``context.with_noise``). A link that owns a pole names the field of its state that holds it: the chain rescales it before a
-step and adds deferred noise after.
+Three rules keep links short. A link sees only the leaves that have a gradient: the chain settles masks and missing gradients.
+A metric that learns does so from the clean gradient, and asks for the noise before it acts (:meth:`context.with_noise`). A link
+that owns a pole names the field of its state that holds it: the chain rescales that field before a step in which a rate
+changed, and adds the part of the noise that it holds back after one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from numbers import Real
+from typing import Any, ClassVar, Literal
 
+import optree
+import torch
 from torch import Tensor
 from torchopt.base import EmptyState
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.core.state import edited
-from bayesopt_chain.distributed.shards import Spread
+from bayesopt_chain.core.state import Layout, edited
+from bayesopt_chain.distributed.shards import Sharding
 from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.random.stream import leaf_numbers
+from bayesopt_chain.trees import broadcast_prefix, paths_of
 
-if TYPE_CHECKING:
-    from bayesopt_chain.core.update import Injection, Plan, Update
-    from bayesopt_chain.matching.noise_inputs import NoiseInput
+ANY = "**"  # among the keywords of a link: it takes every keyword
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The leaves that a link acts on, and the links in front of it: what is the same in every update of one layout."""
+
+    index: tuple[int, ...]
+    paths: tuple[str, ...]
+    numbers: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    pieces: (
+        tuple[Any, ...] | None
+    )  # the elements of each leaf that are on this rank; None where no parameter is sharded
+    blank: tuple[Any, ...]  # a tree's leaves before the link has put in its own: None where one may be missing, else ()
+    extra_kwargs: frozenset[str]  # the keywords of ``update`` that the link takes
+    before: tuple[Link, ...]  # the links in front of it that act on any of its leaves
+    shards: Sharding | None
+
+    @staticmethod
+    def of(links: Sequence[Link], i: int, layout: Layout, shards: Sharding | None) -> Place:
+        """The place of link number ``i``."""
+        index, acting, pieces = layout.where[i], set(layout.where[i]), layout.pieces
+        numbers = leaf_numbers(layout.paths)
+        return Place(
+            index,
+            paths=tuple([layout.paths[j] for j in index]),
+            numbers=tuple([numbers[j] for j in index]),
+            shapes=tuple([layout.shapes[j] for j in index]),
+            dtypes=tuple([layout.dtypes[j] for j in index]),
+            pieces=None if pieces is None else tuple([pieces[j] for j in index]),
+            blank=tuple([None if j in acting or x is None else () for j, x in enumerate(layout.shapes)]),
+            extra_kwargs=links[i].extra_kwargs,
+            before=tuple([x for x, where in zip(links[:i], layout.where) if not acting.isdisjoint(where)]),
+            shards=shards,
+        )
 
 
 @dataclass(slots=True)
 class LinkContext:
-    """Where a link stands: in the user's tree, and in this step."""
+    """What a link may know besides gradients and state: its leaves, the parameters, the keywords of this update, the noise.
 
-    update: Update
-    i: int  # the number of the link
-    present: tuple[int, ...]  # the numbers of its leaves that are there now
+    Attributes:
+        place: what is the same in every update.
+        present: the numbers of the leaves that have a gradient in this update, in the order of the user's tree; in ``init``
+            of all leaves that the link acts on.
+    """
 
-    @property
-    def plan(self) -> Plan:
-        """What the chain knows of all its leaves."""
-        return self.update.plan
+    place: Place
+    present: tuple[int, ...]
+    _spec: optree.PyTreeSpec  # of the user's tree
+    _params: Sequence[Any] | None  # of all leaves, in the order of the user's tree
+    _extra: dict[str, Any]
+    _let_noise_in: Callable[[Callable[[], Sequence[Tensor]]], Leaves] | None = None
 
     @property
     def index(self) -> tuple[int, ...]:
-        """The numbers of the leaves that the link acts on."""
-        return self.plan.where[self.i]
+        """The numbers of the leaves that the link acts on, in the order of the user's tree."""
+        return self.place.index
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of these leaves as text, ``['layer']['weight']``; empty for a bare tensor."""
+        return self.place.paths
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers by which a random stream knows these leaves: hashes of their paths."""
+        return self.place.numbers
+
+    @property
+    def has_params(self) -> bool:
+        """Whether ``update`` was given the parameters."""
+        return self._params is not None
 
     @property
     def params(self) -> list[Any]:
-        """The parameters of the leaves that are there."""
-        params = self.update.params
-        return [] if params is None else [params[j] for j in self.present]
+        """The parameters of the leaves that are present.
 
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the leaves that the link acts on, as text."""
-        return [self.plan.paths[j] for j in self.index]
+        Raises:
+            ValueError: there are none, since ``update`` was called without them. A link whose traits say ``needs_params``
+                is not reached then.
+        """
+        if self._params is None:
+            raise ValueError(
+                "update: a link of this chain needs the parameters: call update(updates, state, params=params)"
+            )
+        return [self._params[j] for j in self.present]
 
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        accepts = self.plan.links[self.i].extra_kwargs
-        return {k: v for k, v in self.update.extra.items() if k in accepts or ANY in accepts}
+        wanted = self.place.extra_kwargs
+        return {k: v for k, v in self._extra.items() if k in wanted or ANY in wanted}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
         """The gradients with the noise that enters inside a metric which has just learned ``1 / P``, its ``denominators``.
 
-        A metric that learns calls it once in ``update``, between learning and acting. They are asked for where noise enters.
+        A metric that learns calls it once in ``update``, between learning and acting. Where no noise enters the denominators
+        are not asked for.
+
+        Raises:
+            TypeError: the link's response is not ``Metric(learns=True)``.
         """
-        if self.i in self.plan.entering:
-            self.update.enter(self.i, dict(zip(self.present, denominators())))
-        return [self.update.g[j] for j in self.present]
+        if self._let_noise_in is None:
+            raise TypeError(
+                "with_noise: the response of this link is not Metric(learns=True): noise enters before it acts"
+            )
+        return self._let_noise_in(denominators)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """The user's tree: ``None`` where a gradient is missing, an empty node where a mask leaves a leaf out."""
-        if self.plan.shards is not None:
-            leaves = self.plan.shards.whole(self.present, leaves)
-        if len(self.present) == self.update.spec.num_leaves:
-            return self.update.spec.unflatten(leaves)
-        shapes = self.plan.layout.shapes
-        have = {**dict.fromkeys(self.index), **dict(zip(self.present, leaves))}
-        return self.update.spec.unflatten(
-            [have.get(j, None if shape is None else ()) for j, shape in enumerate(shapes)]
-        )
+        """The user's tree of these leaves: ``None`` where a gradient is missing, ``()`` where a mask leaves a leaf out.
+
+        Where parameters are sharded it is a tree of DTensors.
+        """
+        if self.place.shards is not None:
+            leaves = self.place.shards.whole(self.present, leaves)
+        every = list(self.place.blank)
+        for j, x in zip(self.present, leaves):
+            every[j] = x
+        return self._spec.unflatten(every)
 
     def leaves(self, tree: Any) -> list[Any]:
-        """The leaves that are there, of a tree like the user's."""
-        flat = self.update.spec.flatten_up_to(tree)
+        """The leaves that are present of a tree like the user's; of DTensors this rank's parts."""
+        flat = self._spec.flatten_up_to(tree)
         return self.parts([flat[j] for j in self.present])
 
     def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
-        """Of what was given for each leaf that is there, the part that belongs to this rank."""
-        return values if self.plan.shards is None else self.plan.shards.parts(self.present, values, what)
+        """Of what was given for each leaf that is present, the part that belongs to this rank."""
+        return values if self.place.shards is None else self.place.shards.parts(self.present, values, what)
+
+    def broadcast(self, tree: Any, what: str) -> list[Tensor]:
+        """A tensor for each of the link's leaves, from a tree like the parameters, or a prefix of one. For use in ``init``.
+
+        The tree may be one of the link's own leaves as well. Its entries are numbers, and tensors that broadcast to the
+        parameter; they get its dtype and device, and are not expanded. Where parameters are sharded a tensor lies as its
+        parameter does, and this rank's part of it is returned.
+
+        Args:
+            tree: what the user gave.
+            what: what it is, as the refusals call it.
+
+        Raises:
+            ValueError: a tree of another structure; an entry that is no number, or of another shape, with its path.
+        """
+        if paths_of(tree) == self.paths:
+            values = optree.tree_leaves(tree, none_is_leaf=True)
+        else:
+            params = self._spec.unflatten(list(self._params or ()))
+            every = broadcast_prefix(tree, params, what)
+            values = [every[j] for j in self.present]
+        out: list[Tensor] = []
+        for value, p, path in zip(self.parts(values, what), self.params, self.paths):
+            if not isinstance(value, (Real, Tensor)):
+                raise ValueError(f"{what} at {path or 'tensor'} is {short(value)}, which is no number and no tensor")
+            x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
+            if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
+                raise ValueError(
+                    f"{what} at {path or 'tensor'} has shape {tuple(x.shape)}, which does not broadcast to the parameter's "
+                    f"{tuple(p.shape)}; pass numbers, or tensors like the parameters"
+                )
+            out.append(x)
+        return out
+
+    def total(self, values: Sequence[Tensor]) -> Tensor:
+        """The sum of 0-d ``values``, one for each leaf that is present; over all ranks where each holds a part of a leaf."""
+        shards = self.place.shards
+        return sum(values[1:], values[0]) if shards is None else shards.total(self.present, values)
+
+    def numel(self) -> int:
+        """The number of elements of the leaves that are present, on all ranks together."""
+        if self.place.shards is not None:
+            return self.place.shards.count(self.present)
+        shapes = dict(zip(self.index, self.place.shapes))
+        return sum([shapes[j].numel() for j in self.present])
 
 
-ANY = "**"  # among the keywords of a link that takes every keyword
+@dataclass(frozen=True)
+class Traits:
+    """What a chain has to know of a link besides its response. Nothing that is left out makes a result wrong.
+
+    Attributes:
+        on_shards: what the link can do with parameters of which every rank holds a part (FSDP2, tensor parallelism).
+            ``"refused"``: nothing, and a chain with such parameters says so. ``"elementwise"``: each element is treated by
+            itself, so that a part of a leaf is as good as a leaf. ``"tree"``: it takes the tree of DTensors.
+        refusal_hint: appended to the refusal of sharded parameters: what to use instead of this link.
+        needs_params: whether ``update`` cannot do without ``params=``; the chain then refuses before anything is changed.
+        checks_gradients: whether gradients have to be dense tensors like the parameters also in a chain without noise.
+        needs_all_gradients: whether a missing gradient is refused, since the link couples its leaves.
+        all_leaves: whether the link is given all of its leaves, ``None`` for a missing gradient, and its whole state; else
+            only the leaves that are present, and of the state what belongs to them.
+        acts_on_particles: whether its leaves are stacked particles (axis 0) that act on each other.
+        samples: the number of draws at which the gradient is taken, for a link that carries a posterior.
+        velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
+            chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
+        carries: whether that field is ``v = mu v + b g``, so that it may hold back a part of the noise for the next step.
+        rescales: whether :meth:`Link.rescaled` reaches all that the link remembers, however many poles it has.
+    """
+
+    on_shards: Literal["refused", "elementwise", "tree"] = "refused"
+    refusal_hint: str = ""
+    needs_params: bool = False
+    checks_gradients: bool = False
+    needs_all_gradients: bool = False
+    all_leaves: bool = False
+    acts_on_particles: bool = False
+    samples: int = 0
+    velocity: str = ""
+    carries: bool = False
+    rescales: bool = False
+
+
+ELEMENTWISE = Traits(on_shards="elementwise")
 
 
 @dataclass(frozen=True)
 class Link:
     """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
-    A state is a NamedTuple; a field with a tuple of one tensor for each leaf is a field by leaf. All methods see the leaves
-    that are there; a link of ``all_leaves`` sees all of them, with ``None`` for a missing gradient, and its whole state.
+    A subclass says what it does to gradients (``response``), what else the chain has to know (``traits``), and does it
+    (``init``, ``update``); the other methods are for the few links that their docstrings name.
+
+    A state is a NamedTuple; a field that is a tuple with one tensor for each leaf is a field by leaf. Methods see the leaves
+    that are present, and of the state what belongs to them; a link with the trait ``all_leaves`` sees everything.
     """
 
     # the link acts on the leaves that every mask selects
     masks: tuple[Any, ...] = field(default=(), kw_only=True, hash=False, repr=False)
 
-    # the field of the state whose pole this link owns; a link of ``all_leaves`` rescales itself
-    velocity: ClassVar[str] = ""
-    carries: ClassVar[bool] = False  # whether that field is ``v = mu v + b g``, so that it may hold back half a noise
-    rescales: ClassVar[bool] = False  # whether ``rescaled`` reaches all that it remembers, however many poles it has
-    needs_params: ClassVar[bool] = False
-    all_leaves: ClassVar[bool] = False
-    # whether its gradients must be like its parameters, noise in the chain or not
-    checks_gradients: ClassVar[bool] = False
-    needs_all_gradients: ClassVar[bool] = False  # whether it cannot do without the gradient of any of its leaves
-    acts_on_particles: ClassVar[bool] = False  # whether its leaves are particles, stacked on axis 0, that interact
-    spread: ClassVar[Spread] = "shards"  # what it takes of parameters that are spread over ranks
-    refusal_hint: ClassVar[str] = ""  # where it refuses them, what to take
-    samples: ClassVar[int] = 0  # draws that the gradient is taken at, for a transform that carries a posterior
+    traits: ClassVar[Traits] = Traits()
 
     @property
     def response(self) -> Response | None:
-        """What it does to the gradient; ``None`` where nobody said."""
+        """What the link does to the gradient; ``None`` where nobody declared it, so that no noise can be matched to it."""
         return Linear()
 
     @property
     def shown(self) -> str:
-        """The link with its masks."""
+        """The link and its masks, as ``repr`` of a chain shows them."""
         masks = ", ".join(str(getattr(mask, "label", "...")) for mask in self.masks)
         return f"masked({self}, {masks})" if masks else str(self)
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
-        """The keywords of ``update`` that it takes."""
+        """The keywords of ``update`` that the link takes; :data:`ANY` among them stands for every keyword."""
         return frozenset()
 
     @property
     def required_kwargs(self) -> frozenset[str]:
-        """Those without which it refuses."""
+        """Those of them without which it refuses."""
         return frozenset()
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        """The first state."""
+        """The first state, for the parameters that the link acts on."""
         return EmptyState()
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        """New leaves and state."""
+        """The link's updates and its next state, from what the links in front of it made of the gradients."""
         return g, state
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
-        """``P^power e`` of a preconditioner that does not learn, for noise of the leaves ``context.present``.
-
-        ``e`` may be overwritten.
-        """
+        """``P^power e`` for noise ``e`` of the leaves that are present. Of metrics that do not learn; may overwrite ``e``."""
         raise NotImplementedError
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
-        """Its state with what it remembers of the gradients of its leaves numbered ``at`` multiplied by these factors."""
-        return edited(state, self.velocity, at, lambda v: op.mul(v, factors))
+        """The state in which the memory of the leaves numbered ``at`` (among the link's own) is multiplied by these factors.
+
+        The chain asks for it before a step in which a rate changed, so that the memory has the variance of the new rate.
+        """
+        return edited(state, self.traits.velocity, at, lambda v: op.mul(v, factors))
 
     def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: TensorOps) -> Any:
-        """Its state with the part of a noise that acts in the next step added to the velocity of these leaves."""
-        return edited(state, self.velocity, at, lambda v: op.add(v, e))
+        """The state in which the velocity of these leaves holds the part ``e`` of a noise that acts in the next step."""
+        return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:
-        """The magnitude of a changing gain at each of ``n`` leaves, 0-d."""
-        raise NotImplementedError
-
-    def injection(self, noise_inputs: Sequence[NoiseInput], plan: Plan) -> Injection:
-        """What draws the noise of these sites, for a link whose response is ``Noise``."""
+        """The magnitude of a gain that changes with time, 0-d, for each of ``n`` leaves. Of links with response ``Rate``."""
         raise NotImplementedError
 
     def sample(self, state: Any, params: Leaves, context: LinkContext) -> Any:
-        """A draw from the posterior that the state carries, at whose leaves the gradient is to be taken."""
+        """A draw from the posterior that the state carries, at which the gradient is to be taken (the trait ``samples``)."""
         raise NotImplementedError
 
     def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The state of a chain: one entry for each link, in the order written, and the knowledge of what it is the state of.
+"""The state of a chain: one entry for each link, in the order written, and a layout that says what it is the state of.
 
 The layout is static: tree maps, ``vmap``, copies, pickles and compilers carry it along. It lets a chain refuse the state of
-another, and names every tensor by its link and the path of its leaf.
+another chain, and it names every tensor by its link and the path of its leaf.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from bayesopt_chain.trees import broadcast_prefix, flattened
 
 
 class Layout(NamedTuple):
-    """What a state is of: the links' kinds, the leaves' paths, shapes and dtypes, the leaves each link acts on, and, of
-    parameters spread over ranks, whose shapes are this rank's, the elements that it holds."""
+    """What a state is the state of: links, and the leaves of a tree of parameters."""
 
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # the class names of the links
     paths: tuple[str, ...]
-    shapes: tuple[Any, ...]
+    shapes: tuple[Any, ...]  # of sharded parameters: of the parts on this rank; None where the tree has None
     dtypes: tuple[Any, ...]
-    where: tuple[tuple[int, ...], ...]
-    pieces: Pieces | None = None
+    where: tuple[tuple[int, ...], ...]  # for each link the numbers of the leaves that it acts on
+    pieces: Pieces | None = None  # of sharded parameters: for each leaf the elements that are on this rank
 
 
 class State(tuple[Any, ...]):
-    """One entry a link. A tuple, whose ``layout`` says what it is the state of."""
+    """A tuple with one entry for each link; its ``layout`` says what it is the state of."""
 
     layout: Layout
 
@@ -43,7 +42,7 @@ class State(tuple[Any, ...]):
         return State, (tuple(self), self.layout)
 
     def replace(self, i: int, entry: Any) -> State:
-        """The same with another entry for link ``i``."""
+        """This state with another entry for link ``i``."""
         return State((*self[:i], entry, *self[i + 1 :]), self.layout)
 
 
@@ -77,21 +76,24 @@ def replaced(tensors: Sequence[Any], at: Sequence[int], new: Sequence[Any]) -> t
 
 
 def edited(entry: Any, field: str, at: Sequence[int], change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
-    """The entry with the tensors numbered ``at`` of a field by leaf changed."""
+    """The entry with the tensors numbered ``at`` of one of its fields changed."""
     tensors: Sequence[Tensor] = getattr(entry, field)
     return entry._replace(**{field: replaced(tensors, at, change([tensors[k] for k in at]))})
 
 
 def unshared(new: State, old: State) -> State:
-    """A new state that shares no memory with the old one, nor its tensors with each other, and holds no views."""
-    leaves, spec = flattened(new)
-    seen = {id(t) for t in flattened(old)[0]}
-    out: list[Any] = []
-    for t in leaves:
-        shared = isinstance(t, Tensor) and (id(t) in seen or t._is_view())
-        out.append(t.clone() if shared else t)
-        seen.add(id(out[-1]))
-    return spec.unflatten(out)
+    """The new state without memory in common with the old one, and without two tensors that share theirs.
+
+    A pure update may return a tensor that it was given. Whoever then overwrites one state would change the other.
+    """
+    leaves: list[Any]
+    leaves, spec = _trees.tree_flatten(list(new))
+    seen = set(map(id, _trees.tree_leaves(list(old))))
+    for k, t in enumerate(leaves):
+        if isinstance(t, Tensor) and (id(t) in seen or t._is_view()):
+            leaves[k] = t.clone()
+        seen.add(id(leaves[k]))
+    return State(spec.unflatten(leaves), new.layout)
 
 
 def selected(mask: Any, tree: Any) -> set[int]:
@@ -99,20 +101,21 @@ def selected(mask: Any, tree: Any) -> set[int]:
     return {j for j, bit in enumerate(broadcast_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
 
 
-NOISE = ("LangevinNoiseState", "FilteredNoiseState")  # matched to its own chain: it begins anew
-
-
 def warm_start(fresh: State, like: Any) -> State:
-    """``fresh`` with every entry that the state of an optimizer, or of another temperature, has too taken over from there.
+    """The state ``fresh`` with what the state of an optimizer, or of another temperature, remembers too taken over from it.
 
-    Random keys are new, and noise, which is matched to its own chain, begins anew.
+    Random keys are new. An entry whose class says ``begins_anew`` is left out: noise is matched to its own chain, and what it
+    remembers means nothing to another.
+
+    Raises:
+        ValueError: an entry of ``like`` that no link of this chain remembers in that shape.
     """
     several = issubclass(type(like), (tuple, list)) and not hasattr(like, "_fields")
     donors: Sequence[Any] = like if several else [like]
     out = list(fresh)
     for donor in donors:
         tensors, _ = flattened(donor)
-        if not tensors or type(donor).__name__ in NOISE:
+        if not tensors or getattr(donor, "begins_anew", False):
             continue
         fits = [i for i, mine in enumerate(fresh) if out[i] is mine and _remembered(mine) == _remembered(donor)]
         if not fits:
@@ -126,7 +129,7 @@ def warm_start(fresh: State, like: Any) -> State:
 
 
 def _remembered(entry: Any) -> Any:
-    """What an entry is: the names of its kind and of the fields that hold tensors, and the tensors' shapes and dtypes."""
+    """What two entries have in common that remember the same: names of class and fields, shapes and dtypes of the tensors."""
     fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
     tensors: list[Any] = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in flattened(entry)[0]]
     return type(entry).__name__, fields, tensors

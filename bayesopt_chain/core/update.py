@@ -1,21 +1,22 @@
 """How an update runs: what is worked out once for the leaves of a state, and one update in progress.
 
-An update draws the noise and rescales velocities where a rate changed. Then, link after link, noise enters, the link acts, and
-its velocity keeps what it carries of the noise. Masks and missing gradients are settled here, and no link knows of them.
+An update draws the noise, and rescales velocities where a rate changed. Then, link after link, noise enters, the link acts,
+and its velocity holds back what acts in the next step. Masks and missing gradients are settled here: links do not see them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Place
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
@@ -27,7 +28,7 @@ from bayesopt_chain.trees import paths_of
 Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
 # proposes, by its first link, every run of links that can be swept at once
 Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
-Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a link is now, by leaf
+Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a link is now, for each of these leaves
 
 
 class Injected(NamedTuple):
@@ -37,17 +38,28 @@ class Injected(NamedTuple):
     leaves: list[int]
     noise: Leaves
     scale: list[Tensor] | None  # what the velocity is multiplied by before the step
-    is_positive_temperature: Tensor | None  # where False (a changing temperature is now 0) no noise is added
+    is_positive_temperature: (
+        Tensor | None
+    )  # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
 
 
 class Injection(Protocol):
-    """What draws for a noise link: the noise of all its sites, on the leaves numbered ``leaves``."""
+    """The noise of one noise link in one chain: what it draws, at which sites, for the leaves numbered ``leaves``.
+
+    Attributes:
+        by_leaf: for the fields of the link's state that hold a tensor for each of some leaves, the numbers of these leaves.
+    """
 
     noise_inputs: Sequence[NoiseInput]
     leaves: Sequence[int]
+    by_leaf: Mapping[str, Sequence[int]]
+
+    def start(self, params: Sequence[Any]) -> Any:
+        """The first state, for the parameters of all leaves."""
+        ...
 
     def started(self, state: Any, update: Update) -> None:
-        """Look at the first step when a state is made; refuses values out of range."""
+        """Look at the first step when the state of the whole chain is made; refuses values out of range."""
         ...
 
     def strength(self, state: Any, rates: Rates) -> Any:
@@ -55,7 +67,15 @@ class Injection(Protocol):
         ...
 
     def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
-        """The noise of every site, for the leaves whose gradient is there, and the link's next state."""
+        """The noise of every site, for the leaves whose gradient is present, and the link's next state."""
+        ...
+
+
+class NoiseLink(Protocol):
+    """A link whose response is ``Noise``."""
+
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
+        """What draws the noise of these sites."""
         ...
 
 
@@ -66,24 +86,27 @@ class Plan:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
         self.shards = None if layout.pieces is None else Sharding(layout, links)
+        self.places = [Place.of(links, i, layout, self.shards) for i in range(len(links))]
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
-        self.noise = {i: links[i].injection(noise_inputs, self) for i, noise_inputs in match(links, self.where).items()}
-        self.entering = {
-            noise_input.entry_link for injection in self.noise.values() for noise_input in injection.noise_inputs
+        matched = match(links, self.where)  # the sites of every noise link
+        self.noise = {
+            i: cast(NoiseLink, links[i]).injection(noise_inputs, layout) for i, noise_inputs in matched.items()
         }
+        self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})
-        self.needs_all_gradients = [i for i, x in enumerate(links) if x.needs_all_gradients]
-        self.exact = sorted({*self.noisy, *(j for x, w in zip(links, self.where) if x.checks_gradients for j in w)})
-        self.sampled = {j for x, w in zip(links, self.where) if x.samples > 1 for j in w}
+        self.needs_all_gradients = [i for i, x in enumerate(links) if x.traits.needs_all_gradients]
+        checked = [w for x, w in zip(links, self.where) if x.traits.checks_gradients]
+        self.exact = sorted({*self.noisy, *(j for w in checked for j in w)})  # leaves whose gradients are checked
+        self.sampled = {j for x, w in zip(links, self.where) if x.traits.samples > 1 for j in w}
         self.stages = self.staged(lower(links, self))
-        # the noise links that draw here, and not inside a lowered run
-        self.drawn = sorted(self.noise.keys() - {k for run, _ in self.stages if len(run) > 1 for k in run})
+        lowered = {k for run, _ in self.stages if len(run) > 1 for k in run}
+        self.drawn = sorted(self.noise.keys() - lowered)  # a lowered run draws its noise itself
         self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:
-        """The links in order, runs of them lowered where no noise enters in between and the same leaves are meant."""
+        """The links in order; runs of them are lowered where no noise enters inside and all act on the same leaves."""
         stages, taken = list[Stage](), set[int]()
         for i, link in enumerate(self.links):
             if i in taken or (i in self.noise and i not in self.entering):
@@ -96,31 +119,48 @@ class Plan:
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
-        """The leaves of the parameters, once updates and parameters are known to be of the state's leaves.
+        """The leaves of the parameters, once updates and parameters are known to fit the state.
 
         Raises:
             ValueError, TypeError: another structure; where noise enters also another shape, dtype or device.
         """
         if spec != self.spec:
-            paths = paths_of(spec.unflatten(g))
-            if paths != self.paths:
-                came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, self.paths))
-                raise ValueError(
-                    f"updates: their structure has the leaves ({came}), the state is for ({known}); "
-                    "call init with these parameters"
-                )
+            self.require_paths(paths_of(spec.unflatten(g)))
             self.spec = spec
         p, structure = (None, spec) if params is None else optree.tree_flatten(params, none_is_leaf=True)
         if self.exact or self.needs_all_gradients:
             if structure != spec:
                 raise ValueError(f"updates: structure {spec} differs from that of params, {structure}")
-            checks.gradients(g, p, self.exact, self.layout.shapes, self.layout.dtypes, self.sampled)
+            self.require_like(g, p)
         for i in self.needs_all_gradients:
             if absent := [self.paths[j] for j in self.where[i] if g[j] is None]:
                 raise ValueError(
                     f"{self.links[i].shown}: every parameter needs a gradient, since it couples them; {absent[0]} has none"
                 )
         return p
+
+    def require_paths(self, paths: Sequence[str]) -> None:
+        """Refuse updates whose leaves have other paths than the state's."""
+        if paths != self.paths:
+            came, known = (", ".join(x[:8]) + (", ..." if len(x) > 8 else "") for x in (paths, self.paths))
+            raise ValueError(
+                f"updates: their structure has the leaves ({came}), the state is for ({known}); "
+                "call init with these parameters"
+            )
+
+    def require_like(self, g: Sequence[Any], p: Sequence[Any] | None) -> None:
+        """Refuse gradients that are not dense tensors like the leaves; those at several draws have an axis in front."""
+        shapes, dtypes = self.layout.shapes, self.layout.dtypes
+        for j in self.exact:
+            x = g[j]
+            if x is None:
+                continue
+            if not isinstance(x, Tensor) or x.layout is not torch.strided:
+                checks.not_dense(j, x)
+            if x.dtype != dtypes[j] or (x.shape != shapes[j] and j not in self.sampled):
+                checks.unlike("updates", j, x, "the state has", shapes[j], dtypes[j], x.device)
+            if p is not None and x.device != p[j].device:
+                checks.unlike("updates", j, x, "params have", x.shape, x.dtype, p[j].device)
 
 
 @dataclass(slots=True)
@@ -134,29 +174,33 @@ class Update:
     entries: list[Any]
     g: list[Any] = field(default_factory=lambda: [])
     extra: dict[str, Any] = field(default_factory=lambda: {})
-    missing: bool = False  # whether a gradient is
+    missing: bool = False  # whether any leaf has no gradient
     noises: list[Injected] = field(default_factory=lambda: [])
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
-        if self.plan.drawn:
+        plan = self.plan
+        if plan.drawn:
             self.draw()
-        for run, link in self.plan.stages:
-            self.take(run, link)
-        dtypes = self.plan.layout.dtypes
-        for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
-            if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
-                self.g[j] = x.to(dtypes[j])
+        for run, link in plan.stages:
+            where = plan.where[run[0]]
+            every = link.traits.all_leaves or not self.missing
+            present = where if every else tuple([j for j in where if self.g[j] is not None])
+            if present:
+                self.take(run, link, present)
+        for j in plan.noisy:  # coefficients of another precision promote 0-d leaves
+            if (x := self.g[j]) is not None and x.dtype != plan.layout.dtypes[j]:
+                self.g[j] = x.to(plan.layout.dtypes[j])
 
     def rates(self, i: int, leaves: Sequence[int]) -> Tensor:
-        """What a changing gain is now, by leaf."""
+        """What the changing gain of link ``i`` is now, for each of these leaves: float64 ``[leaves]``."""
         every = self.plan.links[i].rate(self.entries[i], len(self.plan.where[i]))
         for value in {id(value): value for value in every}.values():
             checks.at_this_step("lr", value)
         return torch.stack([every[k].to(torch.float64) for k in self.positions(i, leaves)])
 
     def draw(self) -> None:
-        """This step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
+        """Draw this step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
         drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in self.plan.drawn}
         for i, (noise, strength) in drawn.items():
             new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
@@ -168,18 +212,15 @@ class Update:
                 at = self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
-    def take(self, run: tuple[int, ...], link: Link) -> None:
-        """Let the noise in, a link or a lowered run act, and its velocity carry its part."""
-        i, where, alone = run[0], self.plan.where[run[0]], len(run) == 1
-        present = where if link.all_leaves or not self.missing else tuple([j for j in where if self.g[j] is not None])
-        if not present:
-            return
-        if i in self.plan.entering and i not in self.plan.learning:
+    def take(self, run: tuple[int, ...], link: Link, present: tuple[int, ...]) -> None:
+        """Let the noise in, let a link or a lowered run act, and let its velocity hold back its part of the noise."""
+        i, alone, learns = run[0], len(run) == 1, run[0] in self.plan.learning
+        if self.noises and not learns:
             self.enter(i)
         states = [self.part(k, present) for k in run]
         g = [self.g[j] for j in present]
-        new, after = link.update(g, states[0] if alone else states, self.op, LinkContext(self, i, present))
-        if i in self.plan.learning and any(x.noise_input.entry_link == i and x.noise for x in self.noises):
+        new, after = link.update(g, states[0] if alone else states, self.op, self.at(i, present))
+        if learns and any(x.noise_input.entry_link == i and x.noise for x in self.noises):
             raise ValueError(
                 f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
             )
@@ -187,18 +228,29 @@ class Update:
             self.put_back(k, present, entry)
         for j, y in zip(present, new):
             self.g[j] = y
-        for x in self.noises:  # the one place that knows of carried noise
+        for x in self.noises:  # what has entered and is still there is to be held back
             if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
 
+    def at(self, i: int, present: tuple[int, ...]) -> LinkContext:
+        """What link ``i`` may know when it acts on these of its leaves."""
+        ask = partial(self.with_noise, i, present) if i in self.plan.learning else None
+        return LinkContext(self.plan.places[i], present, self.spec, self.params, self.extra, ask)
+
+    def with_noise(self, i: int, present: Sequence[int], denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
+        """The gradients of these leaves with the noise that enters inside link ``i``, which has learned."""
+        if i in self.plan.entering:
+            self.enter(i, dict(zip(present, denominators())))
+        return [self.g[j] for j in present]
+
     def enter(self, i: int, denominators: Mapping[int, Tensor] | None = None) -> None:
-        """Colour and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
+        """Shape and add the noise that enters before link ``i``, or inside it, which has learned ``1 / P`` of each leaf."""
         for n, x in enumerate(self.noises):
             if x.noise_input.entry_link != i or not x.noise:
                 continue
             e = self.apply_powers(x.noise_input, x.leaves, x.noise, denominators)
-            if x.is_positive_temperature is not None:  # -0.0 changes the bits of nothing that it is added to
+            if x.is_positive_temperature is not None:  # adding -0.0 changes the bits of nothing
                 e = [torch.where(x.is_positive_temperature, y, -0.0) for y in e]
             for j, y in zip(x.leaves, self.op.add([self.g[j] for j in x.leaves], e)):
                 self.g[j] = y
@@ -214,14 +266,14 @@ class Update:
         """Noise of these leaves of a site as the metrics shape it; one that has learned nothing yet counts as 1."""
         for m, power in noise_input.powers:
             if m not in self.plan.learning:
-                e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), LinkContext(self, m, tuple(leaves)))
+                e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), self.at(m, tuple(leaves)))
             elif denominators is not None:
                 factors = [denominators[j] ** -power for j in leaves]
                 e = [x * f if f.requires_grad else x.mul_(f) for x, f in zip(e, factors)]
         return e
 
     def part(self, i: int, leaves: Sequence[int]) -> Any:
-        """What of the entry of link ``i`` belongs to these of its leaves; what belongs to no leaf is all there."""
+        """The state of link ``i`` restricted to these leaves; fields that are not by leaf are kept whole."""
         entry, n = self.entries[i], len(self.plan.where[i])
         if len(leaves) == n or not hasattr(entry, "_fields"):
             return entry
@@ -229,7 +281,7 @@ class Update:
         return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
 
     def put_back(self, i: int, leaves: Sequence[int], new: Any) -> None:
-        """Replace that part."""
+        """Replace that part of the state of link ``i``."""
         old, n = self.entries[i], len(self.plan.where[i])
         if len(leaves) < n and hasattr(new, "_fields"):
             keep = self.positions(i, leaves)
@@ -237,6 +289,6 @@ class Update:
         self.entries[i] = new
 
     def positions(self, i: int, leaves: Sequence[int]) -> list[int]:
-        """The numbers of these leaves among those of link ``i``."""
+        """The places of these leaves among those of link ``i``."""
         position = self.plan.position[i]
         return [position[j] for j in leaves]

@@ -384,7 +384,7 @@ def gains(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
 
 def _at_rest(link: Link, entry: Any) -> Any:
     """A link's state without velocity and remembered draws, beside which the response to an impulse would round."""
-    field = "memory" if isinstance(link, LangevinNoise) else link.velocity
+    field = "memory" if isinstance(link, LangevinNoise) else link.traits.velocity
     if not hasattr(entry, field):
         return entry
     return entry._replace(**{field: tuple(torch.zeros_like(t) for t in getattr(entry, field))})

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -32,9 +32,6 @@ from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.philox import Runs
 
-Spread = Literal[
-    "shards", "tree", "refused"
-]  # what a link takes: each rank's part as a leaf; the tree of DTensors; nothing
 Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
 
 
@@ -71,10 +68,10 @@ class Sharding:
         self.met = False  # whether every leaf was seen
         for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
-            if here and link.spread == "refused":
+            if here and link.traits.on_shards == "refused":
                 raise ValueError(
                     f"chain: {link} needs whole leaves, and {checks.name(self.paths[here[0]])} is a DTensor, of which each "
-                    f"rank has a part{link.refusal_hint}. Keep whole parameters on every rank and spread the data "
+                    f"rank has a part{link.traits.refusal_hint}. Keep whole parameters on every rank and spread the data "
                     "(bc.make_step(loss, tx, mesh=mesh)), or mask the link to leaves that are whole"
                 )
             if here and getattr(link, "stream", None) == "generator":
@@ -166,15 +163,15 @@ class Sharding:
         return sum([math.prod(self.shapes[j] if self.specs[j] is None else self.specs[j].shape) for j in leaves])
 
     def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
-        """The entries of a fresh state: the memory of a leaf spread as the leaf is, the key that of the first rank.
+        """The entries of a fresh state: the memory of a leaf is sharded as the leaf is, the key is the first rank's.
 
-        ``noise`` has, by link, what knows of which leaf each remembered draw is.
+        A noise link says itself of which leaves the tensors of its state's fields are: ``noise[i].by_leaf``.
         """
         out: list[Any] = []
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
-            if link.spread == "shards" and hasattr(entry, "_fields"):
-                of = {"memory": noise[i].leaves, "conditions": ()} if i in noise else {}
-                fields = [self._memory(x, of.get(name, w), leaves) for name, x in zip(entry._fields, entry)]
+            if link.traits.on_shards == "elementwise" and hasattr(entry, "_fields"):
+                of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(entry._fields, w)
+                fields = [self._memory(x, of.get(name, ()), leaves) for name, x in zip(entry._fields, entry)]
                 entry = self._agreed(type(entry)(*fields))
             out.append(entry)
         return out
@@ -246,7 +243,7 @@ def step(
     mine = sharding.gradients(g, own)
     entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
     if entries is None:
-        entries = [_Entry.of(x, link.spread == "tree") for x, link in zip(state, sharding.links)]
+        entries = [_Entry.of(x, link.traits.on_shards == "tree") for x, link in zip(state, sharding.links)]
     moves: Any
     moves, after = update(
         spec.unflatten(mine),

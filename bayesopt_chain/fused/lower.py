@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps, are_small
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
@@ -120,7 +120,7 @@ class Noisy(Link):
     sizes: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
     variables: keyed_stream.Variables  # of which the noise is made
-    all_leaves = True
+    traits = Traits(all_leaves=True)
 
     def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.links.rms import averaged, frozen_note, require_decay, require_settings
@@ -66,7 +66,7 @@ class TwoMoments(Link):
     moment_requires_grad: bool = False
     freeze_after: int | None = None
 
-    velocity = "mu"
+    traits = Traits(on_shards="elementwise", velocity="mu")
     name: ClassVar[str]
     state: ClassVar[Any]
 

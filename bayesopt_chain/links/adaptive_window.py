@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Preconditioner, Response
@@ -38,6 +38,7 @@ class AdaptiveWindow(Link):
 
     freeze_after: int
     eps: float = 1e-8
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import zeros
 from bayesopt_chain.matching.response import Linear, Response
@@ -23,6 +23,8 @@ class DelayState(NamedTuple):
 @dataclass(frozen=True)
 class Delay(Link):
     """The link behind :func:`delay`."""
+
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:

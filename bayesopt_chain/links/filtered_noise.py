@@ -31,6 +31,7 @@ class FilteredNoiseState(NamedTuple):
     key: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     memory: tuple[Tensor, ...]
+    begins_anew = True  # at a warm start: the noise is matched to its own chain
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class FilteredNoise(Keyed):
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
         # refuses more draws than a stream has numbers for
-        draw_numbers(tuple([context.plan.numbers[j] for j in context.index]), (len(self.current),) * len(context.index))
+        draw_numbers(context.numbers, (len(self.current),) * len(context.index))
         state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
         self.scale(state.count)
         return state

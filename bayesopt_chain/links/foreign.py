@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.core.link import ANY, Link, LinkContext
+from bayesopt_chain.core.link import ANY, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Response
 from bayesopt_chain.trees import flattened
@@ -25,16 +25,14 @@ class Foreign(Link):
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
     rescale: Callable[[Any, Tensor], Any] | None = None
-    all_leaves = True
-    spread = "tree"
 
     @property
     def response(self) -> Response | None:
         return self.declared
 
     @property
-    def rescales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rescale is not None
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Traits(on_shards="tree", all_leaves=True, rescales=self.rescale is not None)
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
@@ -44,7 +42,7 @@ class Foreign(Link):
         return self.transformation.init(context.tree(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        params = None if context.update.params is None else context.tree(context.params)
+        params = context.tree(context.params) if context.has_params else None
         new, state = self.transformation.update(
             context.tree(g), state, params=params, inplace=op.inplace, **context.extra
         )

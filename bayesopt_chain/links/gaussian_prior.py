@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, SelfContainedSampler
@@ -57,7 +57,7 @@ class Prior(Link):
     n: float
     mean: Any = field(hash=False)
     precision: Any = field(hash=False)
-    needs_params = True
+    traits = Traits(on_shards="elementwise", needs_params=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Prior):
@@ -74,11 +74,10 @@ class Prior(Link):
         Raises:
             ValueError: naming the link in front.
         """
-        links = context.plan.links
-        for link, where in zip(links[: next(i for i, x in enumerate(links) if x is self)], context.plan.where):
+        for link in context.place.before:
             response = link.response
             changes = isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
-            if (changes or (isinstance(response, Linear) and response != Linear())) and set(where) & set(context.index):
+            if changes or (isinstance(response, Linear) and response != Linear()):
                 raise ValueError(
                     f"add_gaussian_prior: {link.shown} stands before it, so that another prior than this would act; write "
                     "add_gaussian_prior first"
@@ -95,13 +94,13 @@ class AddDiagonalPrior(Prior):
     def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
         self.require_first(context)
         mean, precision = (
-            _by_leaf(self.mean, "mean", leaves, context),
-            _by_leaf(self.precision, "precision", leaves, context),
+            tuple([x.clone() for x in context.broadcast(tree, f"add_gaussian_prior: the {what}")])
+            for tree, what in ((self.mean, "mean"), (self.precision, "precision"))
         )
-        for value, j in zip(precision, context.index):
+        for value, path in zip(precision, context.paths):
             if not bool((torch.isfinite(value) & (value >= 0)).all()):
                 raise ValueError(
-                    f"add_gaussian_prior: the precision of {context.plan.paths[j] or 'the parameter'} must be finite and not "
+                    f"add_gaussian_prior: the precision of {path or 'the parameter'} must be finite and not "
                     f"negative, its smallest entry is {value.min().item():.3g}"
                 )
         return PriorState(mean, precision)
@@ -118,10 +117,12 @@ class AddDiagonalPrior(Prior):
 class AddGaussianPrior(Prior):
     """The link behind :func:`add_gaussian_prior` for a Gaussian, which may couple all parameters."""
 
-    checks_gradients = True
-    needs_all_gradients = True
-    spread = "refused"
-    refusal_hint = "; a prior without correlations takes it"
+    traits = Traits(
+        needs_params=True,
+        checks_gradients=True,
+        needs_all_gradients=True,
+        refusal_hint="; a prior without correlations takes it",
+    )
     __eq__ = Prior.__eq__
     __hash__ = Link.__hash__
 
@@ -129,7 +130,7 @@ class AddGaussianPrior(Prior):
         self.require_first(context)
         names, mine = context.paths, paths_of(self.mean)
         shapes, known = ([tuple(x.shape) for x in xs] for xs in (leaves, optree.tree_leaves(self.mean)))
-        if list(mine) != names or shapes != known:
+        if mine != names or shapes != known:
             wrong = next(
                 (f"{a or 'tensor'} {s}" for a, s, b, t in zip(names, shapes, mine, known) if (a, s) != (b, t)), ""
             )
@@ -157,32 +158,6 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:
     return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
-
-
-def _by_leaf(tree: Any, what: str, leaves: Leaves, context: LinkContext) -> tuple[Tensor, ...]:
-    """One tensor for each leaf, in its dtype; numbers stay 0-d. The tree is one of all parameters, or of those acted on."""
-    values = optree.tree_leaves(tree)
-    if list(paths_of(tree)) != context.paths or len(values) != len(leaves):
-        try:
-            params = context.update.spec.unflatten(context.update.params or [])
-            spread = optree.tree_leaves(
-                optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
-            )
-            values = [spread[j] for j in context.index]
-        except ValueError as err:
-            raise ValueError(
-                f"add_gaussian_prior: the {what} is no tree like the parameters, nor a prefix of one: {err}"
-            ) from None
-    out: list[Tensor] = []
-    for value, p, path in zip(context.parts(values, "add_gaussian_prior"), leaves, context.paths):
-        x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
-        if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
-            raise ValueError(
-                f"add_gaussian_prior: the {what} at {path or 'tensor'} has shape {tuple(x.shape)}, which does not broadcast to "
-                f"the parameter's {tuple(p.shape)}"
-            )
-        out.append(x.clone())
-    return tuple(out)
 
 
 def add_gaussian_prior(prior: Any, *, n: float) -> Chain:

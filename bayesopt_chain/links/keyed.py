@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.random import stream as keyed_stream
 
@@ -19,7 +19,7 @@ from bayesopt_chain.random import stream as keyed_stream
 class Keyed(Link):
     """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
 
-    checks_gradients = True
+    traits = Traits(on_shards="elementwise", checks_gradients=True)
 
     generator: torch.Generator | None = field(default=None, kw_only=True, hash=False, compare=False, repr=False)
     stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
@@ -35,13 +35,11 @@ class Keyed(Link):
     ) -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
         checks.own_key(state.key, g)
-        given, layout = dict(zip(context.present, g)), context.plan.layout
-        like = [
-            given[j] if j in given else torch.empty((), dtype=layout.dtypes[j]).expand(layout.shapes[j])
-            for j in context.index
-        ]
-        numbers, each = tuple([context.plan.numbers[j] for j in context.index]), (draws,) * len(like)
-        runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in context.index])
-        variables = keyed_stream.Variables(numbers, each, kind, self.stream, runs=runs)
-        xi = variables.draw(state.key, state.count, [t.unsqueeze(0) for t in like])
+        given, place = dict(zip(context.present, g)), context.place
+        # a leaf without a gradient takes its share of a positional stream all the same
+        absent = [torch.empty((), dtype=dtype).expand(shape) for dtype, shape in zip(place.dtypes, place.shapes)]
+        templates = [given.get(j, x).unsqueeze(0) for j, x in zip(context.index, absent)]
+        each = (draws,) * len(templates)
+        variables = keyed_stream.Variables(context.numbers, each, kind, self.stream, runs=place.pieces)
+        xi = variables.draw(state.key, state.count, templates)
         return [x for j, x in zip(context.index, xi) if j in given]

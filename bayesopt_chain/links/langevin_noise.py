@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
-from torchopt.base import EmptyState
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
-from bayesopt_chain.core.update import Injected, Injection, Plan, Rates, Update
+from bayesopt_chain.core.state import Layout
+from bayesopt_chain.core.update import Injected, Injection, Rates, Update
 from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.matching import law
@@ -50,6 +50,7 @@ class LangevinNoiseState(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     memory: tuple[Tensor, ...]
     conditions: tuple[Tensor, ...]
+    begins_anew = True  # at a warm start: the noise is matched to its own chain
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,9 @@ class LangevinNoise(Keyed):
             return Linear()
         return Noise(self.order, temperature)
 
-    def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        injection: Any = context.plan.noise.get(context.i)
-        return EmptyState() if injection is None else injection.start(context.update.params or [])
-
-    def injection(self, noise_inputs: Sequence[NoiseInput], plan: Plan) -> Injection:
-        return LangevinInjection(self, noise_inputs, plan)
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
+        """What draws the noise of these sites, in a chain whose leaves are laid out so."""
+        return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:
         return _shown(self, self.order)
@@ -133,14 +131,15 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 class LangevinInjection:
     """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
 
-    def __init__(self, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], plan: Plan) -> None:
-        self.link, self.noise_inputs = link, noise_inputs
+    def __init__(self, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout) -> None:
+        self.link, self.noise_inputs, known = link, noise_inputs, keyed_stream.leaf_numbers(layout.paths)
         places = sorted((j, n) for n, noise_input in enumerate(noise_inputs) for j in noise_input.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in noise_input.leaves] for n, noise_input in enumerate(noise_inputs)]
-        numbers = tuple([keyed_stream.draw_number(plan.numbers[j], 2 * n) for j, n in places])
+        numbers = tuple([keyed_stream.draw_number(known[j], 2 * n) for j, n in places])
         self.leaves: Sequence[int] = [j for j, _ in places]
-        runs = None if plan.layout.pieces is None else tuple([plan.layout.pieces[j] for j in self.leaves])
+        self.by_leaf: Mapping[str, Sequence[int]] = {"memory": self.leaves}
+        runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in self.leaves])
         self.processes = [noise_inputs[n].process for _, n in places]
         each = tuple([process.draws for process in self.processes])
         lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
@@ -149,10 +148,10 @@ class LangevinInjection:
         scale = 1.0 if self.level is None else self.level
         self.variables = keyed_stream.Variables(numbers, each, link.noise, link.stream, scale, runs)
 
-    def start(self, leaves: Sequence[Any]) -> LangevinNoiseState:
-        """The first state."""
-        device = leaves[self.leaves[0]].device if self.leaves else torch.device("cpu")
-        memory = [leaves[j].new_zeros((p.memory, *leaves[j].shape)) for j, p in zip(self.leaves, self.processes)]
+    def start(self, params: Sequence[Any]) -> LangevinNoiseState:
+        """The first state, for the parameters of all leaves."""
+        device = params[self.leaves[0]].device if self.leaves else torch.device("cpu")
+        memory = [params[j].new_zeros((p.memory, *params[j].shape)) for j, p in zip(self.leaves, self.processes)]
         changes = any(noise_input.changes for noise_input in self.noise_inputs)
         conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
         key = keyed_stream.new_key(self.link.generator, device)

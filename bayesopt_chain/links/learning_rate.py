@@ -14,7 +14,7 @@ from torchopt.base import EmptyState
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
@@ -34,6 +34,7 @@ class Scale(Link):
 
     step_size: ScalarOrSchedule
     sign: int = 1
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:

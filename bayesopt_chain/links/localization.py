@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.matching.response import Decay, Response
 
@@ -34,7 +33,7 @@ class AddLocalization(Link):
 
     center: Any = field(hash=False)
     strength: float
-    needs_params = True
+    traits = Traits(on_shards="elementwise", needs_params=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AddLocalization):
@@ -50,23 +49,8 @@ class AddLocalization(Link):
         return Decay(self.strength)
 
     def init(self, leaves: Leaves, context: LinkContext) -> LocalizationState:
-        params = context.update.spec.unflatten(context.update.params or [])
-        try:
-            tree = optree.tree_broadcast_prefix(self.center, params, none_is_leaf=True)
-        except ValueError as err:
-            raise ValueError(
-                f"add_localization: center is no tree like the parameters, nor a prefix of one: {err}"
-            ) from None
-        centre = optree.tree_leaves(tree, none_is_leaf=True)
-        mine = context.parts([centre[j] for j in context.index], "add_localization: center")
-        for j, x, p in zip(context.index, mine, leaves):
-            if not (isinstance(x, Real) or (isinstance(x, Tensor) and x.shape == p.shape)):
-                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-                raise ValueError(
-                    f"add_localization: center has {came} where the parameter {context.plan.paths[j] or 'tensor'} has shape "
-                    f"{tuple(p.shape)}; pass parameters of the same model"
-                )
-        return LocalizationState(tuple([_like(x, p) for x, p in zip(mine, leaves)]))
+        centre = context.broadcast(self.center, "add_localization: center")
+        return LocalizationState(tuple([x.expand(p.shape).clone() for x, p in zip(centre, leaves)]))
 
     def update(
         self, g: Leaves, state: LocalizationState, op: TensorOps, context: LinkContext
@@ -76,10 +60,6 @@ class AddLocalization(Link):
 
     def __str__(self) -> str:
         return f"add_localization(..., {self.strength})"
-
-
-def _like(value: Any, p: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=p.dtype, device=p.device).detach().expand(p.shape).clone()
 
 
 @checked_types

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Linear, Response
@@ -38,8 +38,7 @@ class Momentum(Link):
     dampening: float = 0.0
     nesterov: bool = False
     moment_requires_grad: bool = False
-    velocity = "trace"
-    carries = True
+    traits = Traits(on_shards="elementwise", velocity="trace", carries=True)
 
     @property
     def response(self) -> Response:

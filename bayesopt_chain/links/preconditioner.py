@@ -22,7 +22,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.rms import RunningScale
@@ -91,6 +91,7 @@ class ScaleByPreconditioner(Link):
     """Multiply by a frozen diagonal, kept in the state."""
 
     tree: Any = field(hash=False)
+    traits = ELEMENTWISE
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScaleByPreconditioner) or self.masks != other.masks:
@@ -105,27 +106,8 @@ class ScaleByPreconditioner(Link):
         return Preconditioner()
 
     def init(self, leaves: Leaves, context: LinkContext) -> PreconditionerState:
-        params: Any = context.update.spec.unflatten(context.update.params or [])
-        given: Any = self.tree
-        values: list[Any]
-        try:
-            tree = (
-                self.tree
-                if not isinstance(self.tree, Tensor)
-                else context.update.spec.unflatten([self.tree] * context.update.spec.num_leaves)
-            )
-            values = optree.tree_leaves(
-                optree.tree_broadcast_prefix(tree, params, none_is_leaf=True), none_is_leaf=True
-            )
-        except ValueError:
-            try:
-                values = list(context.update.spec.flatten_up_to(given))
-            except ValueError as err:
-                raise ValueError(
-                    f"scale_by_preconditioner: preconditioner is not a tree like the parameters, nor a prefix of one: {err}"
-                ) from None
-        mine = context.parts([values[j] for j in context.index], "scale_by_preconditioner")
-        return PreconditionerState(tuple([_positive(value, p) for value, p in zip(mine, leaves)]))
+        given = context.broadcast(self.tree, "scale_by_preconditioner: preconditioner")
+        return PreconditionerState(tuple([_positive(x, p) for x, p in zip(given, leaves)]))
 
     def apply_power(self, e: Leaves, power: float, state: PreconditionerState, context: LinkContext) -> Leaves:
         return [x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
@@ -139,8 +121,8 @@ class ScaleByPreconditioner(Link):
         return "scale_by_preconditioner(...)"
 
 
-def _positive(value: Any, p: Tensor) -> Tensor:
-    out = torch.as_tensor(value, dtype=p.dtype, device=p.device).expand(p.shape).clone()
+def _positive(given: Tensor, p: Tensor) -> Tensor:
+    out = given.expand(p.shape).clone()
     if not bool((torch.isfinite(out) & (out > 0)).all()):
         raise ValueError("scale_by_preconditioner: every entry of preconditioner must be positive and finite")
     return out
@@ -150,12 +132,12 @@ def _positive(value: Any, p: Tensor) -> Tensor:
 class SolvePrecision(Link):
     """Multiply by the inverse of a frozen precision, which may couple all parameters."""
 
-    checks_gradients = True
-
     precision: SupportsSolve = field(hash=False, compare=False)
-    needs_all_gradients = True
-    spread = "refused"
-    refusal_hint = "; a diagonal preconditioner is a tree like the parameters"
+    traits = Traits(
+        checks_gradients=True,
+        needs_all_gradients=True,
+        refusal_hint="; a diagonal preconditioner is a tree like the parameters",
+    )
 
     @property
     def response(self) -> Response:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import PURE, Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts, zeros
 from bayesopt_chain.matching.response import Preconditioner, Refused, Response
@@ -81,6 +81,7 @@ class RunningScale(Link):
     eps: float = 1e-8
     initial_scale: float = 0.0
     freeze_after: int | None = None
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:
@@ -132,6 +133,7 @@ class RootSumOfSquares(Link):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     freeze_after: int | None = None
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:
@@ -161,6 +163,7 @@ class AdaDelta(Link):
     rho: float = 0.9
     eps: float = 1e-6
     moment_requires_grad: bool = False
+    traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:

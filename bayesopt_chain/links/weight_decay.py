@@ -8,7 +8,7 @@ from typing import Any
 
 from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
 from bayesopt_chain.matching.response import Decay, Response
 
@@ -19,7 +19,7 @@ class AddDecayedWeights(Link):
 
     weight_decay: float
     flip: bool = False
-    needs_params = True
+    traits = Traits(on_shards="elementwise", needs_params=True)
 
     @property
     def response(self) -> Response:
@@ -41,6 +41,8 @@ class AddDecayedWeights(Link):
 @dataclass(frozen=True)
 class FlipSign(Link):
     """Negate the gradient: what follows maximises. The target becomes ``exp(+loss / temperature)``."""
+
+    traits = ELEMENTWISE
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state

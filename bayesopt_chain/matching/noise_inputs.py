@@ -46,12 +46,9 @@ Responses = Mapping[int, Any]  # by the number of the link
 
 
 class Neighbour(Protocol):
-    """What is asked of a link: its response, and what can be done with its memory (see ``core.link``)."""
+    """What is asked of a link: its response, and what can be done with its memory."""
 
-    velocity: ClassVar[str]
-    carries: ClassVar[bool]
-    rescales: ClassVar[bool]
-    all_leaves: ClassVar[bool]
+    traits: ClassVar[Any]  # what is known of its memory: ``core.link.Traits``, which this room does not import
 
     @property
     def response(self) -> Response | None: ...
@@ -136,10 +133,10 @@ def match_group(
     if transfer is None:
         return written, []
     changes = bool(transfer.rates) or noise.temperature is None
-    rescales = memory == [transfer.pole_link] and links[memory[0]].rescales
+    rescales = memory == [transfer.pole_link] and links[memory[0]].traits.rescales
     parts = _processes(transfer, noise, changes, rescales)
     _check_mixing(links, transfer, r, changes, [i for i in acting if where[i] != leaves])
-    carrier = r[at] if transfer.pole_link == at and links[at].carries and len(parts) == 1 else None
+    carrier = r[at] if transfer.pole_link == at and links[at].traits.carries and len(parts) == 1 else None
     noise_inputs = list[NoiseInput]()
     for met, process in parts:
         deferred_gain = 0.0
@@ -159,12 +156,12 @@ def _check_mixing(
     """What mixes its leaves must act on all leaves of the noise input, and a memory that is to be rescaled must be known."""
     mixing = [m for m in transfer.preconditioners if not r[m].diagonal]
     if changes and (pole_link := transfer.pole_link) is not None:
-        if not (links[pole_link].velocity or links[pole_link].all_leaves):
+        if not (links[pole_link].traits.velocity or links[pole_link].traits.all_leaves):
             raise ValueError(
                 f"chain: a changing learning rate or temperature has to rescale what {links[pole_link].shown} remembers, and "
                 "it does not say which of its state that is; use constants, or bc.add_momentum"
             )
-        mixing += [pole_link] if links[pole_link].all_leaves else []
+        mixing += [pole_link] if links[pole_link].traits.all_leaves else []
     if mixing and mixing[0] in masked:
         raise ValueError(f"chain: {links[mixing[0]].shown} mixes its leaves, so the same links must act on all of them")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.posterior.state import device_of
@@ -62,11 +62,10 @@ class Drawing(Keyed):
 
     n_samples: int
     temperature: ScalarOrSchedule
-    spread = "refused"
 
     @property
-    def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.n_samples
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Traits(needs_params=True, checks_gradients=True, all_leaves=True, samples=self.n_samples)
 
     @property
     def is_deterministic(self) -> bool:
@@ -155,10 +154,10 @@ def drawn(tx: Any, i: int, state: Any, params: Any) -> tuple[Draw, list]:
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     draw = link.sample(state[i], mine, at)
     points = []
-    for s in range(link.samples):
+    for s in range(link.traits.samples):
         point = list(leaves)
         for j, leaf in zip(at.index, draw.params):
-            point[j] = leaf if link.samples == 1 else leaf[s]
+            point[j] = leaf if link.traits.samples == 1 else leaf[s]
         points.append(optree.tree_unflatten(spec, point))
     return draw, points
 

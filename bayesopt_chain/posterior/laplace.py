@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
@@ -60,8 +60,7 @@ def accumulated(total: Any, increment: Any) -> Any:
 class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
-    all_leaves = True
-    spread = "refused"
+    traits = Traits(all_leaves=True)
     state = LaplaceState
 
     @property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.arguments import checked
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, device_of, require_finite, require_these
@@ -78,15 +78,11 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
 class Collect(Link):
     """The link behind :func:`swag`."""
 
-    checks_gradients = True
-
     rank: int
     start: int
     every: int
     variance_floor: float
-    needs_params = True
-    all_leaves = True
-    spread = "refused"
+    traits = Traits(needs_params=True, checks_gradients=True, all_leaves=True)
     state = SwagState
 
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:

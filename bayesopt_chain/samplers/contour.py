@@ -24,7 +24,7 @@ from bayesopt_chain import checks, schedules
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
@@ -43,14 +43,13 @@ class ContourState(NamedTuple):
 class Contour(Link):
     """The link behind :func:`scale_by_contour`."""
 
-    checks_gradients = True
-
     temperature: ScalarOrSchedule
     low: float
     high: float
     bins: int
     zeta: float
     omega: schedules.Schedule
+    traits = Traits(on_shards="elementwise", checks_gradients=True)
 
     @property
     def response(self) -> Response:

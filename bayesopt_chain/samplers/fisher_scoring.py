@@ -28,7 +28,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
@@ -106,9 +106,7 @@ class DenseFisherScoring(FisherScoring):
     """The link behind :func:`sgfs` with ``dense``."""
 
     words = ", dense=True"
-    needs_all_gradients = True
-    spread = "refused"
-    refusal_hint = "; dense=False takes it"
+    traits = Traits(checks_gradients=True, needs_all_gradients=True, refusal_hint="; dense=False takes it")
 
     def init(self, leaves: Leaves, context: LinkContext) -> FisherState:
         d = sum(p.numel() for p in leaves)

@@ -26,7 +26,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.leaves import zeros
@@ -57,9 +57,7 @@ class ReplicaExchange(Keyed):
     loss_variance: float
     correction_factor: float
     swap_every: int
-    needs_params = True
-    acts_on_particles = True
-    spread = "refused"
+    traits = Traits(needs_params=True, checks_gradients=True, acts_on_particles=True)
 
     @property
     def response(self) -> Response:

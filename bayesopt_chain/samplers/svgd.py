@@ -22,7 +22,7 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Refused, Response
@@ -39,13 +39,9 @@ class SteinState(NamedTuple):
 class Stein(Link):
     """The link behind :func:`scale_by_stein_kernel`."""
 
-    checks_gradients = True
-
     temperature: ScalarOrSchedule
     bandwidth: float | str
-    needs_params = True
-    acts_on_particles = True
-    spread = "refused"
+    traits = Traits(needs_params=True, checks_gradients=True, acts_on_particles=True)
 
     @property
     def response(self) -> Response:

@@ -130,9 +130,7 @@ class Thermostat(Keyed):
         if self.per_parameter:
             return [x * x for x in v]
         squares = [(x * x).sum().to(v[0].dtype) for x in v]
-        if context.plan.shards is not None:
-            return [context.plan.shards.total(context.present, squares) / context.plan.shards.count(context.present)]
-        return [sum(squares) / sum(x.numel() for x in v)]
+        return [context.total(squares) / context.numel()]
 
     def of_each_leaf(self, friction: list, leaves: list) -> list:
         """The friction that each leaf feels."""

@@ -14,7 +14,7 @@ EXACT = {
     "dampened": lambda: bc.sgd(0.05, 0.6, 0.4, temperature=T),
     "scheduled": lambda: bc.sghmc(lambda c: 0.05, 0.6, temperature=T),
     "baoab": lambda: bc.samplers.baoab(0.2, 1.0, temperature=T),
-    "preconditioned": lambda: bc.chain(bc.scale_by_preconditioner([2.0]), bc.sghmc(0.05, temperature=T)),
+    "preconditioned": lambda: bc.chain(bc.scale_by_preconditioner(torch.tensor(2.0)), bc.sghmc(0.05, temperature=T)),
     "rmsprop": lambda: bc.rmsprop(0.05, momentum=0.5, temperature=T, freeze_after=20),
     "adaptive_sghmc": lambda: bc.samplers.adaptive_sghmc(0.05, 0.5, temperature=T, burn_in=20),
 }

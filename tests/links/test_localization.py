@@ -42,7 +42,9 @@ def test_links_with_the_same_centre_are_equal_and_pickle():
 
 def test_a_centre_of_another_model_is_refused():
     params = {"w": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"center has shape \(3,\) where the parameter \['w'\] has shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"center at \['w'\] has shape \(3,\), which does not broadcast to the parameter's \(2,\)"
+    ):
         bc.add_localization({"w": torch.zeros(3)}, 1.0).init(params)
     with pytest.raises(ValueError, match="no tree like the parameters"):
         bc.add_localization({"v": torch.zeros(2)}, 1.0).init(params)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked, with_options
-from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw
@@ -58,8 +58,6 @@ class Options(TypedDict, total=False):
 class Filter(Link):
     """The link behind the filters."""
 
-    checks_gradients = True
-
     structure: Structure
     lr: Any = 1.0
     prior: Any = field(default=None, hash=False, compare=False)
@@ -67,9 +65,6 @@ class Filter(Link):
     transition: Any = field(default=None, hash=False, compare=False)
     transition_noise: Any = field(default=0.0, hash=False, compare=False)
     forgetting: Any = 1.0
-    all_leaves = True
-    spread = "refused"
-    needs_params = True
 
     def __post_init__(self) -> None:
         checks.number(f"{self.name}: lr", self.lr, "(0, inf)", tensor=True, schedule=True)
@@ -96,9 +91,9 @@ class Filter(Link):
         return frozenset({"curvature"} if self.transition is None else {"curvature", "draw"})
 
     @property
-    def samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """With a transition the gradient is taken at the predicted mean."""
-        return 0 if self.transition is None else 1
+    def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        draws = 0 if self.transition is None else 1  # with a transition the gradient is taken at the predicted mean
+        return Traits(needs_params=True, checks_gradients=True, all_leaves=True, samples=draws)
 
     @property
     def name(self) -> str:

@@ -101,8 +101,6 @@ class Natural(Drawing):
     n_samples: int = 1
     antithetic: bool = False
     state = NaturalState
-    all_leaves = True
-    needs_params = True
     name = "vi"
 
     def __post_init__(self) -> None:

@@ -97,8 +97,6 @@ class Variational(Drawing):
     prior: Any = field(default=None, hash=False, compare=False)
     scale_optimizer: Any = None
     state = VariationalState
-    all_leaves = True
-    needs_params = True
 
     def __post_init__(self) -> None:
         who = self.family.name

@@ -1,0 +1,190 @@
+"""``python -m benchmarks.route``: how much of the package one call runs through.
+
+For five calls that users make, the table counts what a reader has to open and follow to know what the call does: the files
+entered, the functions entered, the lines that run (each once), and the hops, which are calls from one file into another.
+Only files of the package count. ``python -m benchmarks.route update`` shows the functions of one call as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+import bayesopt_chain as bc
+
+PACKAGE = Path(bc.__file__).parent
+
+
+class Route(NamedTuple):
+    """What a call ran through.
+
+    Attributes:
+        entered: how often each function was entered, by its code. Comprehensions and lambdas are functions of their own.
+        lines: the lines that ran, as (file, number).
+        hops: how many calls led from one file of the package into another.
+    """
+
+    entered: Counter[CodeType]
+    lines: set[tuple[str, int]]
+    hops: int
+
+    @property
+    def files(self) -> list[str]:
+        """The files entered, as paths below the package."""
+        return sorted({str(Path(code.co_filename).relative_to(PACKAGE)) for code in self.entered})
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions entered. Comprehensions and lambdas count with the function that they stand in."""
+        return sorted(
+            f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_firstlineno} {code.co_name}"
+            for code in self.entered
+            if not code.co_name.startswith("<")
+        )
+
+    def __str__(self) -> str:
+        return f"{len(self.files):5} {len(self.functions):9} {len(self.lines):5} {self.hops:5}"
+
+
+def route(call: Callable[[], Any]) -> Route:
+    """Run ``call`` once under a tracer and say what of the package it ran through.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.scale(2.0)
+        >>> state = tx.init(torch.ones(1))
+        >>> "links/learning_rate.py" in route(lambda: tx.update(torch.ones(1), state)).files
+        True
+    """
+    entered, lines, hops = Counter[CodeType](), set[tuple[str, int]](), 0
+    inside = f"{PACKAGE}/"
+
+    def caller(frame: FrameType | None) -> str | None:
+        """The file of the package that a call came from, if it came from one; torch's frames in between are passed over."""
+        while frame is not None and not frame.f_code.co_filename.startswith(inside):
+            frame = frame.f_back
+        return None if frame is None else frame.f_code.co_filename
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal hops
+        code = frame.f_code
+        if not code.co_filename.startswith(inside):
+            return None
+        if event == "call":
+            entered[code] += 1
+            came = caller(frame.f_back)
+            hops += came is not None and came != code.co_filename
+        elif event == "line":
+            lines.add((code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return Route(entered, lines, hops)
+
+
+def loss(params: Any, batch: Any) -> torch.Tensor:
+    return sum((x * x).sum() for x in params.values())  # pyright: ignore[reportReturnType]
+
+
+def tree(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3,), value), "b": torch.full((2,), value)}
+
+
+def update() -> Callable[[], Any]:
+    """One update of SGHMC at constant rates."""
+    tx, params = bc.sghmc(0.1, temperature=0.01), tree()
+    state = [tx.init(params)]
+
+    def call() -> None:
+        _, state[0] = tx.update(tree(1.0), state[0], params=params)
+
+    return call
+
+
+def make_step() -> Callable[[], Any]:
+    """One step of SGHMC by ``make_step``."""
+    tx, params = bc.sghmc(0.1, temperature=0.01), tree()
+    step, now = bc.make_step(loss, tx), [params, tx.init(params)]
+
+    def call() -> None:
+        now[0], now[1], _ = step(now[0], now[1], None)
+
+    return call
+
+
+def optim() -> Callable[[], Any]:
+    """One step of ``bc.optim.SGHMC``."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.01)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    return optimizer.step
+
+
+def sample() -> Callable[[], Any]:
+    """Twenty steps of SGHMC by ``sample``, with the draws on disk."""
+    tx, params = bc.sghmc(0.1, temperature=0.01), tree()
+    step = bc.make_step(loss, tx)
+
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            bc.sample(step, params, tx.init(params), None, steps=20, thinning=5, path=Path(folder) / "run")
+
+    return call
+
+
+def fit_laplace() -> Callable[[], Any]:
+    """A Laplace approximation of the last layer of a trained network."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    data = [(torch.randn(8, 3), torch.arange(8) % 2)]
+
+    def call() -> None:
+        bc.fit_laplace(model, bc.likelihoods.categorical(), data, tune=None)
+
+    return call
+
+
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "update": update,
+    "make_step": make_step,
+    "optim": optim,
+    "sample": sample,
+    "fit_laplace": fit_laplace,
+}
+
+
+def measured(name: str) -> Route:
+    """What one of the five calls runs through, after one that was not counted: kernels and plans are made once."""
+    call = CALLS[name]()
+    call()
+    return route(call)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.route", description=main.__doc__)
+    parser.add_argument("call", nargs="*", choices=[*CALLS, []], help="whose functions are shown too")
+    shown = parser.parse_args().call
+    print(f"{'':12} {'files':>5} {'functions':>9} {'lines':>5} {'hops':>5}")
+    for name in shown or CALLS:
+        found = measured(name)
+        print(f"{name:12} {found}")
+        for function in found.functions if shown else ():
+            print(f"    {function}")
+
+
+if __name__ == "__main__":
+    main()
