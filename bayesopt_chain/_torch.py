@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # has a shape and no numbers, as during a trace
 
 _C: Any = torch._C  # the stubs of these two modules leave out what is used here
 _functions: Any = torch
@@ -20,9 +21,8 @@ _functorch = _C._functorch
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
-def functorch_is_running() -> bool:
-    """Whether the call stands inside ``torch.func``: ``vmap``, ``grad``, ``vjp`` or ``jvp``."""
-    return _functorch.peek_interpreter_stack() is not None
+# the innermost transformation of ``torch.func`` (``vmap``, ``grad``, ``vjp`` or ``jvp``) that is running, or None
+innermost_transformation: Callable[[], Any] = _functorch.peek_interpreter_stack
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -60,11 +60,6 @@ def gradients_of_columns(
         return [None if x is None else _functions._remove_batch_dim(x, level, count, 0) for x in found]
     finally:
         _C._vmapmode_decrement_nesting()
-
-
-def is_fake(x: Any) -> bool:
-    """Whether a tensor has a shape and no numbers, as during a trace."""
-    return isinstance(x, FakeTensor)
 
 
 def is_dtensor(x: Any) -> bool:
@@ -145,9 +140,8 @@ def _shifted(placement: Any, axes: int) -> Any:
     return type(placement)(placement.dim + axes)
 
 
-def proxies_are_recorded() -> bool:
-    """Whether ``make_fx`` records the operations."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+# the mode in which ``make_fx`` records the operations, or None
+recording_mode: Callable[[], Any] = partial(_C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

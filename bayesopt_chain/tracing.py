@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import _torch
-from bayesopt_chain._torch import functorch_is_running as is_transformed
-from bayesopt_chain._torch import is_wrapped
+from bayesopt_chain._torch import FakeTensor, innermost_transformation, is_wrapped, recording_mode
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transformation is running."""
+    return innermost_transformation() is not None
 
 
 def is_hidden(x: Tensor) -> bool:
@@ -26,7 +30,7 @@ def is_hidden(x: Tensor) -> bool:
         is_wrapped(x)
         or is_traced()
         or x.is_meta
-        or _torch.is_fake(x)
+        or isinstance(x, FakeTensor)
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
@@ -40,12 +44,12 @@ def is_plain(*tensors: Tensor) -> bool:
     """Whether tensors hold numbers at addresses now: nothing is being transformed, traced or compiled."""
     if is_transformed() or is_traced():
         return False
-    return not any([x.is_meta or _torch.is_fake(x) for x in tensors])
+    return not any([x.is_meta or isinstance(x, FakeTensor) for x in tensors])
 
 
 def is_traced() -> bool:
     """Whether a compiler or a tracer is watching."""
-    return torch.compiler.is_compiling() or _torch.proxies_are_recorded()
+    return torch.compiler.is_compiling() or recording_mode() is not None
 
 
 def batch_levels(x: Tensor) -> set[int]:

@@ -1,17 +1,23 @@
 """``python -m benchmarks.route``: how much of the package one call runs through.
 
-For five calls that users make, the table counts what a reader has to open and follow to know what the call does: the files
-entered, the functions entered, the lines that run (each once), and the hops, which are calls from one file into another.
-Only files of the package count. ``python -m benchmarks.route update`` shows the functions of one call as well.
+For five calls that users make, the table counts what a reader has to open and to follow who wants to know what the call does:
+
+    files       entered by the call
+    functions   entered, comprehensions included (Python 3.12 runs those in place), lambdas not
+    lines       that run, each counted once, ``def`` lines included
+    hops        how often the next function to be entered stands in another file than the last one
+
+Only files of the package count. ``python -m benchmarks.route update`` lists the functions of one call as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -27,35 +33,39 @@ class Route(NamedTuple):
     """What a call ran through.
 
     Attributes:
-        entered: how often each function was entered, by its code. Comprehensions and lambdas are functions of their own.
+        entered: the code of the functions in the order in which they were entered, as often as they were.
         lines: the lines that ran, as (file, number).
-        hops: how many calls led from one file of the package into another.
     """
 
-    entered: Counter[CodeType]
+    entered: list[CodeType]
     lines: set[tuple[str, int]]
-    hops: int
 
     @property
     def files(self) -> list[str]:
         """The files entered, as paths below the package."""
-        return sorted({str(Path(code.co_filename).relative_to(PACKAGE)) for code in self.entered})
+        return sorted({_file(code) for code in self.entered})
 
     @property
     def functions(self) -> list[str]:
-        """The functions entered. Comprehensions and lambdas count with the function that they stand in."""
-        return sorted(
-            f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_firstlineno} {code.co_name}"
-            for code in self.entered
-            if not code.co_name.startswith("<")
-        )
+        """The functions entered, each with its file and its first line."""
+        found = {code for code in self.entered if code.co_name != "<lambda>"}
+        return sorted(f"{_file(code)}:{code.co_firstlineno} {code.co_name}" for code in found)
+
+    @property
+    def hops(self) -> int:
+        """How often the next function to be entered stands in another file than the last one."""
+        return sum(a.co_filename != b.co_filename for a, b in pairwise(self.entered))
 
     def __str__(self) -> str:
         return f"{len(self.files):5} {len(self.functions):9} {len(self.lines):5} {self.hops:5}"
 
 
+def _file(code: CodeType) -> str:
+    return Path(code.co_filename).relative_to(PACKAGE).as_posix()
+
+
 def route(call: Callable[[], Any]) -> Route:
-    """Run ``call`` once under a tracer and say what of the package it ran through.
+    """Run ``call`` once under a tracer, and say what of the package it ran through.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -64,26 +74,16 @@ def route(call: Callable[[], Any]) -> Route:
         >>> "links/learning_rate.py" in route(lambda: tx.update(torch.ones(1), state)).files
         True
     """
-    entered, lines, hops = Counter[CodeType](), set[tuple[str, int]](), 0
-    inside = f"{PACKAGE}/"
-
-    def caller(frame: FrameType | None) -> str | None:
-        """The file of the package that a call came from, if it came from one; torch's frames in between are passed over."""
-        while frame is not None and not frame.f_code.co_filename.startswith(inside):
-            frame = frame.f_back
-        return None if frame is None else frame.f_code.co_filename
+    found, inside = Route([], set()), f"{PACKAGE}{os.sep}"
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal hops
         code = frame.f_code
         if not code.co_filename.startswith(inside):
             return None
         if event == "call":
-            entered[code] += 1
-            came = caller(frame.f_back)
-            hops += came is not None and came != code.co_filename
-        elif event == "line":
-            lines.add((code.co_filename, frame.f_lineno))
+            found.entered.append(code)
+        if event in ("call", "line"):
+            found.lines.add((code.co_filename, frame.f_lineno))
         return trace
 
     before = sys.gettrace()
@@ -92,7 +92,7 @@ def route(call: Callable[[], Any]) -> Route:
         call()
     finally:
         sys.settrace(before)
-    return Route(entered, lines, hops)
+    return found
 
 
 def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -104,12 +104,12 @@ def tree(value: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 def update() -> Callable[[], Any]:
-    """One update of SGHMC at constant rates."""
+    """One update of SGHMC at constant rates, which leaves what it is given alone."""
     tx, params = bc.sghmc(0.1, temperature=0.01), tree()
     state = [tx.init(params)]
 
     def call() -> None:
-        _, state[0] = tx.update(tree(1.0), state[0], params=params)
+        _, state[0] = tx.update(tree(1.0), state[0], params=params, inplace=False)
 
     return call
 
@@ -167,9 +167,10 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
 
 
 def measured(name: str) -> Route:
-    """What one of the five calls runs through, after one that was not counted: kernels and plans are made once."""
+    """What one of the five calls runs through, after two that are not counted: kernels, plans and buffers are made once."""
     call = CALLS[name]()
-    call()
+    for _ in range(2):
+        call()
     return route(call)
 
 

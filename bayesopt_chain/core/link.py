@@ -1,9 +1,9 @@
 """What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
 
 Three rules keep links short. A link sees only the leaves that have a gradient: the chain settles masks and missing gradients.
-A metric that learns does so from the clean gradient, and asks for the noise before it acts (:meth:`context.with_noise`). A link
-that owns a pole names the field of its state that holds it: the chain rescales that field before a step in which a rate
-changed, and adds the part of the noise that it holds back after one.
+A preconditioner that learns does so from the clean gradient, and asks for the noise before it acts
+(:meth:`LinkContext.with_noise`). A link that owns a pole names the field of its state that holds it: the chain rescales that
+field before a step in which a rate changed, and adds the deferred part of the noise after one.
 """
 
 from __future__ import annotations
@@ -123,17 +123,19 @@ class LinkContext:
         return {k: v for k, v in self._extra.items() if k in wanted or ANY in wanted}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
-        """The gradients with the noise that enters inside a metric which has just learned ``1 / P``, its ``denominators``.
+        """The gradients with the noise that enters inside a preconditioner which has just learned ``1 / P``.
 
-        A metric that learns calls it once in ``update``, between learning and acting. Where no noise enters the denominators
-        are not asked for.
+        A preconditioner that learns calls it once in ``update``, between learning and acting.
+
+        Args:
+            denominators: gives ``1 / P`` for each leaf that is present; it is called only where noise enters.
 
         Raises:
-            TypeError: the link's response is not ``Metric(learns=True)``.
+            TypeError: the link's response is not ``Preconditioner(learns=True)``.
         """
         if self._let_noise_in is None:
             raise TypeError(
-                "with_noise: the response of this link is not Metric(learns=True): noise enters before it acts"
+                "with_noise: the response of this link is not Preconditioner(learns=True): noise enters before it acts"
             )
         return self._let_noise_in(denominators)
 
@@ -222,7 +224,7 @@ class Traits:
         samples: the number of draws at which the gradient is taken, for a link that carries a posterior.
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
-        carries: whether that field is ``v = mu v + b g``, so that it may hold back a part of the noise for the next step.
+        carries: whether that field is ``v = mu v + b g``, so that it may hold the deferred part of a noise.
         rescales: whether :meth:`Link.rescaled` reaches all that the link remembers, however many poles it has.
     """
 
@@ -288,7 +290,10 @@ class Link:
         return g, state
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
-        """``P^power e`` for noise ``e`` of the leaves that are present. Of metrics that do not learn; may overwrite ``e``."""
+        """``P^power e`` for noise ``e`` of the leaves that are present, which may be overwritten.
+
+        Of links with response ``Preconditioner`` that do not learn.
+        """
         raise NotImplementedError
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
@@ -299,7 +304,7 @@ class Link:
         return edited(state, self.traits.velocity, at, lambda v: op.mul(v, factors))
 
     def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: TensorOps) -> Any:
-        """The state in which the velocity of these leaves holds the part ``e`` of a noise that acts in the next step."""
+        """The state in which the velocity of these leaves also holds ``e``, the deferred part of a noise."""
         return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:

@@ -179,18 +179,14 @@ class Update:
 
     def run(self) -> None:
         """All of it: draw, rescale, then link after link."""
-        plan = self.plan
-        if plan.drawn:
+        if self.plan.drawn:
             self.draw()
-        for run, link in plan.stages:
-            where = plan.where[run[0]]
-            every = link.traits.all_leaves or not self.missing
-            present = where if every else tuple([j for j in where if self.g[j] is not None])
-            if present:
-                self.take(run, link, present)
-        for j in plan.noisy:  # coefficients of another precision promote 0-d leaves
-            if (x := self.g[j]) is not None and x.dtype != plan.layout.dtypes[j]:
-                self.g[j] = x.to(plan.layout.dtypes[j])
+        for run, link in self.plan.stages:
+            self.take(run, link)
+        dtypes = self.plan.layout.dtypes
+        for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
+            if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
+                self.g[j] = x.to(dtypes[j])
 
     def rates(self, i: int, leaves: Sequence[int]) -> Tensor:
         """What the changing gain of link ``i`` is now, for each of these leaves: float64 ``[leaves]``."""
@@ -212,12 +208,16 @@ class Update:
                 at = self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
-    def take(self, run: tuple[int, ...], link: Link, present: tuple[int, ...]) -> None:
-        """Let the noise in, let a link or a lowered run act, and let its velocity hold back its part of the noise."""
-        i, alone, learns = run[0], len(run) == 1, run[0] in self.plan.learning
+    def take(self, run: tuple[int, ...], link: Link) -> None:
+        """Let the noise in, let a link or a lowered run act, and let its velocity hold the deferred part of the noise."""
+        i, where, alone, learns = run[0], self.plan.where[run[0]], len(run) == 1, run[0] in self.plan.learning
+        some = self.missing and not link.traits.all_leaves  # whether the link sees some of its leaves only
+        present = tuple([j for j in where if self.g[j] is not None]) if some else where
+        if not present:
+            return
         if self.noises and not learns:
             self.enter(i)
-        states = [self.part(k, present) for k in run]
+        states = [self.part(k, present) if some else self.entries[k] for k in run]
         g = [self.g[j] for j in present]
         new, after = link.update(g, states[0] if alone else states, self.op, self.at(i, present))
         if learns and any(x.noise_input.entry_link == i and x.noise for x in self.noises):
@@ -225,10 +225,10 @@ class Update:
                 f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
             )
         for k, entry in zip(run, [after] if alone else after):
-            self.put_back(k, present, entry)
+            self.entries[k] = self.whole(k, present, entry) if some else entry
         for j, y in zip(present, new):
             self.g[j] = y
-        for x in self.noises:  # what has entered and is still there is to be held back
+        for x in self.noises:  # what has entered and is still here is deferred
             if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
@@ -263,7 +263,7 @@ class Update:
         e: Leaves,
         denominators: Mapping[int, Tensor] | None = None,
     ) -> Leaves:
-        """Noise of these leaves of a site as the metrics shape it; one that has learned nothing yet counts as 1."""
+        """Noise of these leaves of a site as the preconditioners shape it; one that has learned nothing yet counts as 1."""
         for m, power in noise_input.powers:
             if m not in self.plan.learning:
                 e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), self.at(m, tuple(leaves)))
@@ -280,13 +280,12 @@ class Update:
         keep = self.positions(i, leaves)
         return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
 
-    def put_back(self, i: int, leaves: Sequence[int], new: Any) -> None:
-        """Replace that part of the state of link ``i``."""
-        old, n = self.entries[i], len(self.plan.where[i])
-        if len(leaves) < n and hasattr(new, "_fields"):
-            keep = self.positions(i, leaves)
-            new = type(new)(*[replaced(f, keep, part) if is_by_leaf(f, n) else part for f, part in zip(old, new)])
-        self.entries[i] = new
+    def whole(self, i: int, leaves: Sequence[int], part: Any) -> Any:
+        """The state of link ``i`` with this part in the place of that of these leaves."""
+        old, n, keep = self.entries[i], len(self.plan.where[i]), self.positions(i, leaves)
+        if not hasattr(part, "_fields"):
+            return part
+        return type(part)(*[replaced(f, keep, x) if is_by_leaf(f, n) else x for f, x in zip(old, part)])
 
     def positions(self, i: int, leaves: Sequence[int]) -> list[int]:
         """The places of these leaves among those of link ``i``."""

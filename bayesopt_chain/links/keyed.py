@@ -37,9 +37,10 @@ class Keyed(Link):
         checks.own_key(state.key, g)
         given, place = dict(zip(context.present, g)), context.place
         # a leaf without a gradient takes its share of a positional stream all the same
-        absent = [torch.empty((), dtype=dtype).expand(shape) for dtype, shape in zip(place.dtypes, place.shapes)]
-        templates = [given.get(j, x).unsqueeze(0) for j, x in zip(context.index, absent)]
-        each = (draws,) * len(templates)
-        variables = keyed_stream.Variables(context.numbers, each, kind, self.stream, runs=place.pieces)
-        xi = variables.draw(state.key, state.count, templates)
+        like = [
+            given[j] if j in given else torch.empty((), dtype=dtype).expand(shape)
+            for j, dtype, shape in zip(place.index, place.dtypes, place.shapes)
+        ]
+        variables = keyed_stream.Variables(place.numbers, (draws,) * len(like), kind, self.stream, runs=place.pieces)
+        xi = variables.draw(state.key, state.count, [x.unsqueeze(0) for x in like])
         return [x for j, x in zip(context.index, xi) if j in given]

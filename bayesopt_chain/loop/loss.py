@@ -133,7 +133,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     if not all([type(p) in _PLAIN and p.is_floating_point() for p in leaves]):
         checks.differentiable(leaves, params)
     here = [p for p in leaves if p is not None]
-    if _torch.functorch_is_running():
+    if tracing.is_transformed():
         grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(_among(leaves, x)), batch), here)
     else:
         points = [p.detach().requires_grad_() for p in here]

@@ -238,8 +238,8 @@ def source_of(
     """
     accepts = keywords_of(tx)
     links = tx.links if isinstance(tx, Chain) else ()
-    draws = [i for i, link in enumerate(links) if link.samples]
-    particles = any(link.acts_on_particles for link in links)
+    draws = [i for i, link in enumerate(links) if link.traits.samples]
+    particles = any(link.traits.acts_on_particles for link in links)
     per_datum = "per_sample_gradients" in accepts
     if len(draws) > 1:
         raise ValueError(f"make_step: {len(draws)} links of this chain draw; one step takes gradients at one draw")

@@ -207,7 +207,7 @@ def test_the_head_alone_may_be_bayesian(samples):
     params, state, _ = run(tx, epochs=1)
     assert set(vi.posterior(state, {"head": params["head"]}).mean) == {"head"}
     state = tx.init(start())
-    drawing = [i for i, link in enumerate(tx.links) if link.samples]
+    drawing = [i for i, link in enumerate(tx.links) if link.traits.samples]
     head = vi.sample((state[drawing[0]],), {"head": start()["head"]}).params["head"]
     points = [{**start(), "head": head if samples == 1 else head[s]} for s in range(samples)]
     moved, _, _ = bc.make_step(loss, tx)(start(), state, data())
