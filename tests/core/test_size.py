@@ -13,7 +13,7 @@ from benchmarks.route import CALLS, measured
 
 PACKAGE = Path(bc.__file__).parent
 BUDGETS = {  # files, functions, lines run
-    "update": (8, 35, 144),
+    "update": (8, 36, 144),
     "make_step": (13, 65, 262),
     "optim": (7, 19, 92),
 }
