@@ -125,6 +125,10 @@ class Residual(NamedTuple):
     squares: Tensor
     entries: Tensor
 
+    def gain(self, scale: Tensor) -> Tensor:
+        """What the log likelihood gains, in nats, by a noise of ``variance / scale`` in place of ``variance``, 0-d."""
+        return 0.5 * (self.squares.to(torch.float64) * (1 - scale) + self.entries * scale.log())
+
 
 class Tuned(NamedTuple):
     """What was chosen: a prior precision for each leaf (0-d), the likelihood's scale (0-d), the log evidence there (0-d)."""
@@ -209,8 +213,7 @@ def _evidence(
         total = log_likelihood + 0.5 * ((entries - zeros) * delta.log() - delta * squares).sum()
         total = total - 0.5 * eigenvalues.log_sum(scale, delta)
         if residual is not None:
-            total = total + 0.5 * residual.squares.to(torch.float64) * (1 - scale)
-            total = total + 0.5 * residual.entries * scale.log()
+            total = total + residual.gain(scale)
         for d, values, pull in zip(delta if pulls else (), eigenvalues.values.split(eigenvalues.sizes), pulls):
             total = total + 0.5 * pull.gain(d, scale, values)
         return total

@@ -28,7 +28,7 @@ from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, joined, method_for, predicted
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
-from bayesopt_chain.posterior.laplace import LaplaceState, laplace, log_prior
+from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
@@ -173,14 +173,12 @@ def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedL
 
 def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
     """The same without the pieces, differentiable in the prior and the noise."""
-    posterior = laplace().posterior(
-        LaplaceState(seen.decomposed), model.params, prior_precision=prior_precision, likelihood_scale=scale
-    )
+    posterior = posterior_of(seen.decomposed, model.params, prior_precision=prior_precision, likelihood_scale=scale)
     if isinstance(seen.precision, Kronecker):
         posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
     joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
     if model.likelihood.has_noise_scale:
-        joint = joint + 0.5 * (seen.squares * (1 - scale) + seen.entries * scale.log())
+        joint = joint + Residual(seen.squares, seen.entries).gain(scale)
     if model.is_linear_gaussian:
         posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
         joint = joint + gain

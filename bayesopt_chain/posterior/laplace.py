@@ -129,32 +129,20 @@ class Laplace(PosteriorTransformation):
             >>> tx.posterior(state, params, prior=posterior).marginal_variance  # the same data once more
             tensor([[0.0278]])
         """
-        if (prior is None) == (prior_precision is None):
-            raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
         data = self._state(state).precision
         if isinstance(data, Zero):
             raise ValueError(
                 "laplace: no curvature has been accumulated, so that the state knows nothing of the data: call "
                 "update(..., curvature=estimate(params, batch)) on it first (make_step does, given curvature=)"
             )
-        entries = data.entries()
-        shapes = data.like if isinstance(data, Eigenbasis) else entries
-        require_finite(entries, "laplace: the accumulated curvature")
-        require_like(params, shapes, "params")
-        _require_positive("likelihood_scale", likelihood_scale)
-        count = data.count
-        if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
-            data = data.scale(likelihood_scale)
-        if prior is None:
-            _require_not_negative(prior_precision, params)
-            precision = data.add_diagonal(prior_precision)
-        else:
-            precision = with_prior(data, prior)
-        if temperature is not None:
-            checks.positive("laplace: temperature", temperature)
-            precision = precision.scale(1 / (temperature * count))
-        mean = optree.tree_map(torch.Tensor.detach, params)
-        return Gaussian(mean, precision, precision if isinstance(precision, Kronecker) else ()).factorised()
+        return posterior_of(
+            data,
+            params,
+            prior_precision=prior_precision,
+            prior=prior,
+            temperature=temperature,
+            likelihood_scale=likelihood_scale,
+        )
 
     def log_evidence(
         self,
@@ -240,6 +228,42 @@ def laplace() -> Laplace:
         {'w': tensor([0.2500, 0.2500])}
     """
     return Laplace((Accumulate(),))
+
+
+def posterior_of(
+    data: Any,
+    params: Tree,
+    *,
+    prior_precision: Any = None,
+    prior: Gaussian | None = None,
+    temperature: float | None = None,
+    likelihood_scale: float | Tensor = 1.0,
+) -> Gaussian:
+    """The Gaussian posterior around ``params`` from the precision ``data`` of the data alone.
+
+    Arguments and errors are those of :meth:`Laplace.posterior`.
+    """
+    if (prior is None) == (prior_precision is None):
+        raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
+    entries = data.entries()
+    shapes = data.like if isinstance(data, Eigenbasis) else entries
+    require_finite(entries, "laplace: the accumulated curvature")
+    require_like(params, shapes, "params")
+    _require_positive("likelihood_scale", likelihood_scale)
+    count = data.count
+    if not (isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1):
+        data = data.scale(likelihood_scale)
+    if prior is None:
+        _require_not_negative(prior_precision, params)
+        precision = data.add_diagonal(prior_precision)
+    else:
+        precision = with_prior(data, prior)
+    if temperature is not None:
+        checks.positive("laplace: temperature", temperature)
+        precision = precision.scale(1 / (temperature * count))
+    mean = optree.tree_map(torch.Tensor.detach, params)
+    # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
+    return Gaussian(mean, precision, precision if isinstance(precision, Kronecker) else ()).factorised()
 
 
 def with_prior(data: Any, prior: Gaussian) -> Any:
