@@ -9,6 +9,9 @@ All are *summed* over the batch, in units of the likelihood (nats), so that addi
 data gives the increment of the whole. J_b is the Jacobian of one datum's outputs in the parameters.
 Rademacher root-probes estimate a diagonal from ``probes`` backward passes: with independent signs e_kb,
 ``(sum_kb e_kb J_b^T s_kb)^2`` has the diagonal as its mean, variance at most 2 d^2, and is never negative.
+
+Gauss-Newton and Fisher: Schraudolph (2002), Martens (2020). Kronecker factors: Martens and Grosse (2015). Products with the
+Hessian: Pearlmutter (1994); its diagonal from random signs: Hutchinson (1989).
 """
 
 from __future__ import annotations

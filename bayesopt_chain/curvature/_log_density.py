@@ -2,7 +2,8 @@
 
     fisher     sum_b g_b g_b^T,   g_b = d log p_b / d theta          hessian     -sum_b d^2 log p_b / d theta^2
 
-The log density itself is taken for the model's only output, ``[B, 1]``, and minus it for the loss.
+The log density itself is taken for the model's only output, ``[B, 1]``, and minus it for the loss. How far the first is from
+the second: Kunstner, Balles and Hennig (2019).
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ class LogDensity(NamedTuple):
 
         Raises:
             ValueError, MemoryError: as for :func:`~bayesopt_chain.curvature.ggn`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import curvature
+            >>> density = curvature.of_log_density(lambda w, y: -0.5 * (y - w) ** 2)
+            >>> density.fisher("diagonal")(torch.tensor(0.0), torch.tensor([1.0, 3.0])).diag()
+            tensor(10.)
         """
         return empirical_fisher(
             self.forward,
@@ -78,6 +86,13 @@ class LogDensity(NamedTuple):
 
         Raises:
             ValueError, MemoryError: as for :func:`~bayesopt_chain.curvature.hessian`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import curvature
+            >>> density = curvature.of_log_density(lambda w, y: -0.5 * (y - w) ** 2)
+            >>> density.hessian("diagonal")(torch.tensor(0.0), torch.tensor([1.0, 3.0])).diag()
+            tensor(2.)
         """
         return hessian(
             self.forward,

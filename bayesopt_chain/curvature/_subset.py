@@ -1,6 +1,8 @@
 """Restricts a model to some of its parameters, so that the rest costs nothing: the last layer, or a LoRA adapter.
 
 forward(theta_kept) = forward(theta_kept, theta_frozen),   theta_frozen constant
+
+Uncertainty in the last layer alone: Snoek et al. (2015); in any part of a network: Daxberger et al. (2021).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Can this run be trusted, and what to change if not: one page in words, one figure.
 
-Every finding rests on a number that is shown, and on a threshold that a healthy run passes: R-hat above 1.1, an excess of
-temperature above 10 % by three standard errors, draws that are not finite or do not move at all.
+Every finding rests on a number that is shown, and on a threshold that a healthy run passes: R-hat above 1.1 (Gelman and Rubin,
+1992), an excess of temperature above 10 % by three standard errors, draws that are not finite or do not move at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ MOST = 1000  # elements of all leaves together that R-hat and ESS are computed f
 
 
 class Finding(NamedTuple):
-    """One fault. ``kind``: nonfinite, diverged, heated, modes, mixing, dead, prior or short."""
+    """One fault of a run.
+
+    Attributes:
+        kind: nonfinite, diverged, heated, modes, mixing, dead, prior or short.
+        says: what was seen, a sentence with its number.
+        do: what to do about it, a sentence.
+    """
 
     kind: str
     says: str
@@ -73,7 +79,17 @@ class Diagnosis(NamedTuple):
         return "\n".join(lines)
 
     def plot(self) -> Any:
-        """One figure: the traces by chain, and the temperatures by leaf (needs matplotlib)."""
+        """Draw the traces of all chains, and the temperatures of all leaves (needs matplotlib).
+
+        Returns:
+            A ``matplotlib.figure.Figure``, to be saved or shown.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.diagnostics import Diagnosis
+            >>> len(Diagnosis((), {}, {"loss": torch.zeros(10, 2)}, None).plot().axes)
+            1
+        """
         from matplotlib.figure import Figure
 
         read = self.temperatures

@@ -16,7 +16,8 @@ with the gain ``G`` of a chain with a preconditioner. The matrix ``R G R^T`` is 
 
 A model that draws (dropout) adds noise that does not sum to zero over an epoch. Its batches are gone through twice,
 ``g`` and ``g'``: the rows ``(g - g') / sqrt(2 m)`` have its covariance ``D``, and those of the means of the two have
-``C + D / 2``.
+``C + D / 2``. Gradient noise as a covariance: Mandt, Hoffman and Blei (2017); its eigenvectors from the rows alone: Sirovich
+(1987).
 """
 
 from __future__ import annotations

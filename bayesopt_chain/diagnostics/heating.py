@@ -28,6 +28,9 @@ One group of parameters without preconditioner needs no more than each curvature
 times the state; exact where ``H`` keeps that span, and a Galerkin projection else. Directions without curvature have no
 stationary variance and are left out.
 
+That gradient noise widens the stationary law, and by how much with independent batches, is due to Mandt, Hoffman and Blei
+(2017); the other orders follow from the recursion above.
+
 For momentum and independent batches the answer is ``rho 2(1+mu) / (2(1+mu) - y)``, ``rho = lr_eff B / (2T)``, ``y = lr
 k``; for reshuffled ones about ``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / kappa^2)`` where ``B = K T H`` and ``mu =
 0``, ``kappa = K lr_eff k``.

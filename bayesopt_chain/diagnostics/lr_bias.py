@@ -6,7 +6,8 @@ From ``S(lr)`` and ``S(lr / 2)`` the error of the first is
 
     S(lr) - S(0) = (S(lr) - S(lr / 2)) / (1 - 2^-p),      twice the difference for p = 1, 4/3 of it for p = 2.
 
-The run at ``lr / 2`` takes twice the steps, so that both cover the same time.
+The run at ``lr / 2`` takes twice the steps, so that both cover the same time. This is Richardson's extrapolation, for
+samplers that of Talay and Tubaro (1990).
 """
 
 from __future__ import annotations
@@ -43,7 +44,22 @@ class LrBias(NamedTuple):
     standard_error: Tensor
 
     def bias(self, order: int = 1) -> Tensor:
-        """The estimated error of the mean at ``lr``, if it is of that order in ``lr``."""
+        """The estimated error of the mean at ``lr``.
+
+        Args:
+            order: the power of ``lr`` with which the error falls: 1, the default, for white noise and for what independent
+                minibatches add, 2 for matched noise.
+
+        Returns:
+            A tensor of the statistic's shape, in its units.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.diagnostics import LrBias
+            >>> found = LrBias(torch.tensor(1.5), torch.tensor(1.2), torch.tensor(0.3), torch.tensor(0.01))
+            >>> found.bias(order=1), found.bias(order=2)
+            (tensor(0.6000), tensor(0.4000))
+        """
         return self.difference / (1.0 - 2.0**-order)
 
     @property

@@ -8,7 +8,8 @@ Two limits, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.hea
     heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any
                  direction
 
-Half the stability limit is left as a margin for the curvature of other places and other batches.
+Half the stability limit is left as a margin for the curvature of other places and other batches. How gradient noise sets the
+variance of a run is due to Mandt, Hoffman and Blei (2017).
 """
 
 from __future__ import annotations

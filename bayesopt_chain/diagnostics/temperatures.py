@@ -14,7 +14,8 @@ Two readings follow which are exactly ``T`` for every stable learning rate, ever
 With a frozen diagonal preconditioner ``F_0`` has an entry for each element. In terms of a velocity ``v``, ``d = lr v``: for
 momentum ``<d^2> / F_0 = lr <v^2>``, for Nesterov ``F_0 = lr (1 + mu)`` and ``d = lr (grad + e + mu v)``, for Adam ``F_0 =
 lr (1 - b1) P`` and ``lr <m P m> / (1 - b1)``, without momentum ``lr <(grad + e)^2>``. Where the velocity carries half the
-noise the field ``q`` of the state has ``2 lr mu^2 <q^2> / (1 + mu) = T`` besides.
+noise the field ``q`` of the state has ``2 lr mu^2 <q^2> / (1 + mu) = T`` besides. The configurational temperature is the
+virial theorem's (Rugh, 1997); both were read off samplers of neural networks by Wenzel et al. (2020).
 
 White noise of variance ``B`` on the gradient adds ``B sum_j F_j^2`` to ``<d^2>``. It spends the share ``rho = B F(1) / 2T``
 of the noise budget, so that it adds ``w rho`` to the ratio ``<d^2> / (F_0 T)``, ``w = 2 sum_j F_j^2 / (F_0 F(1))``, for
@@ -55,7 +56,12 @@ MARGIN = 3.0  # standard errors that an excess must stand above before anybody i
 
 
 class Estimate(NamedTuple):
-    """A mean over a run, with the standard error that its autocorrelation leaves (by batch means)."""
+    """A mean over a run, with the standard error that its autocorrelation leaves.
+
+    Attributes:
+        value: the mean.
+        standard_error: of the mean, from the spread of the means of 20 successive parts.
+    """
 
     value: float
     standard_error: float
@@ -114,9 +120,12 @@ class Thermal(Protocol):
 
 
 class Temperatures(NamedTuple):
-    """Temperatures over the one that was asked for, by the path of the leaf; 1 is right.
+    """Temperatures over the one that was asked for, so that 1 is right. Each is a mapping from the path of a leaf.
 
-    ``data``: the part of the configurational one that the loss contributes, the rest being the chain's weight decay.
+    Attributes:
+        kinetic: from the size of the steps.
+        configurational: from the parameters and the gradient of the loss, weight decay included.
+        data: the part of the configurational one that the loss contributes, the rest being the chain's weight decay.
     """
 
     kinetic: Mapping[str, Estimate]
@@ -266,12 +275,31 @@ class Thermometer:
         return {name: estimate(torch.stack(x)) for name, x in self.series.items()}
 
     def postfix(self) -> dict[str, str]:
-        """What a progress bar shows: the mean over leaves and the last readings."""
+        """What a progress bar shows.
+
+        Returns:
+            ``{"T": text}``, the mean over leaves and the last 20 readings, over the temperature asked for; empty before the
+            first reading.
+
+        Example:
+            >>> import bayesopt_chain as bc
+            >>> bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5)).postfix()
+            {}
+        """
         recent = [x for series in self.series.values() for x in series[-BATCHES:]]
         return {"T": f"{float(torch.stack(recent).mean()):.3f}"} if recent else {}
 
     def warning(self) -> str | None:
-        """One line if the data heat the chain by more than ``warn_above``."""
+        """What :func:`bayesopt_chain.sample` warns of when the run ends.
+
+        Returns:
+            One line if minibatches heat the chain by more than ``warn_above``, else ``None``.
+
+        Example:
+            >>> import bayesopt_chain as bc
+            >>> bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5)).warning() is None
+            True
+        """
         if self.order != "independent":
             return None
         worst = self.hottest()
@@ -285,7 +313,19 @@ class Thermometer:
         )
 
     def hottest(self) -> tuple[str, Estimate] | None:
-        """The hottest leaf, if its excess exceeds ``warn_above`` by three standard errors."""
+        """The leaf with the highest kinetic temperature, if it is too high for certain.
+
+        Returns:
+            The leaf's path and its temperature over the one asked for; ``None`` unless that exceeds ``1 + warn_above`` by
+            three standard errors.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> meter = bc.diagnostics.Thermometer(bc.sgld(0.1, temperature=0.5))
+            >>> meter.series["w"] = [torch.tensor(1.5)] * 40
+            >>> meter.hottest()[0]
+            'w'
+        """
         sure = {n: e for n, e in self.estimates.items() if e.value - MARGIN * e.standard_error > 1 + self.warn_above}
         return max(sure.items(), key=lambda item: item[1].value) if sure else None
 

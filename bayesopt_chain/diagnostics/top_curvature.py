@@ -3,8 +3,9 @@ r"""The largest eigenvalues of a symmetric matrix that exists only as a product:
     beta_{n+1} q_{n+1} = A q_n - alpha_n q_n - beta_n q_{n-1},      alpha_n = q_n^T A q_n,
 
 made orthogonal to all earlier ``q``; the eigenpairs ``(theta, y)`` of the tridiagonal matrix give those of ``A``, with
-the residual ``beta |y_last|``. Where ``beta`` vanishes (``A`` has fewer different eigenvalues than steps) a new random
-vector goes on, so that multiple eigenvalues are found too.
+the residual ``beta |y_last|``. Where ``beta`` vanishes (``A`` has fewer different eigenvalues than steps) the iteration goes on
+from a new random vector, so that multiple eigenvalues are found too. Lanczos (1950); products with the Hessian: Pearlmutter
+(1994).
 """
 
 from __future__ import annotations

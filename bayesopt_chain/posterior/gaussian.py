@@ -45,11 +45,22 @@ class Gaussian(NamedTuple):
     undecomposed: Any = ()
 
     def factorised(self) -> Gaussian:
-        """The same Gaussian with a decomposed precision.
+        """Decompose the precision, so that several questions pay for it once.
+
+        Returns:
+            The same Gaussian.
 
         Raises:
             ValueError: a mean or precision with NaN or infinities, a precision that is not positive definite; each names
                 the parameter.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.precision import Dense
+            >>> matrix = torch.tensor([[4.0, 0.0], [0.0, 9.0]])
+            >>> q = bc.Gaussian(torch.zeros(2), Dense(matrix, torch.zeros(2), torch.tensor(1.0)))
+            >>> type(q.factorised().precision).__name__
+            'Cholesky'
         """
         require_finite(self.mean, "the posterior's mean")
         require_finite(self.precision.entries(), "the posterior's precision")
@@ -83,6 +94,13 @@ class Gaussian(NamedTuple):
 
         Raises:
             ValueError: a tree unlike the mean, or a precision that is not positive definite.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> q = bc.Gaussian(torch.zeros(1), Diagonal(torch.tensor([4.0]), torch.tensor(1.0)))
+            >>> q.log_prob(torch.tensor([0.5])), torch.distributions.Normal(0.0, 0.5).log_prob(torch.tensor(0.5))
+            (tensor(-0.7258), tensor(-0.7258))
         """
         require_like(tree, self.mean, "the tree", batched=True)
         precision = self.precision.factorised()
@@ -106,6 +124,13 @@ class Gaussian(NamedTuple):
 
         Raises:
             ValueError: a precision that is not positive definite.
+
+        Example:
+            >>> import math, torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> q = bc.Gaussian(torch.zeros(1), Diagonal(torch.tensor([2 * math.pi]), torch.tensor(1.0)))
+            >>> q.log_evidence(-1.0)  # the volume under exp(-1 - pi x^2)
+            tensor(-1.)
         """
         return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - self.precision.logdet())
 

@@ -1,4 +1,4 @@
-"""One set of questions to ask of any Gaussian precision, so that a method never asks what it is.
+"""One set of questions to ask of any Gaussian precision, so that a method never asks which structure it has.
 
 A precision ``Lambda`` is a symmetric positive semidefinite operator on parameter trees. In the algebra below ``x`` is a
 tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
@@ -10,12 +10,12 @@ tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
     logdet         log |Lambda|, 0-d              to_dense      the matrix [P, P], leaves in optree order
     times          Lambda x
 
-What decomposes a precision (``solve, sqrt_solve, logdet, inverse_diag``) is answered by ``factorised()``, which does the
-decomposition once and also refuses, by name, a precision that is not positive definite. Two more questions are about
-what a structure can do: ``as_rows()`` and ``layer_bases()``. A new structure is a class here, an entry in the table of
-:mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
+Four of these questions need the precision decomposed: ``solve``, ``sqrt_solve``, ``logdet`` and ``inverse_diag``.
+``factorised()`` decomposes it once and refuses a precision that is not positive definite, naming the parameter. Two more
+questions are about what a structure can do: ``as_rows()`` and ``layer_bases()``. A new structure is a class here, an entry in
+the table of :mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
 
-A precision is held in float32 at least; answers that are like ``x`` have the dtypes of ``x``.
+A precision is held in float32 at least; an answer that is a tree like ``x`` has the dtypes of ``x``.
 """
 
 from __future__ import annotations
@@ -56,51 +56,148 @@ class Precision:
     count: Tensor
 
     def add(self, other: Any) -> Any:
-        """Return the sum with another precision over the same tree.
+        """Return the sum with another precision over the same tree, such as that of further data.
+
+        Args:
+            other: a precision of the same structure. A root may be added to a low-rank precision, a Cholesky factor to a
+                dense one.
+
+        Returns:
+            A precision of the same structure, whose count is the sum of both.
 
         Raises:
             TypeError: for another structure.
             ValueError: for another tree (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> a, b = Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)), Diagonal(torch.ones(2), torch.tensor(4.0))
+            >>> a.add(b).values, a.add(b).count
+            (tensor([2., 3.]), tensor(5.))
         """
         raise NotImplementedError
 
     def scale(self, factor: float | Tensor) -> Any:
-        """Return the precision, and its count, times a non-negative number."""
+        """Return the precision, and its count, times a non-negative number.
+
+        Args:
+            factor: a number or a 0-d tensor: what every datum shall weigh.
+
+        Returns:
+            A precision of the same structure, differentiable in ``factor``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).scale(3.0).values
+            tensor([3., 6.])
+        """
         raise NotImplementedError
 
     def add_diagonal(self, value: Any) -> Any:
-        """Return the precision plus a diagonal.
+        """Return the precision plus a diagonal, such as a prior's.
 
         Args:
-            value: a number, a 0-d tensor, or a tree that broadcasts to the params.
+            value: a number, a 0-d tensor, or a tree that broadcasts to the params, in units of the precision (not per
+                datum).
+
+        Returns:
+            A precision with the same count, of the same structure; a root becomes low rank plus diagonal. It is
+            differentiable in ``value``.
 
         Raises:
             ValueError: for a tree that does not broadcast, or that the structure cannot take up (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).add_diagonal(10.0).values
+            tensor([11., 12.])
         """
         raise NotImplementedError
 
     def factorised(self) -> Any:
-        """Return the same precision decomposed for solving.
+        """Return the same precision decomposed, so that several questions pay for the decomposition once.
+
+        Returns:
+            A precision that answers ``solve``, ``sqrt_solve``, ``logdet`` and ``inverse_diag`` without decomposing it again;
+            itself where there is nothing to decompose.
 
         Raises:
             ValueError: where it is not positive definite (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Dense
+            >>> dense = Dense(torch.tensor([[4.0, 0.0], [0.0, 9.0]]), torch.zeros(2), torch.tensor(1.0))
+            >>> dense.factorised().factor
+            tensor([[2., 0.],
+                    [0., 3.]])
         """
         raise NotImplementedError
 
     def diag(self) -> Tree:
-        """Return the diagonal as a tree."""
+        """Return the diagonal of the precision.
+
+        Returns:
+            A tree like the params, in float32 at least.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Root
+            >>> Root(torch.tensor([[1.0, 2.0], [1.0, 0.0]]), torch.tensor(2.0)).diag()
+            tensor([2., 4.])
+        """
         raise NotImplementedError
 
     def entries(self) -> Tree:
-        """Return a tree with one tensor a leaf that is finite where the precision is: the diagonal, or what costs less."""
+        """Return numbers by which it can be seen whether the precision is finite: the diagonal, or what costs less.
+
+        Returns:
+            A tree with one tensor for each leaf.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, float("nan")]), torch.tensor(1.0)).entries().isfinite()
+            tensor([ True, False])
+        """
         return self.diag()
 
     def quad(self, tree: Tree) -> Tensor:
-        """Return ``x^T Lambda x``, shape ``[*lead]``."""
+        """Return ``x^T Lambda x``.
+
+        Args:
+            tree: x, like the params, or a batch of such trees, leaves ``[*lead, *leaf.shape]``.
+
+        Returns:
+            ``[*lead]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).quad(torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
+            tensor([ 3., 18.])
+        """
         raise NotImplementedError
 
     def times(self, tree: Tree) -> Tree:
-        """Return ``Lambda x`` for one tree ``x``: half the gradient of :meth:`quad`."""
+        """Return ``Lambda x``.
+
+        Args:
+            tree: x, like the params.
+
+        Returns:
+            A tree like x.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).times(torch.tensor([3.0, 3.0]))
+            tensor([3., 6.])
+        """
+        # Half the gradient of the quadratic form, which every structure has; those that know better override this.
         leaves, structure = optree.tree_flatten(tree)
 
         def half(leaves: list[Tensor]) -> Tensor:
@@ -109,36 +206,124 @@ class Precision:
         return optree.tree_unflatten(structure, torch.func.grad(half)(leaves))
 
     def to_dense(self) -> Tensor:
-        """Return the matrix ``[P, P]``, the leaves flattened in optree order."""
+        """Return the precision as a matrix, which takes ``P^2`` numbers.
+
+        Returns:
+            ``[P, P]``, the leaves flattened in optree order.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal({"a": torch.tensor(1.0), "b": torch.tensor([2.0])}, torch.tensor(1.0)).to_dense()
+            tensor([[1., 0.],
+                    [0., 2.]])
+        """
         raise NotImplementedError
 
     def as_rows(self) -> Tree:
-        """Return rows, leaves ``[M, *leaf.shape]``, with ``Lambda = rows^T rows``.
+        """Return rows with ``Lambda = rows^T rows``, as a square-root filter takes them.
+
+        Returns:
+            A tree like the params of leaves ``[M, *leaf.shape]``.
 
         Raises:
             TypeError: for a structure that is not made of rows.
             ValueError: for an indefinite precision.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Root
+            >>> Root(torch.tensor([[1.0, 2.0]]), torch.tensor(1.0)).as_rows()
+            tensor([[1., 2.]])
         """
         raise TypeError(f"a precision of class {type(self).__name__} is not made of rows")
 
     def layer_bases(self) -> list[LayerBases] | None:
-        """Return, leaf by leaf, the basis in which a decomposed precision is diagonal; None where there is none."""
+        """Return, leaf by leaf, the basis in which a decomposed precision is diagonal.
+
+        Returns:
+            One :class:`LayerBases` for each leaf; None for a structure that correlates leaves or has no such basis.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).layer_bases()[0].values
+            tensor([1., 2.])
+        """
         return None
 
     def solve(self, tree: Tree) -> Tree:
-        """Return ``Lambda^-1 x``."""
+        """Return ``Lambda^-1 x``.
+
+        Args:
+            tree: x, like the params, or a batch of such trees, leaves ``[*lead, *leaf.shape]``.
+
+        Returns:
+            A tree like x.
+
+        Raises:
+            ValueError: for a precision that is not positive definite (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).solve(torch.tensor([3.0, 3.0]))
+            tensor([3.0000, 1.5000])
+        """
         return self.factorised().solve(tree)
 
     def sqrt_solve(self, tree: Tree) -> Tree:
-        """Return ``R x`` with ``R R^T = Lambda^-1``: white noise in, a draw of covariance ``Lambda^-1`` out."""
+        """Return ``R x`` with ``R R^T = Lambda^-1``: of white noise x it makes a draw with the covariance ``Lambda^-1``.
+
+        Args:
+            tree: x, like the params, or a batch of such trees, leaves ``[*lead, *leaf.shape]``.
+
+        Returns:
+            A tree like x.
+
+        Raises:
+            ValueError: for a precision that is not positive definite (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 4.0]), torch.tensor(1.0)).sqrt_solve(torch.ones(2))
+            tensor([1.0000, 0.5000])
+        """
         return self.factorised().sqrt_solve(tree)
 
     def logdet(self) -> Tensor:
-        """Return ``log |Lambda|``."""
+        """Return the log determinant ``log |Lambda|``.
+
+        Returns:
+            0-d, differentiable in whatever the precision depends on.
+
+        Raises:
+            ValueError: for a precision that is not positive definite (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).logdet()
+            tensor(0.6931)
+        """
         return self.factorised().logdet()
 
     def inverse_diag(self) -> Tree:
-        """Return the diagonal of ``Lambda^-1``, the marginal variances, as a tree."""
+        """Return the diagonal of ``Lambda^-1``: the marginal variances, in the parameters' units squared.
+
+        Returns:
+            A tree like the params, in float32 at least.
+
+        Raises:
+            ValueError: for a precision that is not positive definite (names the leaf).
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).inverse_diag()
+            tensor([1.0000, 0.5000])
+        """
         return self.factorised().inverse_diag()
 
 

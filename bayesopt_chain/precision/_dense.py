@@ -85,7 +85,7 @@ class Dense(_Dense, Precision):
         return unflatten(flatten(tree, self.like) @ self.matrix, self.like)
 
     def as_rows(self) -> Tree:
-        """By an eigendecomposition, which loses digits; ``ValueError`` for an indefinite matrix."""
+        """Return rows with ``Lambda = rows^T rows``, by an eigendecomposition, which loses digits."""
         values, vectors = torch.linalg.eigh(self.matrix)
         tolerance = 1e3 * torch.finfo(values.dtype).eps
         if not is_hidden(values) and bool((values < -tolerance * values.abs().max()).any()):

@@ -116,6 +116,17 @@ class Kronecker(_Kronecker, Precision):
         """Decompose every factor; unlike ``factorised``, a singular precision is accepted (a basis for EKFAC).
 
         Scales and diagonals can be added to the result at the price of a sum: tune hyperparameters on it.
+
+        Returns:
+            The same precision in the eigenbases of its factors.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Kronecker
+            >>> k = Kronecker(2 * torch.eye(2), torch.eye(1), torch.tensor(0.0), torch.zeros(2), torch.tensor(1.0))
+            >>> k.eigenbasis().values
+            tensor([[2.],
+                    [2.]])
         """
         structure = optree.tree_structure(self.like)
         lefts, rights, values = [], [], []

@@ -167,7 +167,18 @@ class Woodbury(_Woodbury, Precision):
     __slots__ = ()
 
     def unfactorised(self) -> LowRank:
-        """Return the rows without the whitening."""
+        """Return the diagonal and the rows of which it was made, rotated.
+
+        Returns:
+            The same precision, to which more can be added.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import LowRank
+            >>> LowRank(torch.ones(2), torch.ones(1, 2), torch.tensor(1.0)).factorised().unfactorised().to_dense()
+            tensor([[2., 1.],
+                    [1., 2.]])
+        """
         rows = optree.tree_map(lambda row, d: row * d.sqrt(), self.rows, self.diagonal)
         return LowRank(self.diagonal, rows, self.count)
 

@@ -46,7 +46,11 @@ class RunningMoments:
 
     @torch.no_grad()
     def add(self, params: Any) -> None:
-        """Add one draw."""
+        """Add one draw.
+
+        Args:
+            params: its parameters, a tree of leaves ``[*leaf.shape]``, the same for every draw.
+        """
         self.count += 1
         params = optree.tree_map(lambda p: p.detach().to(torch.float64), params)
         if self.mean is None:
@@ -101,7 +105,11 @@ class RunningPredictive:
 
     @torch.no_grad()
     def add(self, params: Any) -> None:
-        """Add one draw."""
+        """Add one draw, which costs one forward pass.
+
+        Args:
+            params: its parameters, a tree as ``forward`` takes it.
+        """
         value = self.log_prob(self.forward(params, self.batch))
         self._total = value if self._total is None else torch.logaddexp(self._total, value)
         self.count += 1

@@ -107,7 +107,7 @@ def sghmc_from_friction(
         alpha: friction, positive, ``eps alpha / sigma^2`` at most 1.
         beta: estimate of the gradient noise, whose share is left out of the injected noise.
         sigma: momentum scale, positive.
-        temperature: ``T``.
+        temperature: ``T``, ``1 / N`` for a loss that is a mean over ``N`` data.
 
     Returns:
         ``{"lr": eps^2 / sigma^2, "momentum": 1 - eps alpha / sigma^2, "temperature": T (1 - eps T beta / (2 alpha))}``.
@@ -145,7 +145,7 @@ def sghmc_to_friction(lr: float, momentum: float, sigma: float = 1.0, temperatur
         lr: learning rate of :func:`sghmc`, positive.
         momentum: its momentum, in [0, 1).
         sigma: the momentum scale to express them in, positive.
-        temperature: its temperature, positive.
+        temperature: its temperature, positive, ``1 / N`` for a loss that is a mean over ``N`` data.
 
     Returns:
         ``lr`` (the step ``eps``), ``alpha``, ``beta``, ``sigma`` and ``temperature``.

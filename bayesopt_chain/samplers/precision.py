@@ -7,7 +7,8 @@ With ``R R^T = Lambda^-1`` and ``e`` the noise that SGD of the same lr and momen
 which samples ``exp(-loss / T)`` with the preconditioner frozen, exactly for quadratic losses at order 2, whether or not
 ``Lambda`` and the curvature commute. With ``Lambda`` the Hessian every direction is sampled at one speed.
 
-It is :func:`bayesopt_chain.scale_by_preconditioner` of the precision in front of SGHMC.
+It is :func:`bayesopt_chain.scale_by_preconditioner` of the precision in front of SGHMC. Langevin dynamics with a metric that
+is frozen: Roberts and Stramer (2002); with the Fisher information: Girolami and Calderhead (2011).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ which is the same for both, drops out) a small displacement becomes ``J^n dx`` a
 / |J dx|``, as the geometric mean of ``|J dx|`` over the second half, so that pairs of complex eigenvalues count too.
 
 For a chain of learning rate ``lr``, heavy-ball momentum ``mu`` and a frozen preconditioner ``P`` on curvature ``H`` this is the
-condition ``lr lambda_max(P^(1/2) H P^(1/2)) < 2 (1 + mu)``; for Adam's first moment, ``< 2 (1 + b1) / (1 - b1)``.
+condition ``lr lambda_max(P^(1/2) H P^(1/2)) < 2 (1 + mu)``; for Adam's first moment, ``< 2 (1 + b1) / (1 - b1)``
+(Cohen et al., 2022).
 
 A preconditioner that learns steps back where the loss is steep; one that ``freeze_after`` stopped cannot. No chain
 knows its loss's curvature, so that no update can tell: :func:`step_growth` is what to call once the scale is frozen, or

@@ -35,7 +35,7 @@ def assert_composes(
 
     Args:
         build: makes the sampler, at this temperature.
-        temperature: its temperature.
+        temperature: its temperature, in units of the loss.
         tolerance: of ``T C^-1 - K`` relative to ``K``: rounding for exact samplers, the bias for others.
         burn_in: updates on a noisy gradient before the covariance is solved for, in which preconditioners freeze.
 

@@ -2,7 +2,8 @@ r"""The extended Kalman filter as a gradient transformation: every batch is an o
 
 The batch's log-likelihood, weighed by lr, is linearised at the mean; its rows and the gradient condition the Gaussian that the
 state remembers (see :mod:`bayesopt_chain.posterior.ekf._structures` for the equations). On linear Gaussian models the dense
-filter is exact: one pass at lr = 1 is then the Bayesian posterior, whatever the batches.
+filter is exact: one pass at lr = 1 is then the Bayesian posterior, whatever the batches. The extended filter: Jazwinski (1970);
+as natural gradient: Ollivier (2018).
 """
 
 from __future__ import annotations
@@ -235,6 +236,12 @@ class KalmanFilter(PosteriorTransformation):
 
         Raises:
             ValueError: parameters of other shapes than the state's; NaN in the state or the parameters (named).
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(prior_precision=4.0), torch.zeros(2)
+            >>> tx.posterior(tx.init(params), params).marginal_variance
+            tensor([0.2500, 0.2500])
         """
         mine, structure = self._state(state), self._link.structure
         require_these(structure.shapes(mine), params, str(self._link))
@@ -254,6 +261,12 @@ class KalmanFilter(PosteriorTransformation):
 
         Raises:
             ValueError: parameters of other shapes than the state's; a transition that does not fit them.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.ekf.dense(transition=0.5), torch.ones(2)
+            >>> tx.predict(tx.init(params), params).params
+            tensor([0.5000, 0.5000])
         """
         mine, link = self._state(state), self._link
         require_these(link.structure.shapes(mine), params, str(link))

@@ -2,7 +2,8 @@ r"""The ELBO of any Gaussian, whichever method gave it: how far it is from the p
 
     F(q) = E_q[loss(theta)] - T H[q] = E_q[loss(theta) + T log q(theta)],        -F / T <= log Z = log int exp(-loss / T),
 
-with equality where q is the posterior; there ``loss + T log q`` is the same for every draw, so that its mean has no error.
+with equality where q is the posterior; there ``loss + T log q`` is the same for every draw, so that its mean has no error
+(Jordan, Ghahramani, Jaakkola and Saul, 1999).
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def dense(
     init_scale: Any = 1e-2,
     **options: Unpack[Options],
 ) -> VariationalTransform:
-    """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z``.
+    """One Gaussian over all parameters, every correlation kept: ``theta = mu + L z`` (Kucukelbir, Tran, Ranganath, Gelman and
+    Blei, 2017).
 
     ``L`` is lower triangular; phi is ``L`` below its diagonal and the logarithm on it, so that it stays a Cholesky factor
     without ever being refactorised. Its state holds ``P^2`` numbers and twice what the optimizer remembers of them.

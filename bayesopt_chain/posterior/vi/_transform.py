@@ -70,9 +70,13 @@ class VariationalState(NamedTuple):
 
 
 class VariationalInfo(NamedTuple):
-    """What a step reports: the mean loss over the draws, the loss's auxiliary output, and the negative ELBO per datum.
+    """What a step reports.
 
-    With several samples each tensor of ``aux`` has them on axis 0. The other fields are those of :class:`bayesopt_chain.Info`.
+    Attributes:
+        loss: the mean over the draws, 0-d.
+        aux: the loss's auxiliary output; with several samples each of its tensors has them on axis 0.
+        negative_elbo: per datum, in nats, 0-d.
+        finite, gradient_norm, temperature: as in :class:`bayesopt_chain.Info`.
     """
 
     loss: Tensor
