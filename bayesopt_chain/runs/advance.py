@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
-import optree
 import torch
-from torch import Tensor
 
-from bayesopt_chain.distributed.shards import everywhere, local
+from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.run import Iteration, Run, iterated
+from bayesopt_chain.runs.interrupts import Interrupts, interrupts
+from bayesopt_chain.runs.run import Iteration, Run
 from bayesopt_chain.runs.store import Store
-from bayesopt_chain.trees import all_finite
+
+SECONDS = 2.0  # between two looks at how well the chains have mixed, for the progress bar
 
 
 @runtime_checkable
@@ -40,121 +39,152 @@ class Meter(Protocol):
         ...
 
 
+class Progress:
+    """The progress bar: loss, number of draws, and the effective sample size and R-hat of the loss so far.
+
+    The last two need the extra ``diagnostics``.
+    """
+
+    def __init__(self, run: Run, done: int) -> None:
+        self.run, self.losses = run, list[Any]()
+        self.looked, self.mixed = 0.0, dict[str, str]()
+        self.bar: Any = None
+        if run.progress:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=run.steps, initial=done, unit="step")
+
+    def update(self, it: Iteration) -> None:
+        """Show a step."""
+        if self.bar is None:
+            return
+        if it.is_draw:
+            loss = getattr(it.info, "loss", None)
+            out = {}
+            if torch.is_tensor(loss):
+                self.losses.append(loss.detach().double().cpu().reshape(-1))
+                out = {"loss": f"{loss.mean().item():.4g}", "draws": str(len(self.losses)), **self._mixing()}
+            for callback in self.run.callbacks:
+                if isinstance(callback, Meter):
+                    out |= callback.postfix()
+            self.bar.set_postfix(out, refresh=False)
+        self.bar.update()
+
+    def _mixing(self) -> dict[str, str]:
+        now = time.monotonic()
+        if len(self.losses) < 8 or now - self.looked < SECONDS:
+            return self.mixed
+        with suppress(ImportError):
+            from arviz_stats.base import array
+
+            statistics: Any = array.array_stats
+
+            x = torch.stack(self.losses, 1).numpy()  # [chains, draws]
+            self.mixed = {"ess": f"{float(statistics.ess(x, chain_axis=0, draw_axis=1, method='bulk')):.0f}"}
+            if len(x) > 1:
+                self.mixed["r_hat"] = f"{float(statistics.rhat(x, chain_axis=0, draw_axis=1, method='rank')):.3f}"
+        self.looked = time.monotonic()
+        return self.mixed
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+
+
 def go(run: Run, store: Store) -> Draws:
-    """All steps that are still to be made, their draws handed to ``store``."""
-    params, state, done = store.restore(run)
-    leaves = optree.tree_leaves(params)
-    last, why, finite = (params, state), "", True
-    bar = _bar(run.steps, done) if run.progress else None
-    try:
-        for it in until_interrupted(run, params, state, done):
-            if it.is_draw:
-                loss = getattr(it.info, "loss", None)
-                why = not_finite(it, loss, leaves)
-                if why:
-                    warnings.warn(f"sample: {why}; the run has diverged and ends here. Lower lr", stacklevel=3)
-                    finite = False
-                    break
-                store.add(it)
-                if bar is not None:
-                    bar.set_postfix(shown(run, loss), refresh=False)
-            last, done = (it.params, it.state), it.step
-            if bar is not None:
-                bar.update()
-            if any([callback(it) is True for callback in run.callbacks]):
-                why = f"a callback ended it after step {it.step}"
-                break
-            store.maybe_checkpoint(it, run.feed)
-        else:
-            why = "" if done >= run.steps else f"interrupted after step {done}"
-        if finite:
-            with deaf_to_interrupts():
-                store.finish(*last, done, run.feed, done >= run.steps, why)
-        else:
-            store.rescue(done, why)
-    except KeyboardInterrupt:
-        why = f"interrupted after step {done}"
-        with deaf_to_interrupts():
-            store.rescue(done, why)
-    except Exception as err:
-        with deaf_to_interrupts():
-            store.rescue(done, f"{type(err).__name__} in step {done + 1}")
-        if store.place is None and store.size:
-            shards, spec, names = store.shards()
-            err.draws = Draws(shards, spec, names, chains=run.chains, complete=False, why=str(err))  # type: ignore[attr-defined]
-        raise
-    finally:
-        if bar is not None:
-            bar.close()
-    for text in [x.warning() for x in run.callbacks if isinstance(x, Meter)]:
-        if text is not None:
-            warnings.warn(f"sample: {text}", stacklevel=3)
-    shards, spec, names = store.shards()
-    complete = done >= run.steps and finite
-    return Draws(shards, spec, names, chains=run.chains, complete=complete, why=why, last=last)
+    """Make all steps that are still to be made, hand their draws to ``store``, and return all draws.
+
+    Ctrl-C, a draw that is not finite, a loss that has exploded and a callback that returns ``True`` end the run, which says
+    why. An exception goes on to the caller with the finished draws in its attribute ``draws``.
+    """
+    with interrupts() as sigint:
+        params, state, done = store.restore(run)
+        progress = Progress(run, done)
+        said = _Ended((params, state), done)
+        try:
+            _steps(run, store, said, sigint, progress)
+            if said.rescue:
+                _rescue(store, said)
+            else:
+                store.finish(*said.last, said.done, run.batches, said.done >= run.steps, said.why)
+        except KeyboardInterrupt:
+            said.why = f"interrupted after step {said.done}"
+            _rescue(store, said)
+        except BaseException as err:
+            sigint.raises = False
+            said.why = f"{type(err).__name__} in step {said.done + 1}"
+            failed = store.rescue(said.done, said.why)
+            with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
+                err.draws = draws_of(run, store, said, complete=False)  # type: ignore[attr-defined]
+                where = "in the attribute draws of this exception" + (
+                    "" if store.place is None or failed else ", and on disk"
+                )
+                if len(err.draws) and hasattr(err, "add_note"):  # type: ignore[attr-defined]
+                    err.add_note(f"sample: {len(err.draws)} finished draws are {where}")  # type: ignore[attr-defined]
+            raise
+        finally:
+            progress.close()
+        for text in [x.warning() for x in run.callbacks if isinstance(x, Meter)]:
+            if text is not None:
+                warnings.warn(f"sample: {text}", stacklevel=3)
+        store.together(lambda: None)  # until the first rank has written
+        return draws_of(run, store, said, complete=said.done >= run.steps and not said.rescue)
 
 
-def not_finite(it: Iteration, loss: Any, leaves: list[Any]) -> str:
-    """What is not finite of a draw, on any rank; the loss is that of the parameters before its step."""
-    values = [local(x) for x in optree.tree_leaves(it.params)]
-    if not bool(everywhere(all_finite([*values, *([loss] if torch.is_tensor(loss) else [])]), leaves)):
-        if torch.is_tensor(loss) and not bool(torch.isfinite(loss).all()):
-            return f"the loss of step {it.step} is {_shown(loss)}"
-        return f"the parameters after step {it.step} are not finite"
-    return ""
+class _Ended:
+    """How far a run came: what the last whole step returned, its number, why it ended, and whether its draws alone are kept."""
+
+    def __init__(self, last: tuple[Any, Any], done: int) -> None:
+        self.last, self.done = last, done
+        self.why, self.rescue = "", False
 
 
-def shown(run: Run, loss: Any) -> dict[str, str]:
-    """What stands behind the progress bar."""
-    out = {"loss": f"{loss.mean().item():.4g}"} if torch.is_tensor(loss) else {}
-    for callback in run.callbacks:
-        if isinstance(callback, Meter):
-            out |= callback.postfix()
-    return out
+def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: Progress) -> None:
+    """Make steps until the last one, or until something ends the run."""
+    watch = Divergence(run)
+    params, state = said.last
+    for n in range(said.done + 1, run.steps + 1):
+        if sigint.asked:
+            said.why = f"interrupted after step {said.done}"
+            return
+        sigint.raises = True
+        params, state, info = run.step(params, state, run.batches.next())
+        it = Iteration(n, params, state, info, run.is_draw(n))
+        wrong = watch.why(it) if it.is_draw else ""
+        sigint.raises = False
+        if wrong:
+            warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
+            said.why, said.rescue = wrong, True
+            return
+        if it.is_draw:
+            store.add(it)
+        said.last, said.done = (params, state), n
+        progress.update(it)
+        sigint.raises = True
+        ended = any([callback(it) is True for callback in run.callbacks])
+        sigint.raises = False
+        if ended:
+            said.why = f"a callback ended it after step {n}"
+            return
+        store.maybe_checkpoint(it, run.batches)
 
 
-def until_interrupted(run: Run, params: Any, state: Any, done: int) -> Iterator[Iteration]:
-    """The steps; the first Ctrl-C ends them after the step under way, a second one raises at once."""
-    asked = False
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    mine = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, ask) if mine else None
-    try:
-        for it in iterated(run.step, params, state, run.feed, done, run.steps, run.burn_in, run.thinning):
-            yield it
-            if asked:
-                return
-    finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
+def _rescue(store: Store, said: _Ended) -> None:
+    """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
+    said.rescue = True
+    if failed := store.rescue(said.done, said.why):
+        warnings.warn(f"sample: the last {store.size} draws are in memory only: {failed}", stacklevel=4)
 
 
-@contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """Draws are being committed: another Ctrl-C comes too late to matter."""
-    mine = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if mine else None
-    try:
-        yield
-    finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
-
-
-def _bar(steps: int, done: int) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=steps, initial=done, unit="step")
-
-
-def _shown(loss: Tensor) -> str:
-    if loss.ndim == 0:
-        return str(loss.item())
-    bad = [i for i, ok in enumerate(torch.isfinite(loss).tolist()) if not ok]
-    return f"not finite in chains {bad[:8]}{'...' if len(bad) > 8 else ''}"
+def draws_of(run: Run, store: Store, said: _Ended, complete: bool) -> Draws:
+    """All draws of a run, those on disk and those that are held."""
+    return Draws(
+        store.shards(),
+        store.spec,
+        store.names,
+        chains=run.chains,
+        complete=complete,
+        why=said.why,
+        last=said.last,
+    )

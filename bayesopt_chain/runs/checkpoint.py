@@ -1,8 +1,8 @@
 """Trees of tensors on disk, without pickle: one safetensors file, written whole or not at all.
 
 A file holds ``{path: tensor}`` and, in its header, what it is a file of: every leaf's path, dtype and shape, the numbers
-and strings among the leaves, the chain's text, the library's version and a checksum of the data. :func:`load` compares
-all of it with the tree it is to fill and names what differs.
+and strings among the leaves, the chain, the library's version and checksums of the data (:mod:`bayesopt_chain.runs.files`).
+:func:`load` compares all of it with the tree it is to fill and names what differs.
 
 Of several ranks each writes a file of its own, without a message, and the first one an index of them:
 
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,9 @@ from torch import Tensor
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import share_of, world
 from bayesopt_chain.loop.module_state import keyed
-from bayesopt_chain.version import __version__
+from bayesopt_chain.runs import files
+from bayesopt_chain.runs.files import File
 
-FORMAT = "bayesopt_chain/1"
 Scalar = bool | int | float | str | None
 
 
@@ -87,12 +85,12 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
     tensors, scalars = flat(tree)
     require_whole("save", tensors)
     rank, size = world()
-    files = _files(Path(path), size)
+    mine = _files(Path(path), size)
     header = {"scalars": scalars, "chain": None if tx is None else repr(tx), **_streams(tree, tensors)}
-    write(files[rank], tensors, header)
+    files.write(mine[rank], tensors, header)
     index = _index_of(Path(path))
     if rank == 0 and (size > 1 or index.exists()):
-        write_text(index, json.dumps({"format": FORMAT, "files": [file.name for file in files]}, indent=1))
+        files.write_text(index, json.dumps({"format": files.FORMAT, "files": [file.name for file in mine]}, indent=1))
 
 
 def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
@@ -162,28 +160,30 @@ def _found(path: Path, like: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     index, own = _index_of(path), _files(path, size)[rank]
     if index.exists():
         try:
-            files = [path.with_name(name) for name in json.loads(index.read_text())["files"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as err:
+            saved = [path.with_name(name) for name in json.loads(index.read_text())["files"]]
+        except (ValueError, KeyError, TypeError) as err:
             raise ValueError(f"load: {index} is damaged: {err}") from None
     else:
-        files = [own if own.exists() else path]
-    if own in files:
-        return read(own)
-    if len(files) > 1 and (missing := [file.name for file in files if not file.exists()]):
+        saved = [own if own.exists() else path]
+    if own in saved:
+        return _read(own)
+    if len(saved) > 1 and (missing := [file.name for file in saved if not file.exists()]):
         raise FileNotFoundError(
-            f"load: {len(files)} ranks saved {path}, and {missing[0]} is missing: save on every rank, or restore it"
+            f"load: {len(saved)} ranks saved {path}, and {missing[0]} is missing: save on every rank, or restore it"
         )
-    headers = {file: header_of(file) for file in files}
-    kinds = {(about["checksum"], _rest(about)): file for file, about in reversed(headers.items())}
-    distinct = [file for file in files if file in kinds.values()]
+    opened = {file: File(file) for file in saved}
+    headers = {file: x.said for file, x in opened.items()}
+    sums = {file: tuple(x.entries[name].sums for name in sorted(x.entries)) for file, x in opened.items()}
+    kinds = {(sums[file], _rest(about)): file for file, about in reversed(headers.items())}
+    distinct = [file for file in saved if file in kinds.values()]
     chains = [headers[file].get("chains") for file in distinct]
     if len(distinct) == 1 and chains == [None]:
-        return read(distinct[0])
+        return _read(distinct[0])
     told = [key for file in distinct for key in headers[file]["keys"]]
     if None in chains or len(set(told)) < len(told) or len({_rest(headers[file]) for file in distinct}) > 1:
         raise ValueError(
-            f"load: {len(files)} ranks saved {path}, and {size} load it: their files are neither alike nor of different chains "
-            f"stacked on axis 0. Load it with {len(files)} ranks, or one of the files by its name, such as {files[0].name}"
+            f"load: {len(saved)} ranks saved {path}, and {size} load it: their files are neither alike nor of different chains "
+            f"stacked on axis 0. Load it with {len(saved)} ranks, or one of the files by its name, such as {saved[0].name}"
         )
     return _rows(distinct, chains, like, rank, size), headers[distinct[0]]
 
@@ -203,7 +203,7 @@ def _rows(files: Sequence[Path], chains: Sequence[Any], like: Any, rank: int, si
     for file, n in zip(files, chains):
         first, stop = max(mine.start, start), min(mine.stop, start + n)
         if first < stop:
-            tensors, _ = read(file)
+            tensors, _ = _read(file)
             rows.append({name: x[first - start : stop - start] for name, x in tensors.items()})
         start += n
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
@@ -234,66 +234,6 @@ def _names(tree: Any) -> list[str]:
     return ["/".join(str(getattr(entry, "field", entry.entry)) for entry in a) or "tensor" for a in accessors]
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> int:
-    """Write tensors and a header atomically; returns the checksum of the data."""
-    from safetensors.torch import save_file
-
-    held, seen = {}, set()
-    for name, x in tensors.items():
-        x = x.detach().contiguous()
-        where = x.untyped_storage().data_ptr()
-        if where in seen or x.untyped_storage().nbytes() != x.nbytes:  # the format has no views
-            x = x.clone()
-        seen.add(x.untyped_storage().data_ptr())
-        held[name] = x.cpu()
-    crc = checksum(held)
-    about = {"format": FORMAT, "version": __version__, "checksum": crc, **header}
-
-    def to(temporary: Path) -> None:
-        save_file(held, temporary, metadata={"bayesopt_chain": json.dumps(about)})
-
-    _replace(path, to)
-    return crc
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    _replace(path, lambda temporary: temporary.write_text(text))
-
-
-def _replace(path: Path, to: Any) -> None:
-    """Let ``to`` write a temporary neighbour, push it to the disk, and put it in the place of ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        to(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as err:
-        temporary.unlink(missing_ok=True)
-        if type(err).__name__ == "SafetensorError":
-            raise OSError(f"save: cannot write {path}: {err}") from err
-        if isinstance(err, OSError):
-            raise OSError(
-                err.errno, f"save: cannot write {path}: {err.strerror or err}; what stood there is untouched"
-            ) from err
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def read(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the header of a file that :func:`write` wrote."""
-    with _opened(path) as (file, about):
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if verify and checksum(tensors) != about["checksum"]:
-        raise ValueError(f"load: the data of {path} do not match their checksum: the file is damaged")
-    return tensors, about
-
-
 def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse shards, of which each rank would write its own under one name.
 
@@ -308,35 +248,24 @@ def require_whole(who: str, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def header_of(path: Path) -> dict[str, Any]:
-    """The header of a file that :func:`write` wrote."""
-    with _opened(path) as (_, about):
-        return about
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file, and what was said of them."""
+    file = File(path)
+    return {name: file.read(name) for name in file.entries}, file.said
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        raise FileNotFoundError(f"load: there is no file {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("bayesopt_chain", "null"))
-            if not isinstance(about, dict) or about.get("format") != FORMAT:
-                raise ValueError(
-                    f"load: {path} was not written by bayesopt_chain ({FORMAT}): its header says {about!r}"
-                )
-            yield file, about
-    except (SafetensorError, json.JSONDecodeError) as err:
-        raise ValueError(f"load: {path} is no whole safetensors file (truncated or damaged): {err}") from None
+def nested(flat: Mapping[str, Any]) -> Any:
+    """A nested dictionary from one with paths as keys."""
+    return flat["tensor"] if list(flat) == ["tensor"] else merged({}, flat)
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 of names and bytes, in the order of the names."""
-    crc = 0
-    for name in sorted(tensors):
-        crc = zlib.crc32(name.encode(), crc)
-        x = tensors[name].contiguous().reshape(-1)
-        crc = zlib.crc32(x.view(torch.uint8).numpy().data, crc) if x.numel() else crc
-    return crc
+def merged(tree: Any, flat: Mapping[str, Any]) -> Any:
+    """Nested dictionaries with these values in them too, by their paths."""
+    out: Any = optree.tree_map(lambda x: x, tree)
+    for name, value in flat.items():
+        *folders, last = name.split("/")
+        inner = out
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = value
+    return out

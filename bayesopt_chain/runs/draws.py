@@ -9,34 +9,24 @@ is written last, so that a directory always holds whole draws.
 from __future__ import annotations
 
 import glob
-import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import optree
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.table import (
-    BUFFER,
-    LEAF,
-    LOSS,
-    STEP,
-    Group,
-    Shard,
-    Writer,
-    grouped,
-    read_index,
-    side_by_side,
-    writers_of,
-)
+from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward
+from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
+from bayesopt_chain.runs.opened import opened
+from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, folder_of_segment
 
-Reduce = Literal["mean", "log_mean_exp", "stack"]
+AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
 
 
 class Draws:
@@ -65,7 +55,7 @@ class Draws:
         names: Sequence[str],
         *,
         chains: int | None = None,
-        rows: Sequence[tuple[int, int]] | None = None,
+        rows: Sequence[int] | None = None,
         complete: bool = True,
         why: str = "",
         last: tuple[Any, Any] | None = None,
@@ -73,7 +63,7 @@ class Draws:
         self._shards = list(shards)
         self._spec = spec
         self._names = list(names)
-        self._rows = [(k, i) for k, s in enumerate(self._shards) for i in range(s.size)] if rows is None else list(rows)
+        self._rows = range(sum(s.size for s in self._shards)) if rows is None else rows
         self.chains = chains
         self.complete = complete
         self.why = why
@@ -84,36 +74,107 @@ class Draws:
         """Draws from a sequence of parameter trees.
 
         Args:
-            trees: at least one tree; copies are made.
+            trees: at least one tree, or module; copies are made. A module gives its parameters by name, and its buffers with
+                them. Trees of parameters alone hold no running statistics of BatchNorm: :meth:`predict` warns of that.
             chains: the length of axis 0 of every leaf, if the trees are of stacked chains.
+
+        Returns:
+            The draws, in memory.
+
+        Raises:
+            ValueError: no trees, or trees of different leaves.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]).buffers["running_mean"].shape
+            torch.Size([2, 2])
         """
         trees = list(trees)
         if not trees:
             raise ValueError("Draws.from_trees: no trees were given")
+        modules = [tree if isinstance(tree, nn.Module) else None for tree in trees]
+        trees = [
+            tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
+        ]
         flat = [checkpoint.flat(tree)[0] for tree in trees]
+        for i, tree in enumerate(flat):
+            wrong = sorted(
+                {n for n in {*tree, *flat[0]} if n not in tree or n not in flat[0] or tree[n].shape != flat[0][n].shape}
+            )
+            if wrong:
+                raise ValueError(f"Draws.from_trees: trees[{i}] and trees[0] differ in {', '.join(wrong[:4])}")
+        for name, x in flat[0].items():
+            if chains is not None and x.shape[:1] != (chains,):
+                raise ValueError(
+                    f"Draws.from_trees: chains={chains} counts axis 0 of every leaf, and {name} has shape {tuple(x.shape)}"
+                )
         spec = optree.tree_structure(trees[0], none_is_leaf=True)
         leaves = {LEAF + name: torch.stack([tree[name] for tree in flat]) for name in flat[0]}
+        if all(m is not None for m in modules):
+            buffers = [dict(m.named_buffers()) for m in modules if m is not None]
+            leaves |= {BUFFER + name: torch.stack([b[name].detach() for b in buffers]) for name in buffers[0]}
         leaves[STEP] = torch.arange(1, len(flat) + 1)
         return cls([Shard(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod
-    def open(cls, path: str | Path | Sequence[str | Path], *, like: Any = None) -> Draws:
-        """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; nothing is read yet.
+    def open(
+        cls,
+        path: str | Path | Sequence[str | Path],
+        *,
+        like: Any = None,
+        segment: str | None = None,
+        damaged: Literal["refuse", "skip"] = "refuse",
+    ) -> Draws:
+        """Open the draws of a directory that :func:`bayesopt_chain.sample` wrote; only what is asked for is read.
 
         Those that several ranks wrote, one number of ranks after another perhaps, stand side by side on the axis of chains.
 
         Args:
             path: the directory; a list of them, or a pattern such as ``"runs/job-*"``, opens the chains of several runs as one.
             like: the parameters, for their structure. Without it the tree is a nested dictionary of the names in the paths.
-                Draws of DTensors come spread as these parameters are, and whole where these are plain tensors, or without it.
+                Draws of DTensors come sharded as these parameters are, and whole where these are plain tensors, or without it.
+            segment: the name of draws that were made with ``sample(segment=)``; ``None``: those without one.
+            damaged: ``"refuse"`` raises an error that names the damaged file when its draws are read; ``"skip"`` reads
+                every file now, and leaves out the draws of damaged ones, with a warning that names each.
+
+        Returns:
+            The draws. Leaves of ``draws.params`` that are larger than 1 MiB are read when they are indexed or computed with.
 
         Raises:
             FileNotFoundError: no run, or a shard of it is missing.
             ValueError: a damaged index, or other parameters than ``like``; parts of several ranks that drew the same noise.
+
+        Example:
+            >>> import tempfile, torch, bayesopt_chain as bc
+            >>> tx, params = bc.sghmc(0.1, temperature=0.01), {"w": torch.zeros(2)}
+            >>> step, folder = bc.make_step(lambda p, batch: (p["w"] ** 2).mean(), tx), tempfile.mkdtemp()
+            >>> _ = bc.sample(step, params, tx.init(params), None, steps=20, path=folder)
+            >>> bc.Draws.open(folder)[::10].params["w"].shape
+            torch.Size([2, 2])
         """
+        if damaged not in ("refuse", "skip"):
+            raise ValueError(f"Draws.open: damaged is 'refuse' or 'skip', got {damaged!r}")
         given = path if isinstance(path, (list, tuple)) else [path]
         paths = [Path(str(p)) for g in given for p in (sorted(glob.glob(str(g))) if glob.has_magic(str(g)) else [g])]
-        return _opened(paths, like)
+        found = opened([folder_of_segment(p, segment) for p in paths], like, damaged == "skip")
+        return cls(found.shards, found.spec, found.names, chains=found.chains, complete=found.complete, why=found.why)
+
+    @staticmethod
+    def segments(path: str | Path) -> list[str]:
+        """The names of the segments that ``sample(segment=)`` made in a directory.
+
+        Args:
+            path: the directory.
+
+        Returns:
+            Names for ``open(path, segment=)``, sorted; the draws without a name are not among them.
+
+        Example:
+            >>> import tempfile, bayesopt_chain as bc
+            >>> bc.Draws.segments(tempfile.mkdtemp())
+            []
+        """
+        return sorted(p.name.removeprefix(SEGMENT) for p in Path(path).glob(f"{SEGMENT}*") if p.is_dir())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -133,17 +194,16 @@ class Draws:
         """One draw as a tree of parameters, or some of the draws."""
         if isinstance(at, slice):
             return self._with(self._rows[at])
-        k, i = self._rows[at]
-        held = self._shards[k].load()
-        return self._tree([held[LEAF + name][i] for name in self._names])
+        return next(iter(self._with([self._rows[at]])))
 
     def __iter__(self) -> Iterator[Any]:
-        """The draws one by one; of draws on disk one shard is held at a time."""
-        current, held = None, {}
-        for k, i in self._rows:
-            if k != current:
-                current, held = k, self._shards[k].load()
-            yield self._tree([held[LEAF + name][i] for name in self._names])
+        """The draws one by one; of draws on disk a few are read at a time."""
+        columns = [self._column_of(LEAF + name) for name in self._names] if len(self) else []
+        some = max(1, AT_ONCE // max(1, sum(c.row_bytes for c in columns)))
+        for start in range(0, len(self), some):
+            blocks = [c.at(c.rows[start : start + some]).read() for c in columns]
+            for i in range(min(some, len(self) - start)):
+                yield self._tree([block[i] for block in blocks])
 
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them."""
@@ -178,12 +238,14 @@ class Draws:
             ValueError: other leaves or buffers, or another number of chains.
         """
         shards, rows = list(self._shards), list(self._rows)
+        size = sum(s.size for s in shards)
         for other in others:
             mine, theirs = ((sorted(x._names), x._buffer_names, x.chains) for x in (self, other))
             if mine != theirs:
                 raise ValueError(f"Draws.merge: {other!r} has other leaves or chains than {self!r}")
-            rows += [(k + len(shards), i) for k, i in other._rows]
+            rows += [size + i for i in other._rows]
             shards += other._shards
+            size += sum(s.size for s in other._shards)
         complete = self.complete and all(other.complete for other in others)
         return Draws(shards, self._spec, self._names, chains=self.chains, rows=rows, complete=complete, why=self.why)
 
@@ -242,8 +304,7 @@ class Draws:
 
     def columns(self) -> dict[str, Tensor]:
         """Everything that is held of the draws, by name, draws on axis 0."""
-        names = self._shards[self._rows[0][0]].load() if self._rows else ()
-        return {name: self._column(name) for name in names}
+        return {name: self._column_of(name).read() for name in (self._shards[0].names() if len(self) else ())}
 
     def with_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
         """Draws of the same parameters that hold these columns."""
@@ -325,7 +386,7 @@ class Draws:
             names.get(name, name.replace("/", ".")): laid_out(self._column(LEAF + name)) for name in self._names
         }
         stats = {"step": laid_out(self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains))}
-        if all(LOSS in shard.load() for shard in self._shards):
+        if self._has(LOSS):
             stats["loss"] = laid_out(self.loss)
         likelihood = None if log_likelihood is None else {"y": laid_out(log_likelihood)}
         return arviz.from_dict(posterior=posterior, sample_stats=stats, log_likelihood=likelihood)
@@ -337,11 +398,9 @@ class Draws:
             ValueError: the first damaged shard, by name.
         """
         for files in {id(cell.files): cell.files for shard in self._shards for cell in shard.cells}.values():
-            for i, part in enumerate(files.about["parts"]):
-                for name in part["sums"]:
-                    files.piece(i, name)
+            files.verify()
 
-    def _with(self, rows: Sequence[tuple[int, int]]) -> Draws:
+    def _with(self, rows: Sequence[int]) -> Draws:
         return Draws(
             self._shards, self._spec, self._names, chains=self.chains, rows=rows, complete=self.complete, why=self.why
         )
@@ -349,26 +408,30 @@ class Draws:
     def _tree(self, leaves: list[Tensor]) -> Any:
         return optree.tree_unflatten(self._spec, leaves)
 
-    def _column(self, name: str) -> Tensor:
-        held: dict[int, Tensor] = {}
-        for k, _ in self._rows:
-            if k not in held:
-                held[k] = self._shards[k].load()[name]
-        if not self._rows:
+    def _column_of(self, name: str) -> Column:
+        if not len(self):
             raise ValueError("Draws: there are none; run longer, or with a shorter burn-in")
-        whole = len(held) == 1 and self._rows == [(k, i) for k in held for i in range(len(held[k]))]
-        return next(iter(held.values())) if whole else torch.stack([held[k][i] for k, i in self._rows])
+        return Column(self._shards, self._rows, name)
+
+    def _column(self, name: str) -> Tensor:
+        """A column; read now unless it is large, on disk, and of plain tensors."""
+        column = self._column_of(name)
+        stored = any(s.leaves is None for s in self._shards) and not are_spread([s.like for s in self._shards])
+        return StoredTensor(column) if stored and column.nbytes > LAZY else column.read()
+
+    def _has(self, name: str) -> bool:
+        return all(name in shard.names() for shard in self._shards)
 
     @property
     def _buffer_names(self) -> list[str]:
-        held = self._shards[0].load() if self._shards else {}
-        return sorted(name.removeprefix(BUFFER) for name in held if name.startswith(BUFFER))
+        names = self._shards[0].names() if self._shards else []
+        return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
         """The same draws with these buffers, leaves ``[S, ...]`` or ``[S, chains, ...]``, in the place of their own."""
         leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
         leaves |= {BUFFER + name: x for name, x in buffers.items()}
-        leaves |= {name: self._column(name) for name in (STEP, LOSS) if all(name in s.load() for s in self._shards)}
+        leaves |= {name: self._column(name) for name in (STEP, LOSS) if self._has(name)}
         shard = Shard(len(self), leaves)
         return Draws(
             [shard], self._spec, self._names, chains=self.chains, complete=self.complete, why=self.why, last=self.last
@@ -381,210 +444,7 @@ class Draws:
         step = max(1, chunk // (self.chains or 1))
         for start in range(0, len(self), step):
             some = self[start : start + step]
-            block: Any = (some.params, some.buffers)
+            block: Any = optree.tree_map(loaded, cast(Any, (some.params, some.buffers)))
             if self.chains is not None:
                 block = optree.tree_map(lambda x: x.flatten(0, 1), block)
             yield block
-
-
-def buffered_forward(forward: Any) -> Callable[[Any, Any, Any], Tensor]:
-    """A function of params, batch and buffers from what a user passed.
-
-    Raises:
-        ValueError: it takes no buffers, or its module is in ``train`` mode.
-    """
-    if hasattr(forward, "with_buffers"):
-        if forward.module.training:
-            raise ValueError(
-                "predict: the module is in train mode, so that BatchNorm would take the statistics of the batch "
-                "instead of those the draws hold; call module.eval() first"
-            )
-        return lambda params, batch, buffers: forward.with_buffers(params, batch, buffers)[0]
-    try:
-        inspect.signature(forward).bind(None, None, None)
-    except TypeError:
-        raise ValueError(
-            "predict: these draws hold buffers of their own (BatchNorm's statistics), and this function takes none: pass the "
-            "forward of bc.make_functional(module), or a function of (params, batch, buffers)"
-        ) from None
-    return forward
-
-
-class Forward:
-    """A model at many draws at once by ``vmap``; one by one from the first time that vmap refuses it."""
-
-    def __init__(self, forward: Callable[[Any, Any, Any], Tensor]) -> None:
-        self.forward = forward
-        self.batched = True
-
-    def __call__(self, draws: Any, batch: Any, buffers: Any) -> Tensor:
-        """Outputs ``[S, B, *event]`` for parameters and buffers ``[S, ...]``."""
-        size = optree.tree_leaves(draws)[0].shape[0]
-        if self.batched and size > 1:
-            try:
-                return torch.vmap(lambda p, b: self.forward(p, batch, b), randomness="error")(draws, buffers)
-            except RuntimeError:
-                self.batched = False
-        both: Any = (draws, buffers)
-        singles = [optree.tree_map(lambda x, i=i: x[i], both) for i in range(size)]
-        return torch.stack([self.forward(p, batch, b) for p, b in singles])
-
-
-class Average:
-    """A running mean, log-mean-exp or stack over axis 0 of what is added."""
-
-    def __init__(self, reduce: Reduce) -> None:
-        self.reduce = reduce
-        self.count = 0
-        self.total: Tensor | None = None
-        self.parts: list[Tensor] = []
-
-    def add(self, x: Tensor) -> None:
-        """Add a block ``[S, ...]``."""
-        self.count += len(x)
-        if self.reduce == "stack":
-            self.parts.append(x)
-            return
-        block = x.logsumexp(0) if self.reduce == "log_mean_exp" else x.sum(0)
-        if self.total is None:
-            self.total = block
-        else:
-            self.total = torch.logaddexp(self.total, block) if self.reduce == "log_mean_exp" else self.total + block
-
-    @property
-    def value(self) -> Tensor:
-        """The result so far."""
-        if self.reduce == "stack":
-            return torch.cat(self.parts)
-        if self.total is None:
-            raise ValueError("nothing was added yet")
-        return self.total - math.log(self.count) if self.reduce == "log_mean_exp" else self.total / self.count
-
-
-def _opened(paths: Sequence[Path], like: Any) -> Draws:
-    """The draws of all writers of these runs, side by side."""
-    if not paths:
-        raise FileNotFoundError("Draws.open: no directory is named, or none fits the pattern")
-    groups, every = list[Group](), list[Writer]()
-    for path in paths:
-        writers = writers_of(path)
-        if not writers:
-            if any(path.glob("*/lock")):
-                raise FileNotFoundError(
-                    f"Draws.open: none of the ranks that began a run in {path} has committed a draw yet"
-                )
-            read_index(path)
-        groups += _groups_of(path, writers)
-        every += writers
-    first = every[0].index
-    for w in every:
-        differing = [k for k in ("burn_in", "thinning", "tree") if w.index[k] != first[k]]
-        if differing:
-            raise ValueError(f"Draws.open: {w.folder} and {every[0].folder} hold runs with another {differing[0]}")
-    _require_chains_of_their_own(groups)
-    spec, names = _leaves(every[0], like)
-    shards = side_by_side(groups, None if like is None else checkpoint.flat(like)[0])
-    newest = [g.newest for g in groups if g.newest is not None]
-    even = len({sum(s.draws for s, _ in g.segments) for g in groups}) == 1
-    complete = even and all(w.index["complete"] for w in newest)
-    why = next(
-        (w.index["why"] for w in newest if w.index["why"]),
-        "" if complete else "some of the chains have more draws" if not even else "",
-    )
-    stacked = len(groups) > 1 or groups[0].stacked
-    chains = sum(
-        len(g.chains) if g.newest is None or g.newest.chains is not None else g.newest.index["chains"] or 1
-        for g in groups
-    )
-    return Draws(shards, spec, names, chains=chains if stacked else None, complete=complete, why=why)
-
-
-def _groups_of(path: Path, writers: Sequence[Writer]) -> list[Group]:
-    """All chains of a run.
-
-    Raises:
-        FileNotFoundError: nobody holds some of them.
-    """
-    if any(w.chains is None for w in writers):
-        size = writers[0].index["rank"][1]
-        if len(writers) < size:
-            raise FileNotFoundError(
-                f"Draws.open: {path} holds runs of {len(writers)} of {size} ranks; restore the others"
-            )
-        return [grouped([w], range(1))[0] for w in writers]
-    total = writers[0].index["total"]
-    groups = grouped(writers, range(total))
-    if missing := [group.chains for group in groups if group.newest is None]:
-        raise FileNotFoundError(
-            f"Draws.open: {path} holds no draws of {shown(missing[0])} of {total}; restore the folder "
-            "of the rank that ran them, or go on with the run"
-        )
-    return groups
-
-
-def _require_chains_of_their_own(groups: Sequence[Group]) -> None:
-    """Refuse chains that drew the same noise: they have a key in common, or the same first draw.
-
-    Raises:
-        ValueError: naming two of them.
-    """
-    seen: dict[Any, Group] = {}
-    for g in groups:
-        if g.newest is None:
-            continue
-        alone = (
-            [key for key in g.newest.index["keys"]] if g.newest.chains is None or len(g.newest.chains) == g.size else []
-        )
-        told: list[Any] = [*alone]
-        if g.segments and g.newest.chains is None:
-            segment, _ = g.segments[0]
-            told.append(
-                (
-                    "draws",
-                    *sorted(
-                        crc for p in segment.files.about["parts"] for n, crc in p["sums"].items() if n.startswith(LEAF)
-                    ),
-                )
-            )
-        for key in told:
-            other = seen.setdefault(key, g)
-            if other is not g and other.newest is not g.newest and other.newest is not None:
-                raise ValueError(
-                    f"Draws.open: {other.newest.folder.name} and {g.newest.folder.name} drew the same noise, since their ranks "
-                    "were seeded alike: they are one chain, not two. Make the chains with bc.parallel(step, n, mesh=mesh), or "
-                    "seed each rank differently"
-                )
-
-
-def _leaves(writer: Writer, like: Any) -> tuple[Any, list[str]]:
-    """Structure and names of the parameters, after ``like`` or the names in the paths."""
-    names = writer.index["leaves"]
-    if like is None:
-        tree = nested(dict.fromkeys(names, 0))
-        return optree.tree_structure(tree, none_is_leaf=True), list(checkpoint.flat(tree)[1])
-    mine = list(checkpoint.flat(like)[0])
-    if sorted(mine) != sorted(names):
-        raise ValueError(f"Draws.open: {writer.folder} holds leaves {sorted(names)}, like has {sorted(mine)}")
-    return optree.tree_structure(like, none_is_leaf=True), mine
-
-
-def shown(chains: range) -> str:
-    """Consecutive chains in words."""
-    return f"chain {chains.start}" if len(chains) == 1 else f"chains {chains.start} to {chains.stop - 1}"
-
-
-def nested(flat: Mapping[str, Any]) -> Any:
-    """A nested dictionary from one with paths as keys."""
-    return flat["tensor"] if list(flat) == ["tensor"] else merged({}, flat)
-
-
-def merged(tree: Any, flat: Mapping[str, Any]) -> Any:
-    """Nested dictionaries with these values in them too, by their paths."""
-    out: Any = optree.tree_map(lambda x: x, tree)
-    for name, value in flat.items():
-        *folders, last = name.split("/")
-        inner = out
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = value
-    return out

@@ -15,7 +15,7 @@ from bayesopt_chain.distributed.ranks import gather_objects
 class ResumableBatches:
     """Batches without end, with a place in them that can be saved and returned to.
 
-    Of ranks that share a chain each has a feed of its own part of the data; ``whole`` is what they have together.
+    Ranks that share a chain have each the batches of its own part of the data; ``whole`` is what they have together.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -35,7 +35,7 @@ class ResumableBatches:
         self.start = self.state()
 
     def share(self, mesh: Any) -> None:
-        """Learn what the feeds of all ranks of a mesh are together; one message."""
+        """Learn what the batches of all ranks of a mesh are together; one message."""
         self.whole = _together(gather_objects(self._part(), mesh))
         self.start = self.state()
 

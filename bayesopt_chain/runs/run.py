@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -24,18 +24,23 @@ class Iteration(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What :func:`sample` was asked for."""
+    """What :func:`sample` was asked for, with its arguments' names."""
 
     step: Callable
     params: Any
     state: Any
-    feed: ResumableBatches
+    batches: ResumableBatches
     steps: int
     burn_in: int
     thinning: int
     chains: int | None
     callbacks: Sequence[Callable[[Iteration], Any]]
     progress: bool
+    seed: int | None = None
+
+    def is_draw(self, step: int) -> bool:
+        """Whether the parameters after this step are kept."""
+        return step > self.burn_in and (step - self.burn_in) % self.thinning == 0
 
     def some(self, rows: slice, steps: int) -> Run:
         """The same run for some of its chains, up to a step. Callbacks are left out: they expect all chains."""
@@ -45,11 +50,3 @@ class Run(NamedTuple):
         return self._replace(
             step=step, params=params, state=state, steps=steps, chains=rows.stop - rows.start, callbacks=()
         )
-
-
-def iterated(
-    step, params, state, feed: ResumableBatches, done: int, steps: int, burn_in: int, thinning: int
-) -> Iterator[Iteration]:
-    for n in range(done + 1, steps + 1):
-        params, state, info = step(params, state, feed.next())
-        yield Iteration(n, params, state, info, n > burn_in and (n - burn_in) % thinning == 0)

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.place import Place, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
-from bayesopt_chain.runs.run import Iteration, Run, iterated
+from bayesopt_chain.runs.run import Iteration, Run
+from bayesopt_chain.runs.seeds import seeded
 from bayesopt_chain.runs.store import Store
+from bayesopt_chain.runs.table import folder_of_segment
 
 
 def iterate(
@@ -54,7 +55,10 @@ def iterate(
         3 True 0.125
     """
     _check(steps, burn_in, thinning)
-    yield from iterated(step, params, state, ResumableBatches(batches), 0, steps, burn_in, thinning)
+    run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, None, (), False)
+    for n in range(1, steps + 1):
+        params, state, info = step(params, state, run.batches.next())
+        yield Iteration(n, params, state, info, run.is_draw(n))
 
 
 def sample(
@@ -67,7 +71,9 @@ def sample(
     burn_in: int = 0,
     thinning: int = 1,
     path: str | Path | None = None,
+    segment: str | None = None,
     checkpoint_seconds: float = 30.0,
+    seed: int | None = None,
     chains: int | None = None,
     callbacks: Sequence[Callable[[Iteration], Any]] = (),
     progress: bool = False,
@@ -116,33 +122,31 @@ def sample(
     """
     _check(steps, burn_in, thinning)
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
-    run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress)
+    if seed is not None:
+        state = seeded(state, seed, getattr(step, "numbers", None))
+    run = Run(
+        step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress, seed
+    )
     if path is None:
-        return _going(run, None, 0.0)
-    if are_spread((params, state)):
-        if getattr(step, "mesh", None) is not None:
-            raise ValueError(
-                "sample: with path=, chains over ranks whose parameters are DTensors are not written: run the chains one after "
-                "the other, each on all ranks, or sample without path= and save with bc.distributed.save(chains=)"
-            )
-        run.feed.share(None)
-        return _going(run, Place(Path(path), Path(path)), checkpoint_seconds)
-    place = place_of(Path(path), step)
-    if place.shared is not None:
-        run.feed.share(place.shared)
-    return _going(run, place, checkpoint_seconds)
+        return _in_store(run, None, 0.0)
+    place = place_of(folder_of_segment(Path(path), segment), step, (params, state))
+    if not place.alone:
+        run.batches.share(place.mesh)
+    return _in_store(run, place, checkpoint_seconds)
 
 
-def _going(run: Run, place: Place | None, interval: float) -> Draws:
+def _in_store(run: Run, place: Place | None, interval: float) -> Draws:
     """A run in its store; first, chains that are behind the others catch up, each group in a folder of its own."""
     with Store(run, place, interval) as store:
         front, behind = store.behind()
         for chains in behind:
             assert place is not None and place.chains is not None
             rows = slice(chains.start - place.chains.start, chains.stop - place.chains.start)
-            caught_up = _going(run.some(rows, front), place.of(chains), interval)
+            caught_up = _in_store(run.some(rows, front), place.of(chains), interval)
             if not caught_up.complete:
-                return Draws(*store.shards(), chains=run.chains, complete=False, why=caught_up.why)
+                return Draws(
+                    store.shards(), store.spec, store.names, chains=run.chains, complete=False, why=caught_up.why
+                )
         return go(run, store)
 
 

@@ -10,8 +10,10 @@ A writer of all chains stands in the directory of the run, one of some in ``chai
 that have no numbers in ``rank-00001-of-00004/``. Nobody writes into the folder of another, so ranks need no message. The draws
 of a chain are those of all writers that have it, by their steps. So another number of ranks goes on, and only looks up its own.
 
-Nothing of an index is believed: it has a checksum, names files in its own folder, says of draws no more than the steps allow
-and the files have bytes for; and each tensor has a checksum, compared when it is first looked at. No code is ever read.
+Nothing of an index is believed: it has a checksum, its fields have the types and the ranges that they should, it names
+files in its own folder, and says of draws no more than the steps allow and the files have bytes for. It holds the checksum
+of every file's header, and that header those of the file's blocks, which are compared when they are read
+(:mod:`bayesopt_chain.runs.files`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ import itertools
 import json
 import math
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,38 +33,49 @@ from torch import Tensor
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
 from bayesopt_chain.distributed.layout import axes_of
 from bayesopt_chain.distributed.shards import local
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs.files import DTYPES, File, crc_of
 
 FORMAT, INDEX = "bayesopt_chain/run/2", "index.json"
 STEP, LOSS, LEAF, BUFFER = "_step", "_loss", "params/", "buffers/"
 STEM = r"(draws-\d{6}|checkpoint-\d{12})"
 NAME = re.compile(STEM + r"(\.safetensors|/rank-\d{5}\.safetensors)")
+FOLDER = re.compile(r"chains-\d{5}-\d{5}|rank-\d{5}-of-\d{5}")
+SEGMENT = "segment-"  # of a directory in that of a run: another run, whose draws are kept apart
 LARGEST, DEEPEST = 1 << 27, 100  # bytes of an index, levels of a tree
+
+Box = list[list[list[int]]]  # for each axis of a tensor the runs (start, length) of its indices
 
 
 @dataclass(eq=False)
 class Files:
-    """Tensors in one file, or in several that each hold a part of them."""
+    """Tensors in one file, or in several that each hold a part of them.
+
+    Attributes:
+        folder: the folder of the files.
+        columns: for every tensor its dtype and the shape of the whole.
+        parts: the files: name, number of bytes, checksum of the header, and of the tensors of which the file holds a part,
+            which one (``boxes``; ``None``: the file holds all of every tensor).
+    """
 
     folder: Path
-    about: dict[str, Any]
-    held: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    columns: dict[str, Any]
+    parts: list[dict[str, Any]]
+    opened: dict[int, File] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "about": self.about, "held": {}}
+        return {"folder": self.folder, "columns": self.columns, "parts": self.parts, "opened": {}}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.about["columns"])
+    def paths(self) -> list[Path]:
+        """Where the files are."""
+        return [self.folder / part["file"] for part in self.parts]
 
     def require(self) -> None:
-        """Refuse a file that is missing or too short for what the index says.
+        """Refuse a file that is missing, or that has another size than the index says.
 
         Raises:
             FileNotFoundError, ValueError: naming it.
         """
-        for part in self.about["parts"]:
-            path = self.folder / part["file"]
+        for path, part in zip(self.paths(), self.parts):
             if not path.exists():
                 raise FileNotFoundError(f"Draws: the shard {path} is missing; restore it from a copy")
             if path.stat().st_size != part["bytes"]:
@@ -71,60 +83,92 @@ class Files:
                     f"load: {path} is truncated or damaged: {path.stat().st_size} bytes, not {part['bytes']}"
                 )
 
-    def header(self, part: int = 0) -> dict[str, Any]:
-        """What was said beside the tensors of a file."""
-        about = checkpoint.header_of(self.folder / self.about["parts"][part]["file"])
-        if zlib.crc32(json.dumps(about["said"], sort_keys=True).encode()) != self.about["parts"][part]["said"]:
-            raise ValueError(f"load: the header of {self.about['parts'][part]['file']} does not match its checksum")
-        return about["said"]
-
-    def piece(self, part: int, name: str) -> Tensor:
-        """A tensor of a file, mapped; compared with its checksum when it is first asked for.
+    def part(self, i: int) -> File:
+        """One of the files, opened.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: it is not the file that the index means.
         """
-        if (part, name) not in self.held:
-            from safetensors import SafetensorError, safe_open
+        if i not in self.opened:
+            file = File(self.folder / self.parts[i]["file"])
+            if file.crc != self.parts[i]["crc"]:
+                raise ValueError(
+                    f"load: {file.path} is damaged, or of another run: its header is not what the index says"
+                )
+            boxes = self.parts[i]["boxes"]
+            for name, (dtype, shape) in self.columns.items():
+                if boxes is not None and name not in boxes:
+                    continue
+                x, box = file.entries.get(name), (boxes or {}).get(name)
+                held = tuple(shape) if box is None else tuple(sum(n for _, n in axis) for axis in box)
+                if x is None or x.dtype != DTYPES[dtype] or x.shape != held:
+                    raise ValueError(f"load: {file.path} does not hold {name} as the index says")
+            self.opened[i] = file
+        return self.opened[i]
 
-            about = self.about["parts"][part]
-            path = self.folder / about["file"]
-            try:
-                with safe_open(path, framework="pt") as file:
-                    x = file.get_tensor(name)
-            except (SafetensorError, OSError) as err:
-                raise ValueError(f"load: {path} is no whole safetensors file (truncated or damaged): {err}") from None
-            if seal(name, x) != about["sums"].get(name):
-                raise ValueError(f"load: {name} in {path} does not match its checksum: the file is damaged")
-            self.held[part, name] = x
-        return self.held[part, name]
+    def verify(self) -> None:
+        """Read every block of every file.
 
-    def column(self, name: str, like: Any = None) -> Tensor:
-        """A tensor as a whole, or spread as the DTensor ``like``, of which it may have further axes in front."""
-        dtype, shape = self.about["columns"][name]
-        parts = [i for i, part in enumerate(self.about["parts"]) if name in part["sums"]]
-        spread = is_dtensor(like)
-        if len(parts) == 1 and not spread and name not in self.about["parts"][parts[0]]["boxes"]:
-            return self.piece(parts[0], name)
-        lead = len(shape) - like.ndim if spread else 0
-        box = [[[0, n]] for n in shape[:lead]] + list(axes_of(like)) if spread else [[[0, n]] for n in shape]
-        out = torch.empty(
-            [sum(n for _, n in axis) for axis in box],
-            dtype=_dtype(dtype),
-            device=local(like).device if spread else None,
-        )
+        Raises:
+            FileNotFoundError, ValueError: naming the file that is damaged.
+        """
+        self.require()
+        for i in range(len(self.parts)):
+            self.part(i).verify()
+
+    def column(self, name: str, like: Any = None, rows: slice | None = None) -> Tensor:
+        """A tensor, or consecutive rows of it: the whole, or what this rank holds of it in the layout of a DTensor.
+
+        Args:
+            name: of the tensor.
+            like: a DTensor, of which the tensor may have further axes in front; anything else: the whole.
+            rows: of axis 0.
+
+        Raises:
+            ValueError: damaged, or not everything is there.
+        """
+        dtype, shape = self.columns[name]
+        low, high, _ = (rows or slice(None)).indices(shape[0]) if shape else (0, 1, 1)
+        sharded = is_dtensor(like)
+        for i, part in enumerate(self.parts):
+            if not sharded and (part["boxes"] is None or part["boxes"].get(name, 0) is None):
+                return self.part(i).read(name, slice(low, high))
+        mine: Box = [[[0, n]] for n in shape]
+        if sharded:
+            lead = len(shape) - like.ndim
+            for d, axis in enumerate(axes_of(like)):
+                # Chains are counted by an axis that no rank shares out, and others may have saved more of them.
+                if like.shape[d] == shape[lead + d]:
+                    mine[lead + d] = [list(run) for run in axis]
+        if shape and rows is not None:
+            mine[0] = [[low, high - low]]
+        device = local(like).device if sharded else None
+        out = torch.empty([sum(n for _, n in axis) for axis in mine], dtype=DTYPES[dtype], device=device)
         filled = 0
-        for i in parts:
-            theirs = self.about["parts"][i]["boxes"].get(name, [[[0, n]] for n in shape])
-            for cut in itertools.product(*[_common(a, b) for a, b in zip(box, theirs)]):
-                x = self.piece(i, name)[tuple(slice(at, at + n) for _, at, n in cut)]
+        for i, part in enumerate(self.parts):
+            if part["boxes"] is not None and name not in part["boxes"]:
+                continue
+            theirs = (part["boxes"] or {}).get(name) or [[[0, n]] for n in shape]
+            for cut in itertools.product(*[_common(a, b) for a, b in zip(mine, theirs)]):
+                if not cut:
+                    x = self.part(i).read(name)
+                else:
+                    x = self.part(i).read(name, slice(cut[0][1], cut[0][1] + cut[0][2]))
+                    x = x[(slice(None), *[slice(at, at + n) for _, at, n in cut[1:]])]
                 out[tuple(slice(at, at + n) for at, _, n in cut)] = x
                 filled += x.numel()
-        if filled != out.numel():
+        if filled < out.numel():
             raise ValueError(
                 f"load: {self.folder} holds {filled} of the {out.numel()} elements of {name} that are asked for"
             )
-        return dtensor_of(out, stacked_spec(spec_of(like), out, lead)) if spread else out
+        return out
+
+
+def laid_out(part: Tensor, like: Any) -> Tensor:
+    """The DTensor in the layout of ``like`` of which this is the rank's part, with further axes in front; else the tensor."""
+    if not is_dtensor(like):
+        return part
+    return dtensor_of(part, stacked_spec(spec_of(like), part, part.ndim - local(like).ndim))
 
 
 def _common(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
@@ -140,13 +184,6 @@ def _common(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> l
             other += m
         before += n
     return out
-
-
-def seal(name: str, x: Tensor) -> int:
-    """CRC-32 of a tensor: name, dtype, shape and bytes."""
-    crc = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-    x = x.detach().contiguous().reshape(-1).cpu()
-    return zlib.crc32(x.view(torch.uint8).numpy().data, crc) if x.numel() else crc
 
 
 class Segment(NamedTuple):
@@ -179,17 +216,19 @@ class Writer:
     @property
     def saved(self) -> Files | None:
         """Its checkpoint."""
-        return None if self.index["checkpoint"] is None else Files(self.folder, self.index["checkpoint"])
+        about = self.index["checkpoint"]
+        return None if about is None else Files(self.folder, about["columns"], about["parts"])
 
     def segments(self) -> list[Segment]:
-        """Its draws; every file is there, as large as it should be."""
-        out = [
-            Segment(Files(self.folder, s), s["since"], s["step"], s["draws"], s["rescued"])
-            for s in self.index["shards"]
-        ]
-        for segment in out:
-            segment.files.require()
-        return out
+        """Its draws, in the order of their steps."""
+        return [segment_of(self.folder, self.index, shard) for shard in self.index["shards"]]
+
+
+def segment_of(folder: Path, index: Mapping[str, Any], shard: Mapping[str, Any]) -> Segment:
+    """The draws of one entry of an index."""
+    draws = drawn(index, shard["step"]) - drawn(index, shard["since"])
+    columns = {name: [dtype, [draws, *shape]] for name, (dtype, shape) in index["columns"].items()}
+    return Segment(Files(folder, columns, shard["parts"]), shard["since"], shard["step"], draws, shard["rescued"])
 
 
 class Group(NamedTuple):
@@ -203,30 +242,49 @@ class Group(NamedTuple):
 
     @property
     def step(self) -> int:
+        """The step of its newest checkpoint; 0 before there is one."""
         return self.newest.step if self.newest else 0
+
+
+def folder_of_segment(path: Path, segment: str | None) -> Path:
+    """Where the draws of a segment are.
+
+    Raises:
+        ValueError: a name that is no part of a path.
+    """
+    if segment is None:
+        return path
+    if not isinstance(segment, str) or re.fullmatch(r"[A-Za-z0-9_.=-]{1,100}", segment) is None:
+        raise ValueError(f"segment must be a name of letters, digits and '_.=-', got {segment!r}")
+    return path / f"{SEGMENT}{segment}"
 
 
 def writers_of(path: Path) -> list[Writer]:
     """All writers of a run that have an index."""
-    folders = [
-        path,
-        *sorted(p for p in path.glob("*") if re.fullmatch(r"chains-\d{5}-\d{5}|rank-\d{5}-of-\d{5}", p.name)),
-    ]
+    folders = [path, *sorted(p for p in path.glob("*") if FOLDER.fullmatch(p.name))]
     return [Writer(folder, read_index(folder)) for folder in folders if (folder / INDEX).exists()]
 
 
 def grouped(writers: Sequence[Writer], chains: range, files: bool = True) -> list[Group]:
     """These chains, those with the same history together, each with its draws in the order of the steps.
 
+    Args:
+        writers: of one run.
+        chains: the chains that are asked for, by their global numbers; of writers whose chains have none, ``range(1)``.
+        files: whether the draws are wanted too.
+
     Raises:
+        FileNotFoundError: nobody holds the draws of some steps.
         ValueError: two writers have draws of a chain after the same steps.
     """
     held = {id(w): w.segments() if files else [] for w in writers}
-    ends = _within(writers, chains)
+    every = [x for w in writers if w.chains is not None for x in (w.chains.start, w.chains.stop)]
+    ends = {x for x in every if chains.start < x < chains.stop}
     out: list[Group] = []
     for first, stop in itertools.pairwise(sorted({chains.start, *ends, chains.stop})):
         mine = [w for w in writers if w.chains is None or first in w.chains]
         here = sorted([(s, w) for w in mine for s in held[id(w)]], key=lambda pair: (pair[0].since, pair[0].step))
+        # Rescued draws count only behind everything that is committed: the run makes their steps again.
         last = max([s.step for s, _ in here if not s.rescued], default=0)
         here = [(s, w) for s, w in here if not s.rescued or s.since >= last]
         done, before = 0, None
@@ -244,97 +302,20 @@ def grouped(writers: Sequence[Writer], chains: range, files: bool = True) -> lis
             (s, None if w.chains is None else slice(first - w.chains.start, stop - w.chains.start)) for s, w in here
         ]
         stacked = bool(mine) and mine[0].index["chains"] is not None
-        out.append(
-            Group(stop - first, stacked, rows, max(mine, key=lambda w: w.step, default=None), range(first, stop))
-        )
+        newest = max(mine, key=lambda w: w.step, default=None)
+        out.append(Group(stop - first, stacked, rows, newest, range(first, stop)))
     return out
-
-
-def _within(writers: Sequence[Writer], chains: range) -> list[int]:
-    every = [x for w in writers if w.chains is not None for x in (w.chains.start, w.chains.stop)]
-    return [x for x in every if chains.start < x < chains.stop]
-
-
-class Cell(NamedTuple):
-    """Some draws of some chains, out of one segment."""
-
-    files: Files
-    rows: slice
-    chains: slice | None
-    stacked: bool
-
-
-class Shard(NamedTuple):
-    """Consecutive draws: leaves ``[S, ...]`` by name, or cells of the table, which stand side by side on axis 1."""
-
-    size: int
-    leaves: dict[str, Tensor] | None
-    cells: tuple[Cell, ...] = ()
-    like: Mapping[str, Any] | None = None
-
-    def load(self) -> Mapping[str, Tensor]:
-        """All leaves; each is read when it is looked at, and a file is mapped, not copied, where it has all chains."""
-        return Columns(self) if self.leaves is None else self.leaves
-
-
-class Columns(Mapping[str, Tensor]):
-    """The leaves of a shard on disk by name."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shard.cells[0].files.names)
-
-    def __len__(self) -> int:
-        return len(self.shard.cells[0].files.names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.shard.cells[0].files.about["columns"]:
-            raise KeyError(name)
-        rows = []
-        for cell in self.shard.cells:
-            x = cell.files.column(name, (self.shard.like or {}).get(name.removeprefix(LEAF)))
-            x = x if cell.rows == slice(0, len(x)) else x[cell.rows]
-            if name == STEP:
-                return x
-            x = x if cell.chains is None or cell.chains == slice(0, x.shape[1]) else x[:, cell.chains]
-            rows.append(x if cell.stacked or len(self.shard.cells) == 1 else x[:, None])
-        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-
-
-def side_by_side(groups: Sequence[Group], like: Mapping[str, Any] | None = None) -> list[Shard]:
-    """The draws that all groups have, cut wherever one of them begins another file."""
-    ends = [[0, *itertools.accumulate(s.draws for s, _ in g.segments)] for g in groups]
-    size = min((e[-1] for e in ends), default=0)
-    cuts = sorted({x for e in ends for x in e if x <= size})
-    out = []
-    for a, b in itertools.pairwise(cuts):
-        cells = []
-        for g, e in zip(groups, ends):
-            k = next(k for k in range(len(e) - 1) if e[k] <= a < e[k + 1])
-            segment, chains = g.segments[k]
-            cells.append(Cell(segment.files, slice(a - e[k], b - e[k]), chains if g.stacked else None, g.stacked))
-        out.append(Shard(b - a, None, tuple(cells), like))
-    return out
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype: {name}")
-    return dtype
 
 
 def drawn(index: Mapping[str, Any], step: int) -> int:
     """How many draws a run has made after so many steps."""
-    return max(0, (step - index["burn_in"]) // index["thinning"])
+    return max(0, (step - index["identity"]["burn_in"]) // index["identity"]["thinning"])
 
 
 def sealed(index: Mapping[str, Any]) -> str:
     """The text of an index, with its checksum."""
     body = {k: v for k, v in index.items() if k != "crc"}
-    return json.dumps({**body, "crc": zlib.crc32(json.dumps(body, sort_keys=True).encode())}, separators=(",", ":"))
+    return json.dumps({**body, "crc": crc_of(json.dumps(body, sort_keys=True))}, separators=(",", ":"))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -351,42 +332,128 @@ def read_index(folder: Path) -> dict[str, Any]:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"it has {file.stat().st_size} bytes")
         index = json.loads(file.read_bytes())
-        _require_sound(index)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        if not isinstance(index, dict):
+            raise ValueError("it is no dictionary")
+        if index.get("format") != FORMAT:
+            raise ValueError(f"its format is {index.get('format')!r}, and this version reads {FORMAT!r}")
+        body = {k: v for k, v in index.items() if k != "crc"}
+        if index.get("crc") != crc_of(json.dumps(body, sort_keys=True)):
+            raise ValueError("it does not match its checksum")
+        require_sound(index)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, IndexError) as err:
         raise ValueError(f"{file} is damaged: {str(err)[:200]}; restore it from a copy") from None
     return index
 
 
-def _require_sound(index: Mapping[str, Any]) -> None:
-    body = {k: v for k, v in index.items() if k != "crc"}
-    if index["format"] != FORMAT:
-        raise ValueError(f"format {index['format']!r}, this version reads {FORMAT!r}")
-    if index["crc"] != zlib.crc32(json.dumps(body, sort_keys=True).encode()):
-        raise ValueError("it does not match its checksum")
-    for name, least in (("burn_in", 0), ("thinning", 1), ("step", 0)):
-        if type(index[name]) is not int or index[name] < least:
-            raise ValueError(f"{name} is {index[name]!r}")
-    if index["numbers"] is not None and (
-        index["numbers"][1] - index["numbers"][0] != index["chains"] or index["keys"] is None
-    ):
-        raise ValueError(f"its chains are {index['numbers']}")
-    if any(not isinstance(name, str) or name.count("/") > DEEPEST for name in index["leaves"]):
-        raise ValueError(f"a leaf's path has more than {DEEPEST} levels")
-    for files in (*index["shards"], *([index["checkpoint"]] if index["checkpoint"] else [])):
-        has = {(name, part["file"]) for part in files["parts"] for name in part["sums"]}
-        if any(NAME.fullmatch(part["file"]) is None for part in files["parts"]):
-            raise ValueError(f"it names the file {files['parts'][0]['file']!r}")
-        filled = {n for n, (_, shape) in files["columns"].items() if math.prod(shape)}
-        needed = sum(math.prod(shape) * _dtype(dtype).itemsize for dtype, shape in files["columns"].values())
-        if needed > sum(part["bytes"] for part in files["parts"]) or filled - {n for n, _ in has}:
-            raise ValueError(f"{files['parts'][0]['file']} is too small for what it should hold")
-    for s in index["shards"]:
-        made = drawn(index, s["step"]) - drawn(index, s["since"])
-        if {LEAF + name for name in index["leaves"]} - s["columns"].keys():
-            raise ValueError("its draws lack a leaf")
-        if index["numbers"] and any(
-            c[1][1:2] != [index["chains"]] for n, c in s["columns"].items() if n.startswith(LEAF)
-        ):
-            raise ValueError(f"its draws are not of {index['chains']} chains")
-        if not 0 <= s["since"] < s["step"] or s["draws"] != made or s["columns"][STEP][1] != [s["draws"]]:
-            raise ValueError(f"{s['draws']} draws after steps {s['since']} to {s['step']}")
+def require_sound(index: Mapping[str, Any]) -> None:
+    """Refuse an index whose fields are not what they should be, whatever its checksum says.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for name, ok in _FIELDS.items():
+        _require(ok(index[name]), name, index[name])
+    for name, ok in _IDENTITY.items():
+        _require(ok(index["identity"][name]), name, index["identity"][name])
+    numbers, chains = index["numbers"], index["chains"]
+    if numbers is not None:
+        _require(numbers[1] - numbers[0] == (chains or 1), "numbers", numbers)
+    lead = 0 if chains is None else 1
+    wanted = {STEP, *[LEAF + name for name in index["leaves"]]} if index["columns"] else set[str]()
+    _require(wanted <= index["columns"].keys(), "columns", index["columns"])
+    for name, (_, shape) in index["columns"].items():
+        if name.startswith((LEAF, BUFFER)):
+            _require(shape[:lead] == [chains][:lead], name, shape)
+    done = 0
+    for shard in index["shards"]:
+        _require(isinstance(shard, dict) and _count(shard["since"]) and _count(shard["step"]), "shards", shard)
+        _require(isinstance(shard["rescued"], bool) and done <= shard["since"] < shard["step"], "shards", shard)
+        done = shard["since"] if shard["rescued"] else shard["step"]
+        draws = drawn(index, shard["step"]) - drawn(index, shard["since"])
+        _require(bool(index["columns"]) and index["columns"][STEP] == ["I64", []], "columns", index["columns"])
+        _require_parts(shard["parts"], {n: (d, [draws, *s]) for n, (d, s) in index["columns"].items()}, "draws")
+    if index["checkpoint"] is not None:
+        _require(_kinds(index["checkpoint"]["columns"]), "checkpoint", index["checkpoint"]["columns"])
+        _require_parts(index["checkpoint"]["parts"], index["checkpoint"]["columns"], "checkpoint")
+
+
+def _require(ok: bool, name: str, value: Any) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {str(value)[:100]}")
+
+
+def _require_parts(parts: Any, columns: Mapping[str, Any], stem: str) -> None:
+    """The files of some tensors: in the folder, with boxes inside the tensors, and with room for what they hold."""
+    _require(isinstance(parts, list) and bool(parts), "parts", parts)
+    for part in parts:
+        named = isinstance(part["file"], str) and NAME.fullmatch(part["file"]) is not None
+        _require(named and part["file"].startswith(stem), "file", part["file"])
+        _require(_count(part["bytes"]) and _count(part["crc"]), "parts", part)
+        boxes = part["boxes"]
+        _require(boxes is None or (isinstance(boxes, dict) and boxes.keys() <= columns.keys()), "boxes", boxes)
+        needed = 0
+        for name, (dtype, shape) in columns.items():
+            if boxes is not None and name not in boxes:
+                continue
+            box = (boxes or {}).get(name)
+            if box is not None:
+                _require(len(box) == len(shape) and all(_runs(a, n) for a, n in zip(box, shape)), "boxes", box)
+                shape = [sum(n for _, n in axis) for axis in box]
+            needed += math.prod(shape) * DTYPES[dtype].itemsize
+        _require(needed <= part["bytes"], "bytes", f"{part['bytes']} for {needed} in {part['file']}")
+
+
+def _count(x: Any) -> bool:
+    return type(x) is int and 0 <= x < 1 << 53
+
+
+def _runs(axis: Any, size: int) -> bool:
+    """Whether these are ascending runs (start, length) of the indices of an axis."""
+    end = 0
+    for start, n in axis:
+        if not (_count(start) and _count(n) and start >= end and n > 0):
+            return False
+        end = start + n
+    return end <= size
+
+
+def _kind(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and x[0] in DTYPES and isinstance(x[1], list) and all(map(_count, x[1]))
+
+
+def _kinds(x: Any) -> bool:
+    return isinstance(x, dict) and all(map(_kind, x.values()))
+
+
+def _pair(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and all(map(_count, x)) and x[0] < x[1]
+
+
+def _names(x: Any) -> bool:
+    return (
+        isinstance(x, list) and all(isinstance(n, str) and n.count("/") <= DEEPEST for n in x) and len(set(x)) == len(x)
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "identity": lambda x: isinstance(x, dict),
+    "numbers": lambda x: x is None or _pair(x),
+    "chains": lambda x: x is None or (_count(x) and x > 0),
+    "rank": lambda x: _pair(x),
+    "leaves": _names,
+    "columns": _kinds,
+    "keys": lambda x: isinstance(x, list) and all(type(k) is int for k in x),
+    "next": _count,
+    "shards": lambda x: isinstance(x, list),
+    "checkpoint": lambda x: x is None or isinstance(x, dict),
+    "step": _count,
+    "complete": lambda x: isinstance(x, bool),
+    "why": lambda x: isinstance(x, str),
+}
+_IDENTITY: dict[str, Callable[[Any], bool]] = {
+    "burn_in": _count,
+    "thinning": lambda x: _count(x) and x > 0,
+    "total": lambda x: x is None or (_count(x) and x > 0),
+    "sharded": lambda x: isinstance(x, bool),
+    "tree": lambda x: isinstance(x, dict),
+}

@@ -1,5 +1,6 @@
 """A run that several ranks began goes on, on any number of ranks, as if nothing had happened."""
 
+import functools
 import os
 import signal
 import time
@@ -132,7 +133,7 @@ def test_chains_go_on_with_the_batches_of_their_step(tmp_path):
 def test_other_batches_are_refused_when_chains_go_on_elsewhere(tmp_path):
     path = tmp_path / "draws"
     run(ranked, 2, tmp_path, path, 7, N, 0, bc.epochs(data(), 5, seed=3))
-    with pytest.raises(ValueError, match="seed=3 \\(here 4\\)"):
+    with pytest.raises(ValueError, match="seed is 3, here 4"):
         alone(path, batches=bc.epochs(data(), 5, seed=4), burn_in=0)
 
 
@@ -225,6 +226,7 @@ def test_ctrl_c_while_chains_catch_up_keeps_what_there_is(tmp_path):
     run(ranked, 2, tmp_path, path, [12, 5], N, 0)
     calls = iter(range(10**6))
 
+    @functools.wraps(loss)
     def interrupted(params, batch):
         if next(calls) == 8:  # within the third step of three chains
             os.kill(os.getpid(), signal.SIGINT)
@@ -357,6 +359,7 @@ def fatal_spread(path, steps, n, victim, calls):
 def _fatal(fn, victim, calls):
     count = iter(range(1, 10**6))
 
+    @functools.wraps(fn)
     def dying(params, batch):
         if next(count) == calls and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_draws_on_disk_are_those_of_one_process_in_memory(inplace, tmp_path):
     path = tmp_path / "draws"
     require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp", STEPS, inplace, 0.0))
     index = json.loads((path / "index.json").read_text())
-    assert [shard["draws"] for shard in index["shards"]] == [1] * (STEPS - 4), "each draw was committed by itself"
+    assert [s["step"] - s["since"] for s in index["shards"]] == [1] * (STEPS - 4), "each draw was committed by itself"
     assert len(list(path.glob("checkpoint-*"))) == 1
     require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "fsdp", STEPS, inplace))  # complete: at once
 
@@ -211,7 +211,7 @@ def test_the_place_in_the_batches_is_kept_on_another_number_of_ranks(tmp_path):
     path, want = tmp_path / "draws", with_epochs(None, 9, 3, False)
     run(with_epochs, 2, tmp_path, path, 5, 3, True)
     for said in run(other_batches, 2, tmp_path, path):
-        assert "seed=3 (here 4)" in said
+        assert "data.seed is 3, here 4" in said
     for params in run(with_epochs, 1, tmp_path, path, 9, 3, True):
         assert all(torch.equal(params[name], want[name]) for name in params)
 

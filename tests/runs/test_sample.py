@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs import files
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -246,7 +246,7 @@ def test_a_missing_shard_and_a_damaged_one_are_named(tmp_path):
 
 def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
     run = {"steps": 20, "path": tmp_path, "checkpoint_seconds": 0.0}
-    real, calls = checkpoint.write, iter(range(10**6))
+    real, calls = files.write, iter(range(10**6))
 
     def full(*args):
         if next(calls) >= 9:
@@ -254,7 +254,7 @@ def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", full)
+        patch.setattr(files, "write", full)
         with pytest.raises(OSError, match="No space left"):
             bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
     held = bc.Draws.open(tmp_path)
