@@ -7,6 +7,18 @@ and ``load`` for parameters and states that are spread over ranks.
 
 from bayesopt_chain.distributed.checkpoint import load, save
 from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.parts import flat_shards, part
 from bayesopt_chain.distributed.ranks import World, broadcast, generator, require_replicas, world
 
-__all__ = ["World", "broadcast", "generator", "load", "require_replicas", "runs_of", "save", "world"]
+__all__ = [
+    "World",
+    "broadcast",
+    "flat_shards",
+    "generator",
+    "load",
+    "part",
+    "require_replicas",
+    "runs_of",
+    "save",
+    "world",
+]

@@ -32,9 +32,12 @@ from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_, uncompiled
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
+from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.optim import _noise, _shards
 from bayesopt_chain.optim._plan import Batch, Plan, Work, blocks_of
+from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim._rule import Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 from bayesopt_chain.random.philox import Runs
@@ -44,7 +47,7 @@ _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, whi
 _REMEMBERED = ("noise", "noise_before", "noise_direct")
 
 
-class Sampling(torch.optim.Optimizer):
+class Sampling(OnRanks, torch.optim.Optimizer):
     """In front of a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``. Subclasses say what their step is."""
 
     refusal: ClassVar[str | None] = None  # why there is no noise for this class, where there is none
@@ -133,11 +136,18 @@ class Sampling(torch.optim.Optimizer):
         chain that starts from the same checkpoint calls ``fork`` once after loading.
 
         Args:
-            generator: source of the key (default: torch's global generator).
+            generator: source of the key (default: torch's global generator). Of several ranks each needs one, as where
+                the optimizer was made: ``bc.distributed.generator(seed)`` on replicas, with ``chain=rank`` for a chain on
+                each. Ranks that hold parts of the same DTensors take the first one's key; all of them call this.
+
+        Raises:
+            ValueError: several ranks and no generator.
         """
-        key = _noise.fresh_key(generator)
+        require_named_chain(f"{self._name}.fork", generator)
+        key = _shards.agreed_key(_noise.fresh_key(generator), self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
+        self._compare_anew()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -151,7 +161,7 @@ class Sampling(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Nothing that was worked out for the parameters holds any more."""
-        for name in ("_numbers", "_kept", "_spread"):
+        for name in ("_numbers", "_named", "_parts", "_kept", "_spread"):
             self.__dict__.pop(name, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,6 +182,7 @@ class Sampling(torch.optim.Optimizer):
             if dial is not None:
                 dial.fill_(float(group["temperature"]))
                 group["temperature"] = dial
+        self._compare_anew()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -186,6 +197,19 @@ class Sampling(torch.optim.Optimizer):
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
         """What :class:`bayesopt_chain.diagnostics.Thermometer` reads: by name, the leaves that the next step gives noise to."""
         return dict(leaves_of(self))
+
+    # several ranks
+
+    def _claims(self, noisy: list[Work]) -> list[Claim]:
+        """What this rank is about to give noise to."""
+        names = dict(zip([number for group in self._leaf_numbers() for number in group], self.__dict__["_named"]))
+        out: list[Claim] = []
+        for w in noisy:
+            g, gradient = w.group, w.param.grad
+            gradient = None if gradient is None or gradient.is_sparse else gradient
+            mine = (names[w.number], g["noise_key"], w.number, self._runs(w.param), g["noise_count"])
+            out.append(Claim(*mine, w.param, gradient))
+        return out
 
     # the step
 
@@ -204,6 +228,7 @@ class Sampling(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._leaf_numbers()  # of the parameters themselves, not of their local parts
         if _shards.are_spread(self.param_groups):
             spread = self.__dict__.setdefault("_spread", _shards.Shards())
             with torch.no_grad(), spread.entered(self):
@@ -219,6 +244,8 @@ class Sampling(torch.optim.Optimizer):
         if plan is None or not plan.holds(self):
             plan = Plan([item for i in range(len(self.param_groups)) for item in self._plan(i)])
         self.__dict__["_kept"] = None  # until the step is done
+        if plan.noisy:
+            self._witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
         self._prepare_velocities(plan)
         if plan.frozen:
             with _without_gradients([w.param for w in plan.frozen]):
@@ -227,6 +254,8 @@ class Sampling(torch.optim.Optimizer):
         else:
             self._move(plan)
         self._add_noise(plan)
+        if plan.noisy:
+            self._witness.stepped(plan.noisy[0].param)
         for group in plan.groups:
             group["noise_count"] += 1
         if plan.kept or (self.timeless and plan.keep(self)):
@@ -443,7 +472,10 @@ class Sampling(torch.optim.Optimizer):
     def _runs(self, p: Tensor) -> Runs | None:
         """Where parameters are spread over ranks, the elements of the whole one that are here."""
         spread = self.__dict__.get("_spread")
-        return None if spread is None else spread.runs_of(p)
+        if spread is not None:
+            return spread.runs_of(p)
+        parts = self.__dict__.get("_parts")
+        return None if parts is None else parts[p]
 
     def _splits(self, w: Work) -> bool:
         """Whether a leaf's draw may be made piece after piece."""
@@ -452,14 +484,24 @@ class Sampling(torch.optim.Optimizer):
     def _leaf_numbers(self) -> list[list[int]]:
         """The numbers of each group's parameters: of their names, or their indices where there are no names."""
         if "_numbers" not in self.__dict__:
-            names: list[str] = []
-            for group in self.param_groups:
-                names += group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
-            if len(set(names)) < len(names):
-                raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
-            numbers = iter(_noise.leaf_numbers(tuple(names)))
+            params = [p for group in self.param_groups for p in group["params"]]
+            self.__dict__["_named"] = names = self._names()
+            if any(place is not None and place.runs is not None for place in map(place_of, params)):
+                self.__dict__["_parts"] = {p: elements_of(p) for p in params}
+            numbers = iter(_noise.leaf_numbers(names))
             self.__dict__["_numbers"] = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
         return self.__dict__["_numbers"]
+
+    def _names(self) -> tuple[str, ...]:
+        """The names of all parameters: those that ``bc.distributed.part`` was told, else their own, or their indices."""
+        names: list[str] = []
+        for group in self.param_groups:
+            own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
+            places = map(place_of, group["params"])
+            names += [name if place is None else place.name for name, place in zip(own, places)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
+        return tuple(names)
 
     # a frozen preconditioner
 
@@ -494,10 +536,6 @@ class Sampling(torch.optim.Optimizer):
 
     # refusals
 
-    @property
-    def _name(self) -> str:
-        return f"bc.optim.{type(self).__name__}"
-
     def _temperature(self, group: dict[str, Any]) -> float:
         """The group's temperature now: a number or a tensor of one element."""
         temperature = group["temperature"]
@@ -522,11 +560,13 @@ class Sampling(torch.optim.Optimizer):
                 f"{self._name}: capturable=True at temperature > 0: the noise counts steps on the host. "
                 "Set capturable=False, or use bc.make_step with bc.capture"
             )
-        if "_spread" in self.__dict__ and (group.get("noise_stream") == "generator" or group.get("differentiable")):
+        if ("_spread" in self.__dict__ or "_parts" in self.__dict__) and (
+            group.get("noise_stream") == "generator" or group.get("differentiable")
+        ):
             what = "differentiable=True" if group.get("differentiable") else 'stream="generator"'
             raise ValueError(
-                f"{self._name}: {what} with parameters that are DTensors at temperature > 0: their noise is numbered by the "
-                "elements of the whole parameter and drawn on this rank's part; leave it out"
+                f"{self._name}: {what} with parameters that are DTensors or parts of leaves at temperature > 0: their noise "
+                "is numbered by the elements of the whole parameter and drawn on this rank's part; leave it out"
             )
         if group.get("differentiable"):
             moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, specs_of, stacked_spec
-from bayesopt_chain.distributed.layout import runs_of
+from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.random.philox import Runs
 
 
@@ -171,7 +171,7 @@ class Shards:
         if not same:
             self.leaves = [Leaf(*x) for x in zip(whole, parts, specs)]
             self.outside, self.inside = [None], [None]
-            self.runs = {leaf.part: runs_of(leaf.p) for leaf in self.leaves}
+            self.runs = {leaf.part: elements_of(leaf.p) for leaf in self.leaves}
             self.state = defaultdict(dict, {leaf.part: leaf.mine for leaf in self.leaves if leaf.spec is not None})
         return parts
 

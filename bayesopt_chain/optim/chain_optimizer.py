@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import add
+from bayesopt_chain.distributed.shards import add, local
+from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.optim._ranks import OnRanks
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OnRanks, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` that runs a chain, one for each parameter group.
 
     Args:
@@ -81,10 +84,29 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         for group, built in zip(self.param_groups, self._chains):
             built.check(group)
+        first = local(self.param_groups[0]["params"][0])
+        self._witness.look(self._claims, first)
         with torch.no_grad():
             for group, built in zip(self.param_groups, self._chains):
                 built.step(group["params"])
+        self._witness.stepped(first)
         return loss
+
+    def _claims(self) -> list[Claim]:
+        """What the chains that draw noise are about to move: leaves are numbered by their places in their groups."""
+        out: list[Claim] = []
+        for i, (group, built) in enumerate(zip(self.param_groups, self._chains)):
+            for entry in built.state if isinstance(built.state, tuple) else ():
+                if not hasattr(entry, "key"):
+                    continue
+                for j, p in enumerate(group["params"]):
+                    if p.grad is not None:
+                        gradient = None if p.grad.is_sparse else local(p.grad)
+                        count = int(getattr(entry, "count", 0))
+                        out.append(
+                            Claim(f"{i}.{j}", int(entry.key), j, elements_of(p), count, local(p.detach()), gradient)
+                        )
+        return out
 
     def state_dict(self) -> dict[str, Any]:
         """torch's format; ``chain_state`` in each group lists the tensors of its chain's state."""
@@ -108,6 +130,7 @@ class Optimizer(torch.optim.Optimizer):
                 tensor.fill_(float(group[name]))
                 group[name] = tensor
             built.load(state)
+        self._compare_anew()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_make_chain": self._make_chain, "_chains": self._chains}

@@ -20,6 +20,7 @@ through the third) and ``three_point`` (0 with probability 2/3, else +-sqrt(3); 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -232,14 +233,14 @@ def _hash(path: str) -> int:
 
 @cache
 def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
-    """For each leaf 32 bits of a hash of its path, which name it to the counter-based stream.
+    """For each leaf 32 bits of a hash of its path without wrappers, which name it to the counter-based stream.
 
     Few leaves draw more than twice in a step; those that do are looked at when they draw (:func:`draw_numbers`).
 
     Raises:
         ValueError: two paths whose first two draws would be the same.
     """
-    numbers = tuple([hashed(path) for path in paths])
+    numbers = tuple([hashed(path) for path in without_wrappers(paths)])
     seen: dict[int, str] = {}
     for k in range(2):
         for number, path in zip(numbers, paths):
@@ -249,6 +250,23 @@ def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -
                     f"params: the paths {other} and {path} have one hash, and would get the same noise; rename one"
                 )
     return numbers
+
+
+# what DistributedDataParallel, torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap
+_WRAPPERS = re.compile(r"(?:^|(?<=[.'\"]))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def without_wrappers(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths without the names of wrappers, so that wrapping a model leaves its noise alone.
+
+    They stay as they are where two of them would become one, as in a model that has a child named ``module`` of its own.
+
+    Example:
+        >>> without_wrappers(("module._orig_mod.0.weight", "['module.head.bias']"))
+        ('0.weight', "['head.bias']")
+    """
+    plain = tuple([_WRAPPERS.sub("", path) for path in paths])
+    return plain if len(set(plain)) == len(set(paths)) else paths
 
 
 def draw_number(leaf: int, k: int) -> int:

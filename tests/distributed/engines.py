@@ -1,0 +1,348 @@
+"""Engines that hand plain tensors to the optimizer, under torchrun: what each of them does on this rank.
+
+Run by ``test_engines.py``: ``torchrun --nproc-per-node 2 engines.py FOLDER``. Every case is a function of the rank; what it
+returns, or the message of what it raises, is written to the folder.
+"""
+
+import datetime
+import os
+import sys
+import time
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import bayesopt_chain as bc
+
+CASES = {}
+SIZES = (3, 6, 5, 1)
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def network(seed=0, sizes=SIZES):
+    torch.manual_seed(seed)
+    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def data(rank, n=8):
+    """Other data on each rank."""
+    g = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(n, 3, generator=g)
+
+
+def sghmc(params, chain=0, seed=0, **settings):
+    generator = bc.distributed.generator(seed, chain=chain)
+    return bc.optim.SGHMC(params, 0.05, temperature=0.01, generator=generator, **settings)
+
+
+def train(model, optimizer, x, steps=6):
+    """Steps that were made before a refusal, and what it said."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        try:
+            optimizer.step()
+        except ValueError as err:
+            return step, str(err)
+    return steps, ""
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector([p.detach() for p in model.parameters()])
+
+
+# refused
+
+
+@case
+def fsdp1_flat(rank):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    return train(model, sghmc(model.parameters()), data(rank))
+
+
+@case
+def fsdp1_original(rank):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    return train(model, sghmc(model.named_parameters()), data(rank))
+
+
+@case
+def zero(rank):
+    model = DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        bc.optim.SGHMC,
+        lr=0.05,
+        temperature=0.01,
+        generator=bc.distributed.generator(0),
+    )
+    return train(model, optimizer, data(rank))
+
+
+def stages(rank, names):
+    """Two stages with a message between them, by hand: forward to the second, gradient back to the first."""
+    stage = network(rank, sizes=(3, 4, 3) if rank == 0 else (3, 4, 1))
+    optimizer = sghmc(names(stage))
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank == 0:
+            out = stage(data(0))
+            dist.send(out.detach(), 1)
+            back = torch.empty_like(out)
+            dist.recv(back, 1)
+            out.backward(back)
+        else:
+            came = torch.empty(8, 3)
+            dist.recv(came, 0)
+            came.requires_grad_()
+            stage(came).square().mean().backward()
+            dist.send(came.grad, 0)
+        try:
+            optimizer.step()
+        except ValueError as err:
+            return step, str(err)
+    return step + 1, ""
+
+
+@case
+def pipeline(rank):
+    return stages(rank, lambda stage: stage.named_parameters())
+
+
+@case
+def ddp_with_two_keys(rank):
+    model = DistributedDataParallel(network())
+    return train(model, sghmc(model.parameters(), chain=rank), data(rank))
+
+
+@case
+def forgotten_chain_keys(rank):
+    model = network()
+    return train(model, sghmc(model.parameters()), data(rank))
+
+
+@case
+def forked_on_one_rank(rank):
+    model = DistributedDataParallel(network())
+    optimizer = sghmc(model.parameters())
+    optimizer.watch(every=2)
+    first = train(model, optimizer, data(rank), 3)
+    if rank:
+        for group in optimizer.param_groups:
+            group["noise_key"] += 1
+    return first, train(model, optimizer, data(rank))
+
+
+@case
+def forked_without_a_generator(rank):
+    model = network()
+    try:
+        sghmc(model.parameters()).fork()
+    except ValueError as err:
+        return str(err)
+
+
+@case
+def uneven_batches_without_the_optimizer(rank):
+    model = DistributedDataParallel(network())
+    optimizer = sghmc(model.parameters())
+    with model.join():
+        train(model, optimizer, data(rank), 2 + 3 * rank)
+    return optimizer.param_groups[0]["noise_count"], train(model, optimizer, data(rank), 12)
+
+
+@case
+def chains_optimizer(rank):
+    model = network(rank)
+    generator = bc.distributed.generator(0)
+    optimizer = bc.optim.Optimizer(
+        model.parameters(), lambda group: bc.sghmc(0.05, temperature=0.01, generator=generator)
+    )
+    return train(model, optimizer, data(rank))
+
+
+# right
+
+
+@case
+def ddp(rank):
+    model = DistributedDataParallel(network())
+    said = train(model, sghmc(model.parameters()), data(rank), 9)
+    return said, weights(model)
+
+
+@case
+def fsdp2(rank):
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return train(model, sghmc(model.named_parameters()), data(rank), 9)
+
+
+@case
+def hsdp(rank):
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    said = train(model, sghmc(model.named_parameters()), data(rank), 4)
+    return said, torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+@case
+def hsdp_forked(rank):
+    """Each rank forks with a generator of its own, and the first one's key counts."""
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    optimizer = sghmc(model.named_parameters())
+    train(model, optimizer, data(rank), 3)
+    optimizer.fork(bc.distributed.generator(5, chain=rank))
+    said = train(model, optimizer, data(rank), 5)
+    return said, torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+class Odd(nn.Module):
+    """A unit that is dead, a row of an embedding that nobody looks up, a leaf that is frozen, one that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first, self.last = nn.Embedding(5, 3), nn.Linear(3, 4), nn.Linear(4, 1)
+        self.unused, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.dead = nn.Parameter(torch.ones(1))
+        nn.init.constant_(self.first.bias, -100.0)
+
+    def forward(self, x):
+        words = (x[:, 0] > 0).long()
+        return self.last(torch.relu(self.first(self.table(words))) * self.frozen) + 0.0 * self.dead
+
+
+@case
+def chains_with_dead_leaves(rank):
+    model = Odd()
+    return train(model, sghmc(model.named_parameters(), chain=rank), data(rank), 9)
+
+
+@case
+def ddp_with_dead_leaves(rank):
+    model = DistributedDataParallel(Odd(), find_unused_parameters=True)
+    return train(model, sghmc(model.named_parameters()), data(rank), 9)
+
+
+@case
+def chains(rank):
+    """From one start, on the same data: their first gradients are equal, their keys are not."""
+    model = network()
+    return train(model, sghmc(model.parameters(), chain=rank), data(0), 9)
+
+
+@case
+def chains_of_an_optimizer_of_chains(rank):
+    model = network()
+    generator = bc.distributed.generator(0, chain=rank)
+    optimizer = bc.optim.Optimizer(
+        model.parameters(), lambda group: bc.sghmc(0.05, temperature=0.01, generator=generator)
+    )
+    return train(model, optimizer, data(0), 5)
+
+
+@case
+def on_purpose(rank):
+    model = network(rank)
+    optimizer = sghmc(model.parameters())
+    optimizer.watch(first=False)
+    return train(model, optimizer, data(rank))
+
+
+@case
+def uneven_batches(rank):
+    model = DistributedDataParallel(network())
+    optimizer = sghmc(model.parameters())
+    with Join([model, optimizer]):
+        train(model, optimizer, data(rank), 2 + 3 * rank)
+    count = optimizer.param_groups[0]["noise_count"]
+    return count, train(model, optimizer, data(rank), 9), weights(model)
+
+
+@case
+def fsdp1_original_with_parts(rank):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    mine = bc.distributed.part(model.named_parameters(), bc.distributed.flat_shards(model))
+    said = train(model, sghmc(mine), torch.cat([data(0), data(1)]), 6)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return said, weights(model).clone()
+
+
+@case
+def fsdp1_flat_with_parts(rank):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    mine = bc.distributed.part(model.named_parameters(), bc.distributed.flat_shards(model))
+    optimizer = sghmc(mine)
+    said = train(model, optimizer, data(rank), 3)
+    return said, [optimizer.state[p]["noise"].clone() for _, p in mine]
+
+
+@case
+def zero_with_parts(rank):
+    model = DistributedDataParallel(network())
+    bc.distributed.part(model.named_parameters())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), bc.optim.SGHMC, lr=0.05, temperature=0.01, generator=bc.distributed.generator(0)
+    )
+    said = train(model, optimizer, torch.cat([data(0), data(1)]), 6)
+    return said, weights(model)
+
+
+@case
+def pipeline_with_parts(rank):
+    return stages(rank, lambda s: bc.distributed.part(s.named_parameters(), lambda name, p: f"stage{rank}.{name}"))
+
+
+@case
+def cost(rank):
+    """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network."""
+    model = DistributedDataParallel(network(sizes=(3, 512, 512, 1)))
+    optimizer = sghmc(model.parameters())
+    look, spent = optimizer._witness.look, [0.0]
+
+    def timed(*args):
+        start = time.perf_counter()
+        look(*args)
+        spent[0] += time.perf_counter() - start
+
+    optimizer._witness.look = timed
+    start = time.perf_counter()
+    train(model, optimizer, data(rank, 128), 300)
+    return spent[0] / (time.perf_counter() - start)
+
+
+def main():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, folder = dist.get_rank(), Path(sys.argv[1])
+    wanted = sys.argv[2:] or list(CASES)
+    out = {}
+    for name in wanted:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out[name] = CASES[name](rank)
+        dist.barrier()
+    torch.save(out, folder / f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads of the groups are left
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

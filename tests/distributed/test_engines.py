@@ -1,0 +1,125 @@
+"""FSDP1, ZeroRedundancyOptimizer, pipeline stages, DistributedDataParallel and chains under torchrun: right, or refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from tests.distributed.engines import data, network, sghmc, train, weights
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """What every case of ``engines.py`` gave on both ranks, of one launch."""
+    folder = tmp_path_factory.mktemp("engines")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    script = Path(__file__).with_name("engines.py")
+    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return {name: [mine[name] for mine in ranks] for name in ranks[0]}
+
+
+def alone(stream=None, steps=6):
+    """One process with the data of both ranks."""
+    model = network()
+    optimizer = sghmc(model.named_parameters(), **({} if stream is None else {"stream": stream}))
+    train(model, optimizer, torch.cat([data(0), data(1)]), steps)
+    return weights(model)
+
+
+@pytest.mark.parametrize("case", ["fsdp1_flat", "fsdp1_original", "zero", "pipeline"])
+def test_parts_that_would_share_their_noise_are_refused_on_every_rank_after_one_step(case, cases):
+    for steps, said in cases[case]:
+        assert steps == 1 and "under one key" in said and "bc.distributed.part(" in said
+
+
+def test_replicas_with_keys_of_their_own_are_refused_on_every_rank_after_two_steps(cases):
+    for steps, said in cases["ddp_with_two_keys"]:
+        assert steps == 2 and "noise of two keys" in said and "generator=bc.distributed.generator(seed)" in said
+
+
+@pytest.mark.parametrize(("case", "steps"), [("forgotten_chain_keys", 2), ("chains_optimizer", 1)])
+def test_chains_that_were_given_one_key_are_refused_on_the_rank_that_comes_last(case, steps, cases):
+    said = [words for made, words in cases[case] if made == steps]
+    assert said and all("generator(seed, chain=rank)" in words for words in said)
+
+
+def test_a_comparison_now_and_then_finds_keys_that_part_later(cases):
+    for before, (_, said) in cases["forked_on_one_rank"]:
+        assert before == (3, "") and "noise of two keys" in said
+
+
+def test_a_fork_asks_for_a_generator_where_several_ranks_run(cases):
+    assert all("fork: 2 ranks run" in said for said in cases["forked_without_a_generator"])
+
+
+def test_replicas_that_made_unequal_numbers_of_steps_are_refused(cases):
+    (few, (_, said)), (many, (_, same)) = cases["uneven_batches_without_the_optimizer"]
+    assert (few, many) == (2, 5) and "have drawn 2 and 5 times" in said and "Join([model, optimizer])" in said
+    assert cases["uneven_batches_without_the_optimizer"][0][1] == (1, said) and said == same
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        ("fsdp2", 9),
+        ("chains", 9),
+        ("chains_with_dead_leaves", 9),
+        ("ddp_with_dead_leaves", 9),
+        ("chains_of_an_optimizer_of_chains", 5),
+        ("on_purpose", 6),
+        ("pipeline_with_parts", 4),
+    ],
+)
+def test_what_is_right_is_not_refused(case, steps, cases):
+    assert cases[case] == [(steps, "")] * 2
+
+
+@pytest.mark.parametrize(("case", "steps"), [("ddp", 9), ("hsdp", 4), ("hsdp_forked", 5)])
+def test_replicas_stay_bit_identical(case, steps, cases):
+    (said, mine), (same, theirs) = cases[case]
+    assert said == same == (steps, "") and torch.equal(mine, theirs)
+
+
+def test_joined_replicas_go_on_from_one_state(cases):
+    (few, said, mine), (many, same, theirs) = cases["uneven_batches"]
+    assert few == many == 5 and said == same == (9, "") and torch.equal(mine, theirs)
+
+
+def test_parts_of_fsdp1_draw_the_noise_of_one_process(cases):
+    for said, mine in cases["fsdp1_original_with_parts"]:
+        assert said == (6, "")
+        torch.testing.assert_close(mine, alone("philox"), rtol=0, atol=1e-6)
+
+
+def test_partitions_of_zero_draw_the_noise_of_one_process(cases):
+    for said, mine in cases["zero_with_parts"]:
+        assert said == (6, "")
+        torch.testing.assert_close(mine, alone(), rtol=0, atol=1e-6)
+
+
+def test_flattened_parts_draw_neighbouring_numbers_of_one_leaf(cases):
+    from bayesopt_chain.random.pieces import draw_pieces
+    from bayesopt_chain.random.stream import leaf_numbers
+
+    (first, (a,)), (second, (b,)) = cases["fsdp1_flat_with_parts"]
+    assert first == second == (3, "")
+    key = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=bc.distributed.generator(0))
+    whole = [((0, a.numel() + b.numel()),)]
+    (wanted,) = draw_pieces(key, torch.tensor(2), whole, leaf_numbers(("_flat_param",)), torch.float32)
+    assert torch.equal(torch.cat([a, b]), wanted)
+
+
+def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):
+    for share in cases["cost"]:
+        assert share < 0.01
