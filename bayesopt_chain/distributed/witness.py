@@ -94,7 +94,7 @@ class Witness:
         self.written_to = False  # whether somebody else wrote into it before the last step
         self.met = False  # whether the last step compared, so that a refusal may be waiting
         self.refusal: str | None = None  # what was found; it holds until the next restart
-        self.written: list[list[str]] = []  # names of this rank's records, of the last two comparisons
+        self.written: list[list[str]] = []  # names of this rank's records, of the last comparisons that were asked for
 
     def restart(self) -> None:
         """Compare at the next two steps again: the key, the state or the parameters were replaced."""
@@ -144,7 +144,9 @@ class Witness:
         found = self._contradiction(store, [c for c in claims() if c.param.numel()], f"{top}/{step}", step > 0)
         if found is not None:
             store.compare_set(f"{top}/refusal", "", found)
-        if len(self.written) > 2:
+        if step in _STEPS:
+            self.written.pop()  # these few stay, for ranks that come much later
+        elif len(self.written) > 2:
             for name in self.written.pop(0):
                 store.delete_key(name)
 
