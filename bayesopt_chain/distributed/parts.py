@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.layout import runs_of
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.random.stream import without_wrappers
 
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain.distributed.ranks import hash_of_bits
-from bayesopt_chain.random.pieces import Runs
+from bayesopt_chain.random.philox import Runs
 
 _STEPS = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])
 _made = 0  # witnesses in this process: ranks that run one program make them in one order

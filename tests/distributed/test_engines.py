@@ -109,14 +109,14 @@ def test_partitions_of_zero_draw_the_noise_of_one_process(cases):
 
 
 def test_flattened_parts_draw_neighbouring_numbers_of_one_leaf(cases):
-    from bayesopt_chain.random.pieces import draw_pieces
+    from bayesopt_chain.random.philox import draw_elements, whole_leaves
     from bayesopt_chain.random.stream import leaf_numbers
 
     (first, (a,)), (second, (b,)) = cases["fsdp1_flat_with_parts"]
     assert first == second == (3, "")
     key = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=bc.distributed.generator(0))
-    whole = [((0, a.numel() + b.numel()),)]
-    (wanted,) = draw_pieces(key, torch.tensor(2), whole, leaf_numbers(("_flat_param",)), torch.float32)
+    whole = whole_leaves([a.numel() + b.numel()], leaf_numbers(("_flat_param",)))
+    (wanted,) = draw_elements(key, torch.tensor(2), whole, torch.float32)
     assert torch.equal(torch.cat([a, b]), wanted)
 
 
