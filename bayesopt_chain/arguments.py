@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -96,38 +96,41 @@ class NumberOrTree:
             self.range(name, value, ranges)
 
 
-_FLAG, _COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
-_POSITIVE, _NOT_NEGATIVE, _FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
-_MOMENT = Range("[0, 1)")
-_AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
-ARGUMENTS: dict[str, Callable[[str, Any, bool], None]] = {
+Rule = Callable[
+    [str, Any, bool], None
+]  # (name, value, whether ranges are checked beside types); refuses what may not be
+_FLAG, COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
+POSITIVE, _NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
+MOMENTUM, ORDER = Range("[0, 1)"), OneOf((1, 2))
+AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
+ARGUMENTS: dict[str, Rule] = {
     "temperature": Range("[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT),
     "lr": Range("[0, inf)", tensor=True, schedule=True),
     "step_size": Range("(-inf, inf)", tensor=True, schedule=True),
     "generator": _generator,
-    "order": OneOf((1, 2)),
+    "order": ORDER,
     "betas": _betas,
-    **dict.fromkeys(("momentum", "b1", "b2"), _MOMENT),
+    **dict.fromkeys(("momentum", "b1", "b2"), MOMENTUM),
     **dict.fromkeys(("alpha", "rho", "decay"), _MEMORY),
-    **dict.fromkeys(("weight_decay", "low", "high"), _FINITE),
+    **dict.fromkeys(("weight_decay", "low", "high"), FINITE),
     **dict.fromkeys(("eps", "eps_root", "lr_decay", "initial_scale", "initial_accumulator_value"), _NOT_NEGATIVE),
     **dict.fromkeys(("friction", "loss_variance", "correction_factor"), _NOT_NEGATIVE),
-    **dict.fromkeys(("init_hessian", "variance_floor"), _POSITIVE),
+    **dict.fromkeys(("init_hessian", "variance_floor"), POSITIVE),
     "dampening": Range("(-inf, 1)"),
     "thermostat_mass": Range("(0, inf)", none=True),
     "temperatures": _temperatures,
     "mask": _mask,
     **dict.fromkeys(("omega", "step_size_fn"), _schedule),
     **dict.fromkeys(("optimizer", "scale_optimizer"), _transformation),
-    **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(_POSITIVE)),
-    "transition": NumberOrTree(_FINITE),
+    **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(POSITIVE)),
+    "transition": NumberOrTree(FINITE),
     "transition_noise": NumberOrTree(_NOT_NEGATIVE),
     "clip_radius": Range("(0, inf]"),
     "zeta": Range("(0, 1]"),
     "forgetting": Range("(0, 1]", tensor=True),
     "freeze_after": Range(f"[0, {LARGEST}]", integer=True, none=True),
-    **dict.fromkeys(("burn_in", "start", "rank"), _COUNT),
-    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), _AT_LEAST_ONE),
+    **dict.fromkeys(("burn_in", "start", "rank"), COUNT),
+    **dict.fromkeys(("cycle", "batch_size", "swap_every", "every"), AT_LEAST_ONE),
     **dict.fromkeys(("n_samples", "bins"), Range("[1, 16777216]", integer=True)),
     **dict.fromkeys(("nesterov", "maximize", "moment_requires_grad", "centered", "use_accelerated_op"), _FLAG),
     **dict.fromkeys(
@@ -140,30 +143,37 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 def checked(factory: Factory) -> Factory:
     """Check the arguments of a factory, types and ranges, before it runs; at temperature 0 the temperature's alone."""
-    return _checking(factory, True)
+    return _checking(factory, True, {})
+
+
+def checked_as(**rules: Rule) -> Callable[[Factory], Factory]:
+    """Check the arguments of a factory as :func:`checked` does, some of them by rules of its own, at any temperature.
+
+    For what a sampler computes with when it is made: a learning rate that it divides by is a positive number, no schedule.
+    """
+    return lambda factory: _checking(factory, True, rules)
 
 
 def checked_types(factory: Factory) -> Factory:
     """Check the types of a link's arguments before it is made."""
-    return _checking(factory, False)
+    return _checking(factory, False, {})
 
 
 def check_link(link: Any) -> None:
     """Check the fields of a link in a chain that samples, types and ranges."""
     for part in dataclasses.fields(link):
-        if part.name == "rule":  # behind a mask
-            check_link(link.rule)
         if part.name in ARGUMENTS and getattr(link, part.name) is not part.default:
-            _check(type(link).__name__, part.name, getattr(link, part.name), True)
+            ARGUMENTS[part.name](_shown(type(link).__name__, part.name), getattr(link, part.name), True)
 
 
-def _check(owner: str, name: str, value: Any, ranges: bool) -> None:
-    ARGUMENTS[name](f"{owner}: {_SHOWN.get(name, name)}", value, ranges)
+def _shown(owner: str, name: str) -> str:
+    return f"{owner}: {_SHOWN.get(name, name)}"
 
 
-def _checking(factory: Factory, ranges: bool) -> Factory:
+def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factory:
     signature = inspect.signature(factory)
-    defaults = {name: p.default for name, p in signature.parameters.items() if name in ARGUMENTS}
+    rules = {**ARGUMENTS, **own}
+    defaults = {name: p.default for name, p in signature.parameters.items() if name in rules}
 
     @functools.wraps(factory)
     def checking(*args: Any, **kwargs: Any) -> Any:
@@ -174,8 +184,9 @@ def _checking(factory: Factory, ranges: bool) -> Factory:
         heat = given.get("temperature", defaults.get("temperature"))
         is_zero_temperature = isinstance(heat, (int, float)) and heat == 0
         for name, default in defaults.items():
-            if name in given and given[name] is not default and (not is_zero_temperature or name == "temperature"):
-                _check(factory.__name__, name, given[name], ranges)
+            always = name in own or name == "temperature"
+            if name in given and given[name] is not default and (always or not is_zero_temperature):
+                rules[name](_shown(factory.__name__, name), given[name], ranges)
         return factory(*args, **kwargs)
 
     return cast(Factory, checking)

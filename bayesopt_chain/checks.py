@@ -127,8 +127,7 @@ def at_this_step(name: str, value: float | Tensor) -> None:
 
 
 def positive_temperature(who: str, value: Any, why: str) -> None:
-    """Refuse temperature 0 for a sampler that is no optimizer there."""
-    temperature(value)
+    """Refuse temperature 0 for a sampler that is no optimizer there; that it is a temperature was checked before."""
     number = value.item() if isinstance(value, Tensor) and not is_hidden(value) else value
     if isinstance(number, Real) and number == 0:
         raise ValueError(f"{who}: temperature must be positive, got {number}: {why}")

@@ -8,14 +8,13 @@ learns from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import AT_LEAST_ONE, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -68,7 +67,7 @@ class AdaptiveWindow(Link):
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"
 
 
-@checked
+@checked_as(freeze_after=replace(AT_LEAST_ONE, hint="nothing is learned without a burn-in"), eps=POSITIVE)
 def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
     """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
 
@@ -89,10 +88,4 @@ def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
-    if isinstance(freeze_after, bool) or not isinstance(freeze_after, int) or freeze_after < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f"scale_by_adaptive_window: freeze_after must be a number of burn-in updates, at least 1, got {freeze_after!r}; "
-            "nothing is learned without one, and sampling is exact only behind it"
-        )
-    checks.positive("scale_by_adaptive_window: eps", eps)
     return Chain((AdaptiveWindow(freeze_after, float(eps)),))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import ORDER, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -258,7 +258,7 @@ def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rat
     return by_leaf, scale, torch.stack([heat, inverse, square], -1)
 
 
-@checked
+@checked_as(order=ORDER)
 def inject_langevin_noise(
     temperature: ScalarOrSchedule,
     *,
@@ -310,8 +310,6 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    if order not in (1, 2) or isinstance(order, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"inject_langevin_noise: order must be 1 (white noise) or 2 (matched noise), got {order!r}")
     if noise not in ("gaussian", "rademacher", "three_point"):
         raise ValueError(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"

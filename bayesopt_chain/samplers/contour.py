@@ -13,7 +13,6 @@ negative and the chain climbs out. At T = 0 the multiplier is 1 and this is the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import FINITE, Range, checked, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
@@ -104,7 +103,7 @@ class Contour(Link):
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
 
 
-@checked
+@checked_as(low=FINITE, high=FINITE, bins=Range("[2, 16777216]", integer=True), zeta=Range("(0, 1]"))
 def scale_by_contour(
     temperature: ScalarOrSchedule,
     low: float,
@@ -136,13 +135,8 @@ def scale_by_contour(
         >>> tx.update(torch.ones(1), tx.init(torch.zeros(1)), loss=torch.tensor(3.0), inplace=False)[0]
         tensor([1.])
     """
-    checks.temperature(temperature)
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"scale_by_contour: need finite low < high, got {low!r} and {high!r}")
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
-        raise ValueError(f"scale_by_contour: bins must be a whole number, at least 2, got {bins!r}")
-    if not 0.0 < zeta <= 1.0:
-        raise ValueError(f"scale_by_contour: zeta must lie in (0, 1], got {zeta!r}")
+    if not low < high:
+        raise ValueError(f"scale_by_contour: low must lie below high, got {low!r} and {high!r}")
     omega = schedules.robbins_monro(1.0, b=1000.0, gamma=0.8) if omega is None else omega
     if isinstance(temperature, int):
         temperature = float(temperature)

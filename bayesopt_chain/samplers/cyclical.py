@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks, schedules
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
@@ -69,7 +69,7 @@ class sampling_phase:
         return hot.to(torch.float64) * self.temperature
 
 
-@checked
+@checked_as(lr=POSITIVE, momentum=MOMENTUM)
 def cyclical(
     lr: float,
     cycle: int,
@@ -108,12 +108,10 @@ def cyclical(
             ...
         ValueError: cyclical: burn_in must be shorter than the cycle (100 updates), got 100; no update would sample
     """
-    checks.positive("cyclical: lr", lr)
     _check(cycle, burn_in)
     schedule, phase = schedules.cosine_restarts(lr, cycle), _phase(temperature, cycle, burn_in)
     if not lr_inside:
         return sghmc(schedule, momentum, temperature=phase, order=2 if order is None else order, generator=generator)
-    checks.momentum("cyclical: momentum", momentum)
     if order not in (None, 1):
         raise ValueError(f"cyclical: order must be 1 with lr_inside=True, whose noise is white, got {order!r}")
     level = (2.0 * (1.0 - momentum)) ** 0.5

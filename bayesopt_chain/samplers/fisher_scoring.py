@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import AT_LEAST_ONE, MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -126,7 +126,7 @@ class DenseFisherScoring(FisherScoring):
         return op.put(g, moves), FisherState(state.key, *op.count([state.count]), *op.put([old], [new]))
 
 
-@checked
+@checked_as(lr=POSITIVE, batch_size=AT_LEAST_ONE, decay=MOMENTUM)
 def sgfs(
     lr: float,
     *,
@@ -162,10 +162,6 @@ def sgfs(
         >>> tx, params = bc.samplers.sgfs(0.1, temperature=1 / 500, batch_size=50), torch.zeros(2)
         >>> updates, state = tx.update(torch.ones(2), tx.init(params), params=params, gradient_variance=torch.ones(2))
     """
-    checks.positive("sgfs: lr", lr)
-    checks.positive("sgfs: batch_size", batch_size)
-    if not 0.0 <= decay < 1.0:
-        raise ValueError(f"sgfs: decay must lie in [0, 1), got {decay!r}")
     checks.positive_temperature(
         "sgfs", temperature, "its step is 2 T / (noise) and vanishes there; use bc.sgd to optimise"
     )

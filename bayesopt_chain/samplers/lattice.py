@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -70,7 +70,7 @@ class Lattice(Keyed):
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"
 
 
-@checked
+@checked_as(lr=POSITIVE)
 def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None) -> Chain:
     """Langevin sampling by steps of ``+-sqrt(2 T lr)``, up or down with odds set by the gradient (Duffield et al., 2025).
 
@@ -92,6 +92,5 @@ def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.G
         >>> updates.abs()
         tensor([0.2000, 0.2000, 0.2000])
     """
-    checks.positive("lattice_walk: lr", lr)
     checks.positive_temperature("lattice_walk", temperature, "its steps have length 0 there; use bc.sgd to optimise")
     return Chain((Lattice(lr, temperature, generator=generator),))

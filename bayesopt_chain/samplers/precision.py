@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import MOMENTUM, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -26,7 +25,7 @@ from bayesopt_chain.links.preconditioner import SolvePrecision, SupportsSolve
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked
+@checked_as(momentum=MOMENTUM)
 def langevin_with_precision(
     precision: SupportsSolve,
     lr: ScalarOrSchedule,
@@ -69,9 +68,6 @@ def langevin_with_precision(
                 f"langevin_with_precision: precision has no {method}(tree), got {type(precision).__name__}; "
                 "pass a precision of bc.precision, or an object with solve and sqrt_solve"
             )
-    if isinstance(lr, (int, float)):
-        checks.positive("langevin_with_precision: lr", lr)
-    checks.momentum("langevin_with_precision: momentum", momentum)
     return chain(
         Chain((SolvePrecision(precision),)),
         add_momentum(momentum),

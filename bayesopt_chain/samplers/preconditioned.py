@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
@@ -90,7 +89,6 @@ def psgld(
             scale_by_neg_lr(0.01),
         )
     """
-    checks.temperature(temperature)
     if corrected and order not in (None, 1):
         raise ValueError(f"psgld: order must be 1 with corrected=True, whose noise is white, got {order!r}")
     corrected = corrected and not is_zero(temperature)  # T div P is 0 there

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import MOMENTUM, POSITIVE, Range, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -143,7 +142,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
     return values.to(x.dtype).to(x.device).reshape(-1, *[1] * (x.ndim - 1))
 
 
-@checked
+@checked_as(lr=POSITIVE, momentum=MOMENTUM, correction_factor=Range("[1, inf)"))
 def replica_exchange(
     lr: float,
     momentum: float = 0.0,
@@ -187,18 +186,8 @@ def replica_exchange(
             f"replica_exchange: temperatures must hold at least two chains, got {len(temperatures)}; "
             "one chain has nobody to exchange with, use bc.sgld or bc.sghmc"
         )
-    for t in temperatures:
-        checks.positive("replica_exchange: temperatures", t)
     if sorted(set(temperatures)) != list(temperatures):
         raise ValueError(f"replica_exchange: temperatures must increase, got {temperatures}; put the coldest first")
-    checks.positive("replica_exchange: lr", lr)
-    checks.momentum("replica_exchange: momentum", momentum)
-    if not loss_variance >= 0.0:
-        raise ValueError(f"replica_exchange: loss_variance must not be negative, got {loss_variance!r}")
-    if not correction_factor >= 1.0:
-        raise ValueError(f"replica_exchange: correction_factor must be at least 1, got {correction_factor!r}")
-    if isinstance(swap_every, bool) or not isinstance(swap_every, int) or swap_every < 1:
-        raise ValueError(f"replica_exchange: swap_every must be a number of updates, at least 1, got {swap_every!r}")
     link = ReplicaExchange(
         lr, momentum, temperatures, loss_variance, correction_factor, swap_every, generator=generator
     )

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.delay import delay
@@ -27,7 +26,7 @@ from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.schedules import ScalarOrSchedule
 
 
-@checked
+@checked_as(lr=POSITIVE, momentum=MOMENTUM)
 def sghmc_euler(
     lr: float, momentum: float = 0.9, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -53,8 +52,6 @@ def sghmc_euler(
         >>> first
         tensor([-0., -0.])
     """
-    checks.positive("sghmc_euler: lr", lr)
-    checks.momentum("sghmc_euler: momentum", momentum)
     level = (2.0 * (1.0 - momentum) / lr) ** 0.5
     return chain(
         inject_filtered_noise(temperature, (level,), beside=(0, 3 if momentum else 2), generator=generator),

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import POSITIVE, checked, checked_as
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.links.filtered_noise import inject_filtered_noise
@@ -111,7 +111,7 @@ def obabo(
     return sghmc(lr, momentum, temperature=temperature, order=1, generator=generator)
 
 
-@checked
+@checked_as(step_size=POSITIVE, friction=POSITIVE)
 def ubu(
     step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
 ) -> Chain:
@@ -139,8 +139,6 @@ def ubu(
         >>> updates.shape
         torch.Size([3])
     """
-    checks.positive("ubu: step_size", step_size)
-    checks.positive("ubu: friction", friction)
     h, gamma, mu = step_size, friction, math.exp(-friction * step_size)
     lr = h * -math.expm1(-gamma * h) / gamma
     n1, n2, n2_alone = ubu_noise(h, gamma)

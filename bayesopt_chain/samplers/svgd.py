@@ -109,7 +109,6 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
         >>> updates.shape
         torch.Size([5, 2])
     """
-    checks.temperature(temperature)
     if bandwidth != "median":
         checks.positive("scale_by_stein_kernel: bandwidth", bandwidth)
     return Chain((Stein(temperature, bandwidth),))

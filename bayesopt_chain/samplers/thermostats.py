@@ -60,7 +60,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked
+from bayesopt_chain.arguments import MOMENTUM, POSITIVE, checked_as
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -197,7 +197,7 @@ def _ou_scale(x: Tensor) -> Tensor:
     return torch.where(small, 1.0 - x / 2.0 + x * x / 6.0, -torch.expm1(-safe) / safe).sqrt()
 
 
-@checked
+@checked_as(lr=POSITIVE, momentum=MOMENTUM)
 def sgnht(
     lr: float,
     momentum: float = 0.9,
@@ -233,8 +233,6 @@ def sgnht(
         >>> [v.shape for v in updates.values()]
         [torch.Size([2])]
     """
-    checks.positive("sgnht: lr", lr)
-    checks.momentum("sgnht: momentum", momentum)
     if momentum == 0.0:
         raise ValueError(
             "sgnht: momentum must lie in (0, 1), got 0.0; without momentum all velocity is lost in each update and no "
@@ -245,7 +243,7 @@ def sgnht(
     return Chain((NoseHoover(lr, -math.log(momentum), temperature, mass, per_parameter, generator=generator),))
 
 
-@checked
+@checked_as(step_size=POSITIVE, friction=POSITIVE)
 def badodab(
     step_size: float,
     friction: float = 1.0,
@@ -280,8 +278,6 @@ def badodab(
             ...
         ValueError: badodab: temperature must be positive, got 0.0: a thermostat holds the kinetic energy at T ...
     """
-    checks.positive("badodab: step_size", step_size)
-    checks.positive("badodab: friction", friction)
     mass = _mass("badodab", thermostat_mass, friction)
     checks.positive_temperature("badodab", temperature, _WHY)
     return Chain((Badodab(step_size, friction, temperature, mass, per_parameter, generator=generator),))

@@ -273,7 +273,7 @@ def test_make_step_differentiates_each_particle_alone():
             "same number in every leaf",
         ),
         (lambda: bc.samplers.svgd(0.1, temperature=1.0, bandwidth=0.0), "bandwidth"),
-        (lambda: bc.samplers.scale_by_contour(1.0, 2.0, 1.0), "low < high"),
+        (lambda: bc.samplers.scale_by_contour(1.0, 2.0, 1.0), "low must lie below high"),
         (lambda: bc.samplers.scale_by_contour(1.0, 0.0, 1.0, bins=1), "bins"),
         (lambda: bc.samplers.contour_weight(bc.sgd(0.1), (), torch.zeros(())), "no link of .* is scale_by_contour"),
     ],

@@ -34,7 +34,7 @@ NAN = float("nan")
             ValueError,
             r"momentum must lie in \[0, 1\), got 1.0",
         ),
-        (lambda: samplers.sghmc_euler(0.0, temperature=1.0), ValueError, "lr must be a positive"),
+        (lambda: samplers.sghmc_euler(0.0, temperature=1.0), ValueError, r"lr \(learning rate\) must be a positive"),
         (lambda: samplers.sgnht(0.1, 1.0, temperature=1.0), ValueError, "sgnht: momentum must lie"),
         (
             lambda: samplers.sgnht(0.1, temperature=1.0, thermostat_mass=0.0),
@@ -45,7 +45,7 @@ NAN = float("nan")
         (
             lambda: samplers.adaptive_sghmc(0.1, temperature=1.0, burn_in=0),
             ValueError,
-            "burn-in updates, at least 1, got 0",
+            "at least 1, got 0; nothing is learned without a burn-in",
         ),
         (
             lambda: samplers.sgfs(0.1, temperature=0.0, batch_size=1),
