@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
@@ -92,9 +93,9 @@ def _schedule(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequenc
 
 
 def _flip(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
-    constants = link.update.__code__.co_consts  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-    flips = any("neg" in getattr(code, "co_names", ()) for code in constants)
-    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), flips).links
+    params, gradient = [torch.zeros(())], [torch.ones(())]
+    (moved,), _ = link.update(gradient, link.init(params), params=params, inplace=False)
+    return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), maximize=bool(moved < 0)).links
 
 
 # What stands for TorchOpt's closures, by the function that makes their update, as a function of (transformation, its cells).

@@ -8,7 +8,7 @@ links by ``init``, for the leaves that it sees; how an update runs stands in :mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
@@ -24,9 +24,6 @@ from bayesopt_chain.matching.noise_inputs import note
 from bayesopt_chain.matching.response import Noise
 from bayesopt_chain.tracing import is_traced
 from bayesopt_chain.trees import paths_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Chain(GradientTransformation):

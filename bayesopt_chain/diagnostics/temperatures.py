@@ -26,6 +26,7 @@ white and the ratio itself is ``w + O(lr k)``: what is reported is ``ratio / w``
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -333,7 +334,7 @@ class Thermometer:
         """Remember where the next step starts, and what it may move."""
         if isinstance(self.tx, Thermal):
             known = self.tx.thermal_leaves()
-            self._paths = tuple(name(path) for path in paths_of(it.params))
+            self._paths = names_of(paths_of(it.params))
             at = [known.get(path) for path in self._paths]
             if known and not any(at):
                 raise ValueError(
@@ -355,7 +356,7 @@ class Thermometer:
             states = _chains(state, chains)
             if self.is_constant:
                 states = states[:1]
-            self._paths = tuple(name(path) for path in paths_of(params[0]))
+            self._paths = names_of(paths_of(params[0]))
             self._white = _white(self.tx, states[0])
             self._scales = [_scales(self.tx, p, s) for p, s in zip(params, states)]
         kept = [[None if x is None else x.clone() for x in optree.tree_leaves(p, none_is_leaf=True)] for p in params]
@@ -439,8 +440,8 @@ def _scales(tx: Chain, params: Any, state: Any) -> list[Tensor | None]:
         state = State(entries, state.layout._replace(pieces=None))
         params = optree.tree_map(shards.local, params, none_is_leaf=True)
     return [
-        None if g is None or name(path) not in levels else shards.like(x, g * levels[name(path)])
-        for path, x, g in zip(state.layout.paths, leaves, gains(tx, params, state))
+        None if g is None or name not in levels else shards.like(x, g * levels[name])
+        for name, x, g in zip(names_of(state.layout.paths), leaves, gains(tx, params, state))
     ]
 
 
@@ -451,13 +452,13 @@ def _mean(x: Tensor) -> float:
 
 def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float]:
     """The temperature of each leaf that noise enters."""
-    plan, out = tx.plan(state), dict[str, float]()
+    plan, out, names = tx.plan(state), dict[str, float](), names_of(state.layout.paths)
     for i, noise in plan.noise.items():
         link: Any = tx.links[i]
         level = float(now(link.temperature, state[i].count)) if temperature is None else temperature
-        out |= {name(state.layout.paths[j]): level for j in noise.leaves if level > 0}
+        out |= {names[j]: level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
-        out = {name(path): temperature for path in state.layout.paths}
+        out = dict.fromkeys(names, temperature)
     return out
 
 
@@ -515,7 +516,7 @@ class _OptimizerForces:
         self.leaves = optimizer.thermal_leaves()
 
     def levels(self, params: Any, temperature: float | None) -> dict[str, float]:
-        names = [name(path) for path in paths_of(params)]
+        names = names_of(paths_of(params))
         if not any(path in self.leaves for path in names):
             raise ValueError(
                 f"temperatures: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "
@@ -525,8 +526,8 @@ class _OptimizerForces:
 
     def forces(self, params: Any, grads: Sequence[Any]) -> list[Any]:
         out = list(grads)
-        for j, (path, p) in enumerate(zip(paths_of(params), optree.tree_leaves(params, none_is_leaf=True))):
-            leaf = self.leaves.get(name(path))
+        for j, (name, p) in enumerate(zip(names_of(paths_of(params)), optree.tree_leaves(params, none_is_leaf=True))):
+            leaf = self.leaves.get(name)
             if leaf is None or out[j] is None:
                 continue
             if leaf.decay is None:
@@ -554,11 +555,11 @@ def _virial(
     forces = judge.forces(params, mine)
     out: tuple[dict[str, float], dict[str, float]] = ({}, {})
     flat = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, centre)]
-    for path, p, c, whole, data in zip(paths_of(params), *flat, forces, mine):
+    for name, p, c, whole, data in zip(names_of(paths_of(params)), *flat, forces, mine):
         if p is not None and p.numel():
             away = p.double() - c.double()
             for part, force in zip(out, (whole, data)):
-                part[name(path)] = _mean(away * force.double())
+                part[name] = _mean(away * force.double())
     return out
 
 
@@ -587,9 +588,14 @@ def with_decay(tx: Chain, state: Any, params: Any, grads: Sequence[Any]) -> list
     return g
 
 
-def name(path: str) -> str:
-    """``['layer']['weight']`` as ``layer/weight``; a bare tensor is ``tensor``."""
-    return path[1:-1].replace("][", "/").replace("'", "") or "tensor"
+def names_of(paths: Sequence[str]) -> tuple[str, ...]:
+    """What a report calls these leaves: ``layer/weight`` for ``['layer']['weight']``, ``tensor`` for a bare tensor.
+
+    Leaves that would have one name, as ``['a']['b']`` and ``['a/b']``, are called by their paths.
+    """
+    names = [path[1:-1].replace("][", "/").replace("'", "") or "tensor" for path in paths]
+    often = Counter(names)
+    return tuple([path if often[name] > 1 else name for path, name in zip(paths, names)])
 
 
 def _learns(response: Any) -> bool:

@@ -321,3 +321,11 @@ def test_momentum_in_place_is_differentiated_and_refuses_other_shapes_as_out_of_
             tx.update([g], tx.init([like]), inplace=True)
     with pytest.raises(ValueError):
         tx.update([torch.ones(3), torch.ones(3)], tx.init([torch.ones(3)]), inplace=True)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_torchopts_sign_and_decay_are_found_by_asking_the_transformation(maximize, weight_decay):
+    flipped = torchopt.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
+    ours = bc.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
+    assert bc.chain(flipped) == ours

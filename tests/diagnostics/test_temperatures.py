@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics.temperatures import _levels, _white, gains
+from bayesopt_chain.diagnostics.temperatures import _levels, _white, gains, names_of
 from bayesopt_chain.testing import NormalProbe
 from tests.diagnostics.oracle import lyapunov
 
@@ -281,3 +281,10 @@ def test_levels_follow_a_schedule():
     tx = bc.sghmc(0.1, temperature=lambda n: 2.0 + 0 * n)
     w = torch.zeros(2)
     assert _levels(tx, tx.init(w), None) == {"tensor": 2.0}
+
+
+def test_leaves_whose_names_would_be_one_are_called_by_their_paths():
+    params = {"a": {"b": torch.zeros(5)}, "a/b": torch.zeros(5), "c": torch.zeros(5)}
+    tx = bc.sgld(0.2, temperature=0.5)
+    assert _levels(tx, tx.init(params), None) == {"['a']['b']": 0.5, "['a/b']": 0.5, "c": 0.5}
+    assert names_of(("['layer']['weight']", "[0]", "")) == ("layer/weight", "0", "tensor")
