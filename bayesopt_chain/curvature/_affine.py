@@ -1,9 +1,9 @@
-"""A model whose Jacobian is known: a linear layer on given features, so that nothing has to be differentiated.
+"""A model whose Jacobian is known: a linear layer on given features, for which nothing has to be differentiated.
 
     f = W x + b,    d f_o / d W_oi = x_i,    d f_o / d b_o = 1
 
-at every position. A column s of the output root is its own gradient in the layer's output, so that (x, s) is the pair that a
-tap on the layer would give (``_taps.py``), and no forward pass has to be watched or checked.
+at every position. The layer's output is the model's, so that a column s of the output root is the output gradient itself and
+(x, s) is the pair that a tap on the layer would give (``_taps.py``). No forward pass has to be watched or checked.
 """
 
 from __future__ import annotations

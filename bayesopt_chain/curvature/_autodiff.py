@@ -1,4 +1,4 @@
-"""torch.func with one type a function, and the kernels that can be differentiated in every way.
+"""torch.func with one return type for each function, and kernels that can be differentiated in every way.
 
 Fused kernels (attention, recurrent nets) are fast and lack forward mode, batching rules, second derivatives, or, for
 mkldnn's LSTM in float32, a backward pass that the vmapped one can call.

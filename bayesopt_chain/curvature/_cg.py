@@ -1,4 +1,4 @@
-"""Solves with a curvature matrix that exists only as a product, so that Newton steps need no matrix.
+"""Solves linear systems with a curvature matrix that exists only as a product, so that Newton steps need no matrix.
 
     x_{t+1} = x_t + a_t p_t,   r_{t+1} = r_t - a_t A p_t,   p_{t+1} = M r_{t+1} + b_t p_t
     a_t = r_t^T M r_t / p_t^T A p_t,   b_t = r_{t+1}^T M r_{t+1} / r_t^T M r_t

@@ -1,8 +1,8 @@
 """Remembers what has been checked, so that an estimator pays for it once and not at every batch.
 
-A check holds for another batch if trees, shapes and dtypes are those of the batch that was checked, and the forward pass calls
-the same torch functions in the same order with the same numbers beside the tensors: it is the same program then. A check that
-could not have failed, because a gradient was zero or not finite, is not remembered.
+A check holds for another batch if trees, shapes and dtypes are those of the batch that was checked, and if the forward pass is
+the same program: it calls the same torch functions in the same order, with the same arguments apart from the tensors. A check
+that could not have failed, because a gradient was zero or not finite, is not remembered.
 """
 
 from __future__ import annotations
@@ -17,23 +17,30 @@ from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree
 
 REMEMBERED = 8  # shapes of batches
-LARGEST = 2**18  # outputs of a datum: those of more are checked anew, since a plan holds them
+LARGEST = 2**18  # outputs of a datum up to which a plan, which holds them, is kept
 
 Program = list[Any]
 Result = TypeVar("Result")
 
 
 class ProgramChangedError(Exception):
-    """The forward pass is another one than that which was checked."""
+    """The forward pass calls other functions than when it was checked."""
 
 
 class Check:
-    """What a run over a batch has shown: whether its comparisons could have failed, and the program for each number of data."""
+    """What one pass over a batch has shown.
+
+    Attributes:
+        is_done: whether everything was checked before, so that this pass need not compare.
+        could_fail: whether every comparison so far could have failed.
+        plan: the plan that the pass settled on.
+        programs: the functions that the forward pass called, for each number of data in a chunk.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
         self.could_fail = True
-        self.plan: Any = None  # as the run left it
+        self.plan: Any = None
         self.programs: dict[int, Program] = {}
 
     def see(self, data: int, program: Program) -> None:
@@ -45,7 +52,7 @@ class Check:
         if self.programs.setdefault(data, program) != program:
             if self.is_done:
                 raise ProgramChangedError
-            self.could_fail = False  # two chunks of one length that are computed in two ways
+            self.could_fail = False  # chunks of one length were computed in two ways, of which one was compared
 
 
 class Checks:
@@ -57,7 +64,7 @@ class Checks:
     def run(
         self, params: Tree, batch: Any, make_plan: Callable[[], Any], work: Callable[[Any, Check], Result]
     ) -> Result:
-        """Work by a plan and a check: those of an earlier batch like this one, or new ones, which are then kept."""
+        """Call ``work(plan, check)``: with those of an earlier batch like this one, or with new ones, which are then kept."""
         key = shapes_of(params, batch)
         if key in self._known and not is_transformed():
             try:
@@ -71,6 +78,7 @@ class Checks:
             check.is_done = True
             if len(self._known) == REMEMBERED:
                 del self._known[next(iter(self._known))]
+            # Without the graph of the direct backward pass, which would keep the batch's activations alive.
             self._known[key] = plan._replace(direct=None, probe_outputs=[]), check
         return result
 

@@ -217,6 +217,7 @@ class BatchPullback:
         activations = sum(shape.numel() for shape, _ in plan.shapes)
         generic = sum(leaves[index].numel() for index in plan.generic)
         unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
+        # Numbers for one datum: the forward pass with its graph, and for each column its gradients of the taps.
         once = 4 * activations + unfolded + 3 * plan.probe.numel()
         unfolded = max((use.canonical.unfolds * plan.shapes[use.tap][0].numel() for use in plan.uses), default=0)
         per_column = 2 * activations + generic + demand.formed + plan.probe.numel() + unfolded
@@ -239,6 +240,7 @@ class BatchPullback:
             uses, seen = self.forward.uses(known, data[0])
             return Linearised(data, b, self.forward(known, data), uses, seen, lambda s: [s], 0, {}, [])
         leaves, structure, _ = fresh_leaves(self.params)
+        # Zeros of one number each, expanded: a tap needs the shape, and nobody reads the values.
         zeros = [
             plan.probe.new_zeros((), dtype=dtype).expand((b * shape[0], *shape[1:]) if shape else shape)
             for shape, dtype in plan.shapes
@@ -248,7 +250,7 @@ class BatchPullback:
             taps = Taps(leaves, b, zeros)
             with taps:
                 outputs = self.forward(optree.tree_unflatten(structure, leaves), data)
-            late.append((taps, taps.tap_of(outputs)))
+            late.append((taps, taps.tap_of(outputs)))  # under a transform only tensors may be returned
             return outputs, (taps.inputs, taps.outputs)
 
         late: list[tuple[Taps, int | None]] = []

@@ -270,7 +270,7 @@ def hessian(
 
 
 class Estimator:
-    """``estimate(params, batch)``, a precision made of a root of the output Hessian; what has been checked it remembers."""
+    """``estimate(params, batch)``: a precision made of a root of the output Hessian. It remembers what has been checked."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class Estimator:
         return self._run(params, batch, None)
 
     def with_outputs(self, params: Tree, batch: Any) -> tuple[Precision, Tensor]:
-        """The same and the outputs that it saw, ``[B, *event]``."""
+        """Return the precision and the outputs of the batch, ``[B, *event]``, of one and the same forward pass."""
         seen: list[Tensor] = []
         precision = self._run(params, batch, seen)
         return precision, torch.cat(seen[::-1])  # chunks come last data first
@@ -301,7 +301,7 @@ class Estimator:
 
         def work(plan: TapPlan, check: Check) -> Precision:
             if seen:
-                seen.clear()  # those of a run that was given up, since the program was another one
+                seen.clear()  # outputs of a pass that was given up because the program had changed
             total = structure_sum(self.structure, params, self.options)
             pullback = BatchPullback(
                 self.forward, params, batch, labels, self.root_of, total.demand(), self.chunk_bytes

@@ -13,8 +13,8 @@ and every kind gives its rows (the gradients themselves), its squares (their sum
 diagonal) and its Kronecker factors. Sums take the ``total`` so far, None before the first, and add to it in place.
 Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no gradient is ever formed. Kronecker factors
 of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them. A weight that is used
-several times in one way has the positions of all its uses; the groups of a convolution are positions too, at each of which the
-other groups' outputs (of a transposed one: inputs) have no part.
+several times in one way has the positions of all its uses. The groups of a convolution count as positions too: at each of them
+only one group's outputs (in a transposed convolution: inputs) take part.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Embedding(NamedTuple):
         raise NotImplementedError("an embedding is never the last layer")
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not zero: their data and entries of the table ``[R]``, and what they hold ``[K, R, D]``."""
+        """The rows that are not zero: their data and table entries, ``[R]`` each, and values ``[K, R, D]``."""
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
         sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
@@ -200,8 +200,7 @@ class Embedding(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A parameter of ``n`` numbers whose gradients are formed outright: ``x`` is only there to say how many data there
-    are."""
+    """A parameter of ``n`` numbers whose gradients are formed outright; ``x`` only says how many data there are."""
 
     shape: tuple[int, int]
 
@@ -271,7 +270,7 @@ def _output_factor(g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
 
 
 def _summed_squares(g: Tensor) -> Tensor:
-    """Sum ``[K, ...]`` squared over K, a quarter of K at a time, which spares most of the memory of the squares."""
+    """Sum the squares of ``[K, ...]`` over K, a quarter of K at a time: only a quarter of the squares is held at once."""
     first, *rest = g.split(max(1, -(-g.shape[0] // 4)))
     total = first.square().sum(0)
     for some in rest:
@@ -302,7 +301,7 @@ def plus_gram(total: Tensor | None, rows: Tensor, weight: float = 1.0) -> Tensor
 
 
 def mirrored(total: Tensor) -> Tensor:
-    """Fill the blocks below the diagonal in from those above it."""
+    """Copy the blocks above the diagonal to those below it."""
     n = total.shape[-1]
     if n > GRAM_BLOCK and total.ndim == 2 and not is_wrapped(total):
         for start in range(GRAM_BLOCK, n, GRAM_BLOCK):

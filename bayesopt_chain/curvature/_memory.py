@@ -1,4 +1,4 @@
-"""Knows how much memory there is, so that a matrix that cannot fit is refused before it is allocated.
+"""Refuses matrices that cannot fit into memory before they are allocated.
 
 dense 8 P^2 bytes in float64 (4 P^2 in float32);   low_rank (rank + 1) P;   diagonal P
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-SMALL = 2**26  # below this nobody asks how much is free
+SMALL = 2**26  # bytes below which it is not asked how much is free
 
 
 def available_bytes(device: torch.device) -> float:

@@ -344,7 +344,7 @@ def _hessian_products(f: Any, params: Tree, like: Tree) -> Callable[[Tensor], Te
 
 
 def _ggn_products(forward: Any, loss: Any, params: Tree, like: Tree) -> Callable[[Tensor], Tensor]:
-    """Linearise once: J v is the pullback of the pullback, which is linear."""
+    """Linearise once for all products: u -> J^T u is linear, so that its own pullback is v -> J v."""
     outputs, pull = vjp(lambda vector: forward(unflatten(vector, like)), flatten(params, like))
     _, push = vjp(lambda u: pull(u)[0], torch.zeros_like(outputs))
     _, curve = vjp(torch.func.grad(loss), outputs)
@@ -367,7 +367,7 @@ def _matrix(linearise: Any, chunk_size: int, diagonal: bool) -> Matrix:
 
 
 def _working(linearise: Any, params: Tree, like: Tree) -> Callable[[Tensor], Tensor]:
-    """Linearise; where a kernel cannot be differentiated twice, in its plain form."""
+    """Linearise, with plain kernels where a fused one cannot be differentiated twice."""
     product = linearise(params, like)
     try:
         product(torch.zeros_like(flatten(params, like)))

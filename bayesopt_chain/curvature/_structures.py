@@ -1,4 +1,4 @@
-"""Sums per-datum gradients into a precision, one structure a class, each at its own price.
+"""Sums per-datum gradients into a precision; every structure is a class.
 
 Over the rows r_kb = J_b^T s_kb of a batch, for K columns a datum and P parameters, the numbers held are
 
@@ -39,7 +39,7 @@ from bayesopt_chain.trees import Tree, common_dtype, size, wide
 
 
 class Structure(ABC):
-    """A running sum of a structure: ``start`` it, ``add`` chunks, ``finish`` it into a precision."""
+    """A running sum over the data in one structure: ``add`` takes chunks, ``finish`` makes a precision of them."""
 
     few_data = FEW_DATA
     sums_last_layer = False
@@ -75,7 +75,7 @@ class Structure(ABC):
 
 
 class DiagonalSum(Structure):
-    few_data = 48  # as fast as chunks of any size, at less than half the memory of the whole batch
+    few_data = 48  # measured to be as fast as larger chunks, at less than half the memory of the whole batch
     sums_last_layer = True
 
     def __init__(self, params: Tree):
@@ -138,7 +138,7 @@ class BlockSum(Structure):
 
 
 class RootRows(Structure):
-    few_data = 2**40  # the rows are the result: formed in one chunk, as far as it may go, they need not be put together
+    few_data = 2**40  # as much as may be: the rows are the result, and rows of one chunk need not be concatenated
 
     def __init__(self, params: Tree):
         super().__init__(params)
@@ -177,11 +177,12 @@ class LowRankSum(Structure):
 
 
 class TappedSum(Structure):
-    """What the structures have in common that are made of layer inputs and output gradients: every leaf has a tap, or is a
-    vector, whose one factor is made of whatever its gradients are.
+    """A sum of products of layer inputs and output gradients, for which every matrix must have a tap.
+
+    A vector without one is described too, since its only factor is made of its gradients.
     """
 
-    few_data = 128  # its work is matrix products of whole chunks, which small ones starve
+    few_data = 128  # the work is matrix products over whole chunks, which are slow where chunks are small
 
     def formed(self) -> int:
         return 0

@@ -4,8 +4,9 @@ gradients.
 A tap adds a zero e to a layer's output, ``y = layer(x) + e``; the derivative with respect to e is the gradient g of the
 output, and (x, g) give the parameter's gradient for every datum (see ``_kinds.py``). The parameters are recognised by
 identity in the arguments of torch functions, whether ``forward`` calls a module through ``torch.func.functional_call``
-or multiplies matrices by hand. A parameter that several layers use in one way has several uses. One used in another way, or in
-two (as the embedding and the head of a language model), is left to the caller with the reason in ``untapped``.
+or multiplies matrices by hand. A parameter that several layers use in one way has several uses. A parameter that is used in a
+way that has no tap, or in two ways (as the embedding and the head of a language model), gets none: ``untapped`` says why, and
+the caller forms its gradients outright.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from bayesopt_chain.curvature._kinds import Embedding, Grouped, Kind, Matrix, Ve
 
 
 class Canonical(NamedTuple):
-    """Brings what a layer saw and its output gradients into the form of a kind, for b data: ``x(x, b)`` and
-    ``g(x, g, b)``, which makes ``unfolds`` numbers more of each gradient than there were.
+    """Brings a layer's inputs and output gradients for b data into the form that their kind takes.
+
+    Attributes:
+        x: ``x(x, b)``, of the inputs.
+        g: ``g(x, g, b)``, of the output gradients.
+        unfolds: how many numbers ``g`` makes of one number of the output gradient, for the bound on memory.
     """
 
     x: Callable[[Tensor, int], Tensor]
@@ -38,10 +43,14 @@ class Canonical(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One parameter's use.
+    """One parameter's use by one layer.
 
-    ``leaf`` is its index, ``tap`` that of the tapped output; ``canonical`` gives the kind's (x, g). ``features_last``
-    says that the output's last axis is the layer's, and all others number data and positions.
+    Attributes:
+        leaf: the parameter's number.
+        tap: the number of the tapped output.
+        kind: what the gradient is made of.
+        canonical: brings (x, g) into the kind's form.
+        features_last: whether the output's last axis is the layer's, and all others number data and positions.
     """
 
     leaf: int
@@ -52,7 +61,7 @@ class Use(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A parameter that a layer was given, which is tapped if it is one of the leaves; fields as in :class:`Use`."""
+    """A parameter that a layer was given; it is tapped if it is one of the leaves. Fields as in :class:`Use`."""
 
     parameter: Tensor
     x: Tensor | None
@@ -62,11 +71,19 @@ class Candidate(NamedTuple):
 
 
 class Taps(TorchFunctionMode):
-    """Record how a forward pass on ``data`` data uses the ``leaves``; ``zeros[i]`` is added to the i-th tapped output.
+    """Records how a forward pass uses the parameters.
 
-    After the pass: ``uses`` and, one for each of them, ``inputs``; ``outputs``, each tap's output for the last datum;
-    ``shapes``, those of the tapped outputs; ``untapped``, a reason for every leaf used in a way that has no tap;
-    ``program``, the functions that were called and their arguments but for the tensors.
+    Args:
+        leaves: the parameters, objects of their own.
+        data: how many data the pass is over.
+        zeros: one for each tapped output, added to it. Default: none, for a first pass, which learns the shapes.
+
+    Attributes:
+        uses: one for each layer and parameter; ``inputs`` holds what the layer of each saw.
+        outputs: each tap's output for the last datum, to be compared with that of the datum alone.
+        shapes: the shapes and dtypes of the tapped outputs.
+        untapped: a reason for every leaf used in a way that has no tap.
+        program: the functions that were called and their arguments but for the tensors.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -93,6 +110,7 @@ class Taps(TorchFunctionMode):
         found = self._find(args) + self._find(kwargs.values())
         if not found:
             return call(func, args, kwargs)
+        # A transposed weight is the same parameter under another identity.
         if func in _TRANSPOSES and found[0][0].ndim == 2:
             return self._alias(func(*args, **kwargs), *found[0])
         layer = _LAYERS.get(func)
@@ -106,10 +124,11 @@ class Taps(TorchFunctionMode):
         return result
 
     def tap(self, y: Tensor, *candidates: Candidate | None) -> Tensor:
-        """Tap an output used by several parameters; absent ones are None."""
+        """Tap the output of a layer with these parameters, of which some may be None, and return what goes on from it."""
         given = [candidate for candidate in candidates if candidate is not None]
         b = self.data
-        once_for_all = b > 1 and y.ndim > 1 and y.shape[0] == 1  # like a positional embedding
+        # Computed once for all data, like a positional embedding: each datum gets a gradient of its own.
+        once_for_all = b > 1 and y.ndim > 1 and y.shape[0] == 1
         if once_for_all:
             y = y.expand(b, *y.shape[1:])
         index = len(self.shapes)
@@ -117,7 +136,7 @@ class Taps(TorchFunctionMode):
         if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
             for candidate in given:
                 self.refuse(candidate.parameter, "its layer does not keep the data on the first axis")
-            self.outputs.append(y.new_zeros(0))
+            self.outputs.append(y.new_zeros(0))  # keeps the taps' numbers
             self._results.append(weakref.ref(y))
             return y
         self.outputs.append(y.detach().reshape(b, -1)[-1].clone())
@@ -302,7 +321,11 @@ def _transposed_convolution(
 
 
 def _attention(taps: Taps, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Multi-head attention out of linear layers; torch's own function gives the outputs with which these are compared."""
+    """Multi-head attention rebuilt out of linear layers, each of which can be tapped.
+
+    In the first pass, which has no zeros, torch's own function gives the outputs, so that those of the rebuilt attention are
+    compared with them.
+    """
     given = _bound(F.multi_head_attention_forward, args, kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     unknown = ("bias_k", "bias_v", "static_k", "static_v")
@@ -348,6 +371,7 @@ def _linear_rows(
 
 def _padded(use: Candidate, before: int, after: int) -> Candidate:
     x_of, g_of, _ = use.canonical
+    # The rows of the others are padded with zeros, of which there are two for each number of a third of the projection.
     canonical = Canonical(x_of, lambda x, g, b: F.pad(g_of(x, g, b), (before, after)), 2)
     return use._replace(canonical=canonical, features_last=False)
 
@@ -380,7 +404,7 @@ def _each(value: Any, spatial: int) -> tuple[int, ...]:
 
 
 def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (before, after) for every spatial axis."""
+    """Return the padding (before, after) of every spatial axis."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":
@@ -392,8 +416,8 @@ def _pads(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[t
 def _columns(x: Tensor, kernel: torch.Size, stride: tuple, pads: list[tuple[int, int]], dilation: tuple) -> Tensor:
     """Unfold the patches under a kernel: ``[N, I, *spatial]`` to ``[N, positions, I k...]``.
 
-    In memory the positions come last, as in the image: so they are copied a row of it at a time, and every product over
-    positions finds them together.
+    In memory the positions come last, as in the image: they are then copied a row of it at a time, and products that sum over
+    positions read them in order.
     """
     x = F.pad(x, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else x
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
@@ -528,7 +552,7 @@ def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
     return summed.reshape(g.shape[0], b, -1)
 
 
-_getters: Any = Tensor
+_getters: Any = Tensor  # its properties are descriptors, which its stubs do not say
 _TRANSPOSES = {Tensor.t, torch.t, _getters.T.__get__, _getters.mT.__get__}
 _LAYERS: dict[Any, Any] = {
     F.linear: _linear,

@@ -2,7 +2,7 @@
 
     theta_s = mean + displacement(noise_s),    s = 1 ... S
 
-The noise travels with the draw, since ``theta_s - mean`` cancels in low precision.
+The draw carries its noise along: to compute it back as ``theta_s - mean`` would lose digits in low precision.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from bayesopt_chain.tracing import is_readable
 
 
 class Draw(NamedTuple):
-    """``params``: the drawn tree, leaves ``[*leaf.shape]``, or ``[S, *leaf.shape]`` for ``S > 1`` samples.
+    """Parameters drawn from a posterior, and what ``update`` needs to know of how they were drawn.
 
-    ``noise``: the standard normals behind it, ``[S, ...]`` each. ``key``, ``count`` (0-d int64): the stream's, which tell
-    what state it was drawn from.
+    Attributes:
+        params: the drawn tree, leaves ``[*leaf.shape]``, or ``[S, *leaf.shape]`` for ``S > 1`` samples.
+        noise: the standard normals behind it, ``[S, ...]`` each.
+        key: the random key of the state that it was drawn from, 0-d int64.
+        count: the update count of that state, 0-d int64.
     """
 
     params: Any
@@ -140,7 +143,7 @@ def along_samples(g: list, params: list, samples: int, who: str) -> list:
 
 
 def over_samples(x: Tensor) -> Tensor:
-    """The mean over axis 0; of one sample the sample itself, for which nothing is computed."""
+    """The mean over axis 0; a single sample is returned as it is."""
     return x[0] if len(x) == 1 else x.mean(0)
 
 

@@ -1,4 +1,4 @@
-r"""Laplace's approximation: sum the curvature along the trajectory, and the optimizer has a Gaussian posterior at its end.
+r"""Laplace's approximation: the curvature summed over the data makes a Gaussian posterior around the trained parameters.
 
     Lambda = sum of the increments + prior,    theta ~ N(params, Lambda^-1)
 
@@ -15,8 +15,8 @@ With another Gaussian as the prior, such as the posterior of the last task, its 
 
     Lambda = sum of the increments + Lambda_prior,    log p(params) = log N(params; prior mean, Lambda_prior^-1).
 
-Kronecker factors add as sums over data, ``(L + L') (x) (R + R') / (n + n')`` (Ritter, Botev and Barber, 2018), for which the
-Gaussian keeps them beside their decomposition. A root takes up the rows of a low-rank prior exactly.
+Kronecker factors add as sums over data, ``(L + L') (x) (R + R') / (n + n')`` (Ritter, Botev and Barber, 2018); the Gaussian
+therefore keeps the factors beside their decomposition. A root takes up the rows of a low-rank prior exactly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ from bayesopt_chain.trees import Tree, paths, require_like, spread
 
 
 class LaplaceState(NamedTuple):
-    """The sum of the increments so far; ``Zero`` before the first."""
+    """What :func:`laplace` remembers.
+
+    Attributes:
+        precision: the sum of the increments so far; ``Zero`` before the first.
+    """
 
     precision: Any
 
@@ -81,7 +85,7 @@ class Accumulate(Link):
 
 
 class Laplace(PosteriorTransformation):
-    """What :func:`laplace` returns: a link with questions for its state."""
+    """What :func:`laplace` returns: a transformation whose state, alone or within a chain's, makes a posterior."""
 
     def posterior(
         self,

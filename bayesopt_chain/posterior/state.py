@@ -1,10 +1,10 @@
-"""What the transformations that carry a posterior share: finding their state in a chain's, and refusals.
+"""What the transformations that carry a posterior share: they find their state in that of a chain, and refuse bad values.
 
 Their states are NamedTuples of tensors, with one tensor for each parameter that is present, in optree order.
 
 The states in which a posterior accumulates (Laplace, SWAG, the filters) are values: ``update`` makes a new one and never
-writes into the one it was given, whatever ``inplace`` says, which concerns the buffers of the gradients alone. So a state
-that was kept stays what it was. The states of variational inference are an optimizer's, and ``inplace=True`` overwrites them.
+writes into the one it was given: ``inplace`` concerns the buffers of the gradients alone. A state that the user kept stays what
+it was. The states of variational inference are an optimizer's, and ``inplace=True`` overwrites them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
 
 class PosteriorTransformation(Chain):
-    """A chain of one link, with questions for its state, or for that of a chain that has it as a link."""
+    """A chain of one link. Its methods take the state of that link, or of a chain that the link is a part of."""
 
     @property
     def _link(self) -> Any:
@@ -95,7 +95,10 @@ def require_finite(tree: Any, what: str) -> None:
 
 
 def _is_finite(leaf: Tensor) -> bool:
-    """Whether all entries are: zero times anything else is NaN, and a sum is found several times faster than a mask."""
+    """Whether all entries are finite.
+
+    Zero times NaN or infinity is NaN, so that the sum of zero times each entry shows it, several times faster than a mask.
+    """
     return not bool((leaf.detach() * 0).sum().isnan())
 
 

@@ -34,9 +34,14 @@ from bayesopt_chain.trees import size
 
 
 class SwagState(NamedTuple):
-    """``mean``: m; ``squares``: s; ``deviations``: the ring of d, ``[K, *leaf.shape]``; one tensor for each parameter.
+    """What :func:`swag` remembers.
 
-    ``collected``: iterates so far, ``count``: updates so far; 0-d int64.
+    Attributes:
+        mean: m, one tensor for each parameter.
+        squares: s, likewise.
+        deviations: the last K deviations d, ``[K, *leaf.shape]`` for each parameter; the oldest is overwritten first.
+        collected: how many iterates were collected, 0-d int64.
+        count: how many updates there were, 0-d int64.
     """
 
     mean: tuple[Tensor, ...]
@@ -55,7 +60,10 @@ def empty(leaves: list[Tensor], rank: int) -> SwagState:
 
 
 def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -> SwagState:
-    """The state with one more iterate where it is due; values, not a branch, so that a step can be captured."""
+    """The state with one more iterate, where one is due.
+
+    ``torch.where`` chooses, so that a captured step, in which no tensor can be read, needs no branch.
+    """
     if is_readable(due) and not due:
         return state
     n = state.collected + due
@@ -100,7 +108,7 @@ class Collect(Link):
 
 
 class Swag(PosteriorTransformation):
-    """What :func:`swag` returns: a link with questions for its state, or for that of a chain with it as a link."""
+    """What :func:`swag` returns: a transformation whose state, alone or within a chain's, has a mean and a posterior."""
 
     def mean(self, state: Any, params: Any) -> Any:
         """The stochastic weight average.
@@ -148,15 +156,15 @@ class Swag(PosteriorTransformation):
         if link.rank == 0:
             inverse = optree.tree_unflatten(structure, [1 / v for v in variances])
             return Gaussian(mean, Diagonal(inverse, data)).factorised()
-        spread = 2 * (mine.collected.clamp(max=link.rank) - 1).to(torch.float64)
-        rows = [d / spread.sqrt().to(d.dtype) for d in mine.deviations]
+        divisor = 2 * (mine.collected.clamp(max=link.rank) - 1).to(torch.float64)  # half of the covariance is low rank
+        rows = [d / divisor.sqrt().to(d.dtype) for d in mine.deviations]
         halves = [_floored(v / 2, link.variance_floor) for v in variances]
         diagonal, rows = (optree.tree_unflatten(structure, x) for x in (halves, rows))
         return Gaussian(mean, low_rank_covariance(diagonal, rows, data)).factorised()
 
 
 def _floored(variance: Tensor, floor: float) -> Tensor:
-    """At least the floor, and at least what the dtype can invert."""
+    """A variance of at least the floor, and of at least what the dtype can invert."""
     return variance.clamp(min=max(floor, 4 * torch.finfo(variance.dtype).tiny))
 
 
@@ -164,8 +172,8 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
 def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: float = 1e-30) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 
-    It stands last, for it takes the updates it sees for the parameters' moves. Batch-norm statistics are the model's, not
-    the parameters': recompute them at the mean or at every draw.
+    It must stand last in the chain, since it takes the updates that it sees for the moves of the parameters. Statistics of batch
+    norm belong to the model and are not averaged: recompute them at the mean or at every draw.
 
     The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
     default, concerns the gradients' buffers alone.

@@ -3,15 +3,16 @@ r"""Chooses the hyperparameters of a Laplace posterior: by the evidence, which i
     evidence      maximise  log Z(h)  over positive h, by L-BFGS in log h
     validation    minimise  loss(h)   over given candidates
 
-``h`` is whatever the caller's function makes of it: prior precisions, one a layer, or the noise's variance.
+The hyperparameters ``h`` mean what the caller's function makes of them: prior precisions, one for each layer, or the variance of
+the noise.
 
 The line search along d from log h = x brackets a step t that decreases f = -log Z enough and flattens its slope (the weak
 Wolfe conditions; Lewis and Overton, 2013),
 
     f(x + t d) <= f(x) + 1e-4 t f'(x) d,      f'(x + t d) d >= 0.9 f'(x) d,
 
-for which it only has to know that a trial is bad, not how bad: a trial whose precision is not positive definite, or whose
-evidence is not finite, counts as f = infinity and shortens the step.
+and a trial whose precision is not positive definite, or whose evidence is not finite, counts as f = infinity: the bracket then
+shrinks towards the start. Minimisers that interpolate values would need a finite one.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
 
 
 def _never_raising(evaluate: Evaluate) -> Evaluate:
-    """Infinity wherever there is no value or no gradient."""
+    """The same function with the value infinity wherever it raises or has no finite value and gradient."""
 
     def tried(x: Tensor) -> Value:
         try:
@@ -143,6 +144,7 @@ def minimised(evaluate: Evaluate, x: Tensor, value: float, slope: Tensor, steps:
         if float(move @ change) > 0:
             memory.append((move, change))
         x, gained, value, slope = x + move, value - lower, lower, flatter
+        # One gain below rounding happens far from the optimum too; five in a row do not.
         idle = idle + 1 if gained <= noise else 0
         if idle == 5:
             break

@@ -33,10 +33,14 @@ SMALLEST = 1e-15  # a root of the output Hessian; below it the batch would say w
 class Observation(NamedTuple):
     """A batch of M observations, linearised at the mean.
 
-    ``rows``: leaves ``[M, *leaf.shape]``, for Gaussian noise the outputs' Jacobian over the noise's standard deviation.
-    ``innovation``: target minus output over the same, ``[M]``; where outputs are not independent (classes), ``None``.
-    ``force``: the gradient of the batch's log-likelihood, a tree like the parameters; ``None`` for Gaussian noise. ``count``:
-    0-d, the data. ``log_likelihood``: of the batch at the mean, normalised, 0-d, float64.
+    Attributes:
+        rows: leaves ``[M, *leaf.shape]``, for Gaussian noise the outputs' Jacobian over the noise's standard deviation.
+        innovation: target minus output over the same standard deviation, ``[M]``; ``None`` where outputs are not independent,
+            as those of classes.
+        force: the gradient of the batch's log-likelihood, a tree like the parameters; ``None`` for Gaussian noise, whose
+            innovations say it.
+        count: the number of data, 0-d.
+        log_likelihood: of the batch at the mean, normalised, in nats, 0-d, float64.
     """
 
     rows: Tree
@@ -64,9 +68,15 @@ class Unlinearised(NamedTuple):
 
 
 class Information(NamedTuple):
-    """What a filter conditions on. ``rows``: leaf by leaf ``[M, *leaf.shape]``; ``innovation``: ``[M]`` or ``None``;
-    ``force``: like the leaves, ``None`` for Gaussian innovations; ``log_likelihood``: at the mean, ``None`` if nobody said;
-    ``foretold``: the log probability that the targets were given, where it is known without completing the square.
+    """What a filter conditions on.
+
+    Attributes:
+        rows: leaf by leaf ``[M, *leaf.shape]``.
+        innovation: ``[M]``, or ``None``.
+        force: like the leaves; ``None`` for Gaussian innovations.
+        count: the number of data, 0-d.
+        log_likelihood: at the mean, in nats; ``None`` where it was not given.
+        foretold: the log probability of the targets under the filter's prediction, where it is known directly.
     """
 
     rows: list[Tensor]

@@ -19,8 +19,12 @@ from bayesopt_chain.trees import Tree, common_dtype, flatten, paths, require_lik
 
 
 class Motion(NamedTuple):
-    """One step. ``transition``: F, a matrix ``[P, P]``, a list of diagonals like the leaves, ``None`` for the identity;
-    ``noise``: a root s of Q, ``[P, K]``, or the diagonals of Q itself, ``None`` for none; ``forgetting``: in (0, 1].
+    """How the parameters move before one update.
+
+    Attributes:
+        transition: F, a matrix ``[P, P]``, or its diagonal like the leaves; ``None`` for the identity.
+        noise: a root s of Q, ``[P, K]``, or the diagonal of Q like the leaves; ``None`` for no noise.
+        forgetting: in (0, 1].
     """
 
     transition: Tensor | list[Tensor] | None
@@ -44,7 +48,9 @@ def is_matrix(value: Any, params: Tree) -> TypeGuard[Tensor]:
 def transition_at(
     value: Any, params: Tree, mixes: bool, who: str, check: bool = False
 ) -> tuple[list[Tensor], Tensor | list[Tensor] | None]:
-    """Where a mean moves to, as leaves, and F there; ``check`` looks at its rank, which costs as much as the rest.
+    """Where a mean moves to, as leaves, and F there.
+
+    With ``check`` it is refused where F is singular; that costs as much as all the rest, so that only ``init`` asks for it.
 
     Raises:
         ValueError: a matrix or a function where no correlations are kept, a transition that loses a parameter (0, or a

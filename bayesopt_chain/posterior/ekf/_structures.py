@@ -24,7 +24,7 @@ filter keeps y, the diagonal of Lambda, and moves the mean by the whole of the b
 
     theta <- theta + (diag(y') + r^T r)^-1 f,     y <- y' + sum r^2:
 
-to divide f by y instead adds up what correlated features say of each other, and diverges. The low-rank filter is LO-FI
+Dividing f by y' alone would count the information of correlated features several times, and diverges. The low-rank filter is LO-FI
 (Chang, Duran-Martin, Shestopaloff, Jones and Murphy, 2023), Lambda = diag(y) + W W^T,
 
     predict    y' = 1 / (1 / y + q),   W' = (y' / y) W chol((I + W^T diag(q / (1 + q y)) W)^-1)
@@ -62,7 +62,7 @@ from bayesopt_chain.trees import combine, common_dtype, gram, project, size
 
 
 class Tally(NamedTuple):
-    """What every filter counts, 0-d: the last fields of its state."""
+    """What every filter counts; 0-d, the last fields of its state."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     updates: Tensor
@@ -71,8 +71,14 @@ class Tally(NamedTuple):
 
 
 class DenseFilterState(NamedTuple):
-    """``root``: ``[P, P]`` lower triangular, positive diagonal, ``Lambda = root root^T``. ``count``: data so far, ``updates``:
-    int64, ``log_evidence``: in nats, of the ``scored`` data whose likelihood was known; 0-d, float64.
+    """What the dense filter remembers.
+
+    Attributes:
+        root: ``[P, P]``, lower triangular with a positive diagonal: ``Lambda = root root^T``.
+        count: the number of data so far, 0-d, float64.
+        updates: the number of updates so far, 0-d, int64.
+        log_evidence: of the scored data, in nats, 0-d, float64.
+        scored: the number of data whose likelihood was known, 0-d, float64.
     """
 
     root: Tensor
@@ -83,7 +89,12 @@ class DenseFilterState(NamedTuple):
 
 
 class DiagonalFilterState(NamedTuple):
-    """``precision``: the diagonal of Lambda, one tensor for each parameter. The others as in :class:`DenseFilterState`."""
+    """What the diagonal filter remembers.
+
+    Attributes:
+        precision: the diagonal of Lambda, one tensor for each parameter.
+        count, updates, log_evidence, scored: as in :class:`DenseFilterState`.
+    """
 
     precision: tuple[Tensor, ...]
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -93,8 +104,13 @@ class DiagonalFilterState(NamedTuple):
 
 
 class LowRankFilterState(NamedTuple):
-    """``diagonal``: y, one tensor for each parameter; ``rows``: W^T, ``[rank, *leaf.shape]`` each. The others as in
-    :class:`DenseFilterState`."""
+    """What the low-rank filter remembers.
+
+    Attributes:
+        diagonal: y, one tensor for each parameter.
+        rows: W^T, ``[rank, *leaf.shape]`` for each parameter.
+        count, updates, log_evidence, scored: as in :class:`DenseFilterState`.
+    """
 
     diagonal: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
@@ -105,7 +121,14 @@ class LowRankFilterState(NamedTuple):
 
 
 class Conditioned(NamedTuple):
-    """The moves of the leaves, the state's information after an update, ``log |Lambda'| / |Lambda|`` and q."""
+    """What an update makes of a predicted state.
+
+    Attributes:
+        moves: of the mean, like the leaves.
+        state: with the information after the update.
+        growth: ``log |Lambda'| / |Lambda|``, 0-d.
+        misfit: q of the module's docstring, 0-d.
+    """
 
     moves: list[Tensor]
     state: Any
@@ -114,7 +137,7 @@ class Conditioned(NamedTuple):
 
 
 class Structure:
-    """What a filter remembers of the information. Leaves are the parameters that are present."""
+    """A form in which a filter holds its information. Leaves are the parameters that are present."""
 
     name: str
     state: type
@@ -137,7 +160,7 @@ class Structure:
         raise NotImplementedError
 
     def only(self, old: Any, new: Any, moves: list[bool]) -> Any:
-        """The new state; where leaves are independent, the old one of those that do not move."""
+        """The new state, in which leaves that do not move keep their old information, where leaves are independent."""
         return new
 
     def precision(self, state: Any, params: Any) -> Precision:

@@ -219,9 +219,9 @@ def evidence(batch: Any, lr: Any, growth: Tensor, misfit: Tensor) -> tuple[Any, 
 
 
 class KalmanFilter(PosteriorTransformation):
-    """What the functions of :mod:`bayesopt_chain.posterior.ekf` return: a chain with questions for its state.
+    """What the functions of :mod:`bayesopt_chain.posterior.ekf` return.
 
-    Each takes the state of this transformation, or of a chain that has it as a link.
+    Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
     def posterior(self, state: Any, params: Any) -> Gaussian:

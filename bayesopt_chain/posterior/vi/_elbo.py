@@ -20,7 +20,12 @@ from bayesopt_chain.posterior.gaussian import Gaussian
 
 
 class Elbo(NamedTuple):
-    """``value``: the negative ELBO per datum, in nats; ``standard_error``: of it, over the draws; both 0-d."""
+    """What :func:`negative_elbo` returns.
+
+    Attributes:
+        value: the negative ELBO per datum, in nats, 0-d.
+        standard_error: of the value, from the spread over the draws, 0-d.
+    """
 
     value: Tensor
     standard_error: Tensor
@@ -35,7 +40,7 @@ def negative_elbo(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Elbo:
-    """The negative ELBO of a given Gaussian, per datum: of a Laplace, a filter, SWAG or a family alike.
+    """The negative ELBO of any Gaussian, per datum, whether Laplace, a filter, SWAG or a variational family made it.
 
     Args:
         loss: ``loss(params, batch)``, the mean negative log posterior per datum, or ``(that, aux)``. With its likelihood and

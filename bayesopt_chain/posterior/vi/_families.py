@@ -45,11 +45,11 @@ Noise = tuple[Tensor, ...]
 
 
 class Family:
-    """What a family answers. Leaves are those that are present; samples stand on axis 0 of noise and gradients."""
+    """A family of Gaussians. Leaves are the parameters that are present; samples stand on axis 0 of noise and gradients."""
 
     name: str
     init_scale: Any
-    by_leaf = False  # whether it can start with one scale a leaf only
+    by_leaf = False  # whether the first standard deviation must be the same for all entries of a leaf
 
     def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
         """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
@@ -61,7 +61,7 @@ class Family:
         raise NotImplementedError
 
     def noise_names(self, paths: Sequence[str]) -> Sequence[str]:
-        """What they are called: the path of their leaf, where they belong to one."""
+        """The names by which the random stream tells these normals apart: by default the paths of the leaves."""
         return paths
 
     def displace(self, scale: Scale, noise: Noise, leaves: list[Tensor]) -> list[Tensor]:
@@ -305,7 +305,7 @@ class Kronecker(Family):
 
 
 def _rows(leaf: Tensor) -> int:
-    """Of a leaf seen as a matrix."""
+    """The number of rows of a leaf seen as a matrix."""
     return leaf.shape[0] if leaf.ndim else 1
 
 

@@ -78,8 +78,13 @@ class Options(TypedDict, total=False):
 
 
 class NaturalState(NamedTuple):
-    """``momentum``: v, one tensor for each parameter. ``hessian``: H per datum; for IVON a tensor for each parameter, else
-    a precision. ``key``, ``count``: 0-d int64, of the random stream.
+    """What the natural-gradient methods remember.
+
+    Attributes:
+        momentum: v, one tensor for each parameter.
+        hessian: H per datum; for IVON a tensor for each parameter, else a precision.
+        key: of the random stream, 0-d int64.
+        count: of the updates, 0-d int64.
     """
 
     momentum: tuple[Tensor, ...]
@@ -90,7 +95,7 @@ class NaturalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Natural(Drawing):
-    """What the natural-gradient links share: the stream, the momentum, the gradient over several draws."""
+    """What the natural-gradient links share: the random stream, the momentum and the mean gradient over several draws."""
 
     lr: ScalarOrSchedule
     temperature: ScalarOrSchedule

@@ -58,8 +58,14 @@ from bayesopt_chain.trees import paths, paths_of, require_like, spread
 
 
 class VariationalState(NamedTuple):
-    """``scale``: the family's parameters phi. The optimizer's states for the mean and for phi. ``key``, ``count``: 0-d
-    int64, of the random stream.
+    """What the families remember.
+
+    Attributes:
+        scale: the family's parameters phi.
+        mean_optimizer: the optimizer's state for the mean.
+        scale_optimizer: the optimizer's state for phi.
+        key: of the random stream, 0-d int64.
+        count: of the updates, 0-d int64.
     """
 
     scale: tuple[Tensor, ...]
@@ -129,7 +135,8 @@ class Variational(Drawing):
     def init(self, leaves: list, context: LinkContext) -> VariationalState:
         params, (key, zero) = context.tree(leaves), self.first_key(leaves, context)
 
-        def normals(n: int) -> tuple[Tensor, ...]:  # the stream's first value; the draws begin with the second
+        # These are the normals of count 0, so that the first draw, at count 1, is independent of phi's start.
+        def normals(n: int) -> tuple[Tensor, ...]:
             return standard_normals(key, zero, leaves, context.paths, n, stream=self.stream)
 
         require_prior(self.prior, params, self.family.name)
@@ -286,9 +293,9 @@ def prior_force(prior: Gaussian, theta: list) -> list:
 
 
 class DrawingTransformation(PosteriorTransformation):
-    """What the functions of :mod:`bayesopt_chain.posterior.vi` return: a chain with questions for its state.
+    """What the functions of :mod:`bayesopt_chain.posterior.vi` return.
 
-    Each takes the state of this transformation, or of a chain that has it as a link.
+    Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
     def sample(self, state: Any, params: Any) -> Draw:
