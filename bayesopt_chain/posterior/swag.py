@@ -172,8 +172,8 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
 def swag(rank: int = 20, *, start: int = 0, every: int = 1, variance_floor: float = 1e-30) -> Swag:
     """Collect the iterates of the optimizer before it in the chain; updates pass through.
 
-    It must stand last in the chain, since it takes the updates that it sees for the moves of the parameters. Statistics of batch
-    norm belong to the model and are not averaged: recompute them at the mean or at every draw.
+    It must stand last in the chain, since it takes the updates that it sees for the moves of the parameters. Statistics of
+    batch norm belong to the model and are not averaged: recompute them at the mean or at every draw.
 
     The state is a value: ``update`` returns a new one and leaves the one it was given as it was. ``inplace=True``, TorchOpt's
     default, concerns the gradients' buffers alone.

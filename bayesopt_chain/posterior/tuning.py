@@ -3,8 +3,8 @@ r"""Chooses the hyperparameters of a Laplace posterior: by the evidence, which i
     evidence      maximise  log Z(h)  over positive h, by L-BFGS in log h
     validation    minimise  loss(h)   over given candidates
 
-The hyperparameters ``h`` mean what the caller's function makes of them: prior precisions, one for each layer, or the variance of
-the noise.
+The hyperparameters ``h`` mean what the caller's function makes of them: prior precisions, one for each layer, or the noise's
+variance.
 
 The line search along d from log h = x brackets a step t that decreases f = -log Z enough and flattens its slope (the weak
 Wolfe conditions; Lewis and Overton, 2013),

@@ -24,8 +24,8 @@ filter keeps y, the diagonal of Lambda, and moves the mean by the whole of the b
 
     theta <- theta + (diag(y') + r^T r)^-1 f,     y <- y' + sum r^2:
 
-Dividing f by y' alone would count the information of correlated features several times, and diverges. The low-rank filter is LO-FI
-(Chang, Duran-Martin, Shestopaloff, Jones and Murphy, 2023), Lambda = diag(y) + W W^T,
+Dividing f by y' alone would count the information of correlated features several times, and diverges. The low-rank filter is
+LO-FI (Chang, Duran-Martin, Shestopaloff, Jones and Murphy, 2023), Lambda = diag(y) + W W^T,
 
     predict    y' = 1 / (1 / y + q),   W' = (y' / y) W chol((I + W^T diag(q / (1 + q y)) W)^-1)
     update     W' with the batch's rows, cut back to its rank by its singular values; what is cut off goes into y.
