@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.ranks import digest, gather_objects, together, world
 from bayesopt_chain.distributed.shards import local
@@ -91,7 +90,8 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         FileNotFoundError: no whole checkpoint.
         TypeError: a leaf that is no tensor.
         ValueError: a tensor that only one of the two has, or of another shape or dtype, naming them; chains that nobody
-            loads. Nothing is written then.
+            loads; a table of contents that holds more than descriptions of tensors, of which no code is run. Nothing is
+            written then.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -102,8 +102,9 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         >>> w
         tensor([1., 1.])
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    from bayesopt_chain.distributed.restricted import RestrictedReader
 
     def checked() -> tuple[dict[str, Tensor], list[int], set[int]]:
         if not (Path(path) / TABLE).exists():
@@ -111,7 +112,7 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
                 f"load: there is no checkpoint in {path}, or it was not written to its end; load an earlier one"
             )
         tensors = _named("load", tree, chains)
-        table = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        table = RestrictedReader(str(path)).read_metadata().state_dict_metadata
         saved = {number for name in table if (number := _chain_of(name)) is not None}
         here = {None, *(chains or ())}
         _require_fit(path, tensors, {name: about for name, about in table.items() if _chain_of(name) in here})
@@ -124,7 +125,7 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
             f"{sorted(left)[:8]}: run as many chains as were saved"
         )
     with _alone_without_a_warning() as alone:
-        read(tensors, checkpoint_id=str(path), no_dist=alone)
+        read(tensors, storage_reader=RestrictedReader(str(path)), no_dist=alone)
 
 
 def _is_cut(x: Tensor) -> bool:
@@ -136,49 +137,6 @@ def _is_cut(x: Tensor) -> bool:
 def _piece(name: str, x: Tensor) -> tuple[str, int]:
     """What of a tensor this rank holds: all of one, of which other ranks have replicas, or some of a DTensor's elements."""
     return name, hash(runs_of(x)) if is_dtensor(x) else 0
-
-
-class Table(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read when it is asked for, by this rank alone.
-
-    Tensors named in ``like`` come spread as the DTensors there, of which theirs have further axes in front; others come whole.
-    """
-
-    def __init__(self, path: Path, like: Mapping[str, Any]) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        if not (path / TABLE).exists():
-            raise FileNotFoundError(f"there is no checkpoint in {path}, or it was not written to its end")
-        self.path, self.like = path, like
-        self.about = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        self.held: dict[str, Tensor] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.about)
-
-    def __len__(self) -> int:
-        return len(self.about)
-
-    def __getitem__(self, name: str) -> Tensor:
-        from torch.distributed.checkpoint.state_dict_loader import load as read
-
-        if name not in self.held:
-            x = self._empty(name)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                read({name: x}, checkpoint_id=str(self.path), no_dist=True)
-            self.held[name] = x
-        return self.held[name]
-
-    def _empty(self, name: str) -> Tensor:
-        about: Any = self.about[name]
-        like, dtype = self.like.get(name), about.properties.dtype
-        if like is None or not is_dtensor(like):
-            return torch.empty(about.size, dtype=dtype, device=None if like is None else like.device)
-        part = local(like.detach())
-        axes = len(about.size) - like.ndim
-        empty = part.new_empty((*about.size[:axes], *part.shape), dtype=dtype)
-        return dtensor_of(empty, stacked_spec(spec_of(like), empty, axes))
 
 
 @contextmanager

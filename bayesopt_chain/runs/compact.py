@@ -25,7 +25,7 @@ def compact(path: str | Path, bytes: int = LARGE) -> None:
     for writer in writers_of(Path(path)):
         with held_by_one(writer.folder):
             index, out = dict(writer.index), []
-            for group in runs_of_small(writer.folder, index, bytes):
+            for group in runs_of_small(index, bytes):
                 if len(group) < 2:
                     out += group
                     continue

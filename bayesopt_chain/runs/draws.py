@@ -9,6 +9,7 @@ is written last, so that a directory always holds whole draws.
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -264,6 +265,13 @@ class Draws:
             c.keys() != columns[0].keys() or (c and not torch.equal(c[STEP], columns[0][STEP])) for c in columns[1:]
         ):
             raise ValueError("Draws.stack_chains: these are draws of other leaves, or after other steps")
+        leaves = [[x for n, x in c.items() if n.startswith(LEAF)] for c in columns]
+        for i, j in itertools.combinations(range(len(every)), 2):
+            if size and every[i].chains == every[j].chains and all(map(torch.equal, leaves[i], leaves[j])):
+                raise ValueError(
+                    f"Draws.stack_chains: number {i} and number {j} are one chain, not two: every draw is the same. Start them "
+                    "from states with keys of their own (bc.fork, bc.parallel)"
+                )
         stacked = {STEP: columns[0][STEP]} if size else {}
         for name in columns[0].keys() - {STEP}:
             rows = [c[name][:, None] if d.chains is None else c[name] for c, d in zip(columns, every)]

@@ -139,27 +139,33 @@ def require_same(folder: Any, theirs: Mapping[str, Any], mine: Mapping[str, Any]
             f"{mine['total'] or 'unnumbered ones'} are to be run now: resume with as many, or give this run a "
             f"directory of its own"
         )
-    for key in ("burn_in", "thinning", "tree"):
-        _refuse(
-            folder,
-            _tree_difference(theirs[key], mine[key]) if key == "tree" else difference(theirs[key], mine[key], key),
-        )
-    if theirs.get("version") != VERSION:  # described by other rules
+    for key in ("burn_in", "thinning"):
+        _refuse(folder, difference(theirs[key], mine[key], key))
+    known = theirs.get("version") == VERSION  # else it was described by other rules
+    if known and theirs.get("chain") is not None and mine["chain"] is not None:
+        _refuse(folder, difference(theirs["chain"], mine["chain"]))
+    _refuse(folder, _tree_difference(theirs["tree"], mine["tree"]))
+    if not known:
         return
-    _refuse(folder, difference(theirs.get("seed") or UNKNOWN, mine["seed"] or UNKNOWN, "seed"))
-    for key in ("chain", "each", "data"):
+    _refuse(folder, _seeds(theirs.get("seed"), mine["seed"]))
+    for key in ("each", "data"):
         a, b = theirs.get(key), mine[key]
         if key == "each" and a and b:  # of the chains that both have
             a, b = ({n: x[n] for n in sorted(a.keys() & b.keys())} for x in (a, b))
         if a is None or b is None or (key == "data" and a.get("ranks") != b["ranks"]):
             continue
-        _refuse(folder, difference(a, b, "" if key == "chain" else key))
+        _refuse(folder, difference(a, b, key))
     _compare_losses(folder, theirs, mine)
 
 
 def _refuse(folder: Any, what: str) -> None:
     if what:
         raise ValueError(f"sample: {folder} holds another run: {what}; {INSTEAD}")
+
+
+def _seeds(theirs: Any, mine: Any) -> str:
+    """What differs between seeds, of which none was given perhaps."""
+    return "" if theirs is None or mine is None else difference(theirs, mine, "seed")
 
 
 def _tree_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:

@@ -420,7 +420,7 @@ class Store:
         if len(small) < SMALL_FILES:
             return index
         index, shards = dict(index), list[dict[str, Any]]()
-        for group in runs_of_small(self.path, index, LARGE):
+        for group in runs_of_small(index, LARGE):
             if len(group) < 2:
                 shards += group
                 continue

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesopt_chain.runs import files
 from bayesopt_chain.runs.files import DTYPES
-from bayesopt_chain.runs.table import INDEX, STEM, Segment, Writer, read_index, segment_of
+from bayesopt_chain.runs.table import INDEX, STEM, Segment, Writer, drawn, read_index, segment_of
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGE = 1 << 28  # bytes: what small files of draws are made into
@@ -101,7 +101,7 @@ def require_unwritten(writer: Writer) -> None:
             )
 
 
-def runs_of_small(folder: Path, index: Mapping[str, Any], largest: int) -> Iterator[list[dict[str, Any]]]:
+def runs_of_small(index: Mapping[str, Any], largest: int) -> Iterator[list[dict[str, Any]]]:
     """Entries of an index whose draws follow one another and that make one file of at most so many bytes together.
 
     An entry that is more than half as large stands alone, so that no draw is rewritten often. So does one whose ranks hold
@@ -111,11 +111,8 @@ def runs_of_small(folder: Path, index: Mapping[str, Any], largest: int) -> Itera
     for entry in index["shards"]:
         size = max(p["bytes"] for p in entry["parts"])
         fits = sum(max(p["bytes"] for p in e["parts"]) for e in group) + size <= largest
-        alike = (
-            bool(group)
-            and group[-1]["step"] == entry["since"]
-            and _layout(folder, index, group[-1]) == _layout(folder, index, entry)
-        )
+        alike = bool(group) and _follow(index, group[-1], entry)
+        alike = alike and _layout(group[-1]) == _layout(entry)
         if group and not (alike and fits and not entry["rescued"] and 2 * size <= largest):
             yield group
             group = []
@@ -127,7 +124,12 @@ def runs_of_small(folder: Path, index: Mapping[str, Any], largest: int) -> Itera
         yield group
 
 
-def _layout(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Any]:
+def _follow(index: Mapping[str, Any], before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether no draw lies between two entries."""
+    return drawn(index, before["step"]) == drawn(index, entry["since"])
+
+
+def _layout(entry: Mapping[str, Any]) -> list[Any]:
     """Which parts of which tensors lie in which of an entry's files; axis 0 counts its draws."""
     boxes = [
         None if part["boxes"] is None else {n: box if box is None else box[1:] for n, box in part["boxes"].items()}

@@ -1,0 +1,171 @@
+"""A run knows what it is of: another one under its path is refused by name, and may stand beside it under a name of its own."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.runs.describe import VERSION, describe, difference
+
+
+def loss(params, batch):
+    return ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
+
+
+def other_loss(params, batch):
+    return ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
+
+
+def data(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(12, 3, generator=g), torch.randn(12, generator=g)
+
+
+def run(path, lr=0.1, momentum=0.9, temperature=0.01, stream="generator", fn=loss, batches=None, **more):
+    torch.manual_seed(0)
+    tx = bc.with_stream(bc.sghmc(lr, momentum, temperature=temperature), stream)
+    params = {"w": torch.zeros(3)}
+    batches = data() if batches is None else batches
+    return bc.sample(bc.make_step(fn, tx), params, tx.init(params), batches, **{"steps": 6, "path": path, **more})
+
+
+OTHERS = {
+    "temperature": ({"temperature": 0.02}, r"LangevinNoise\.temperature is 0\.01, here 0\.02"),
+    "lr": ({"lr": 0.05}, r"step_size is 0\.1, here 0\.05"),
+    "momentum": ({"momentum": 0.8}, r"Momentum.* (is|absent)"),
+    "stream": ({"stream": "philox"}, r"stream is"),
+    "schedule": ({"lr": bc.schedules.cosine(0.1, 100)}, r"step_size is 0\.1, here \['cosine'"),
+    "loss": ({"fn": other_loss}, r"loss is .*\.loss, here .*\.other_loss"),
+    "data": ({"batches": data(1)}, r"data.checksum of some is"),
+    "shape of the data": ({"batches": tuple(x[:9] for x in data())}, r"data.tensors"),
+    "batches": ({"batches": [data()]}, r"data.kind is one batch, here 1 batches"),
+    "epochs": ({"batches": bc.epochs(data(), 4)}, r"data.kind is one batch, here epochs"),
+    "longer": ({"lr": 0.05, "steps": 12}, r"step_size is 0\.1, here 0\.05"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_under_the_same_path_is_refused_by_name(name, tmp_path):
+    change, says = OTHERS[name]
+    run(tmp_path)
+    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=rf"holds another run: .*{says}.*segment="):
+        run(tmp_path, **change)
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"order": "independent"}, {"batch": 3}])
+def test_other_epochs_are_refused(change, tmp_path):
+    def epochs(seed=3, order="reshuffled", batch=4):
+        return bc.epochs(data(), batch, seed=seed, order=order)
+
+    run(tmp_path, batches=epochs())
+    with pytest.raises(ValueError, match=r"data\.(seed|order|batch_size) is"):
+        run(tmp_path, batches=epochs(**change))
+    run(tmp_path, batches=epochs(), steps=9)
+
+
+def test_a_loss_of_the_same_name_and_other_code_warns_once_and_is_recorded(tmp_path):
+    def made(power):
+        def fn(params, batch):
+            return (params["w"] ** 2).sum() + (batch[0].mean() if power else 0.0)
+
+        return fn
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, fn=made(False))
+        run(tmp_path, fn=made(False))
+    with pytest.warns(UserWarning, match=r"sees.power is False, here True"):
+        run(tmp_path, fn=made(True), steps=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, fn=made(True), steps=9)
+        run(tmp_path, fn=made(False), steps=9)
+
+
+def test_a_lambda_schedule_is_known_by_what_it_closes_over(tmp_path):
+    def schedule(rate):
+        return lambda count: rate / (1 + count)
+
+    run(tmp_path, lr=schedule(0.1))
+    run(tmp_path, lr=schedule(0.1), steps=7)
+    with pytest.raises(ValueError, match=r"sees\.rate is 0\.1, here 0\.2"):
+        run(tmp_path, lr=schedule(0.2), steps=8)
+
+
+def test_segments_are_kept_apart(tmp_path):
+    cold, hot = run(tmp_path), run(tmp_path, temperature=1.0, segment="hot")
+    assert bc.Draws.segments(tmp_path) == ["hot"]
+    assert torch.equal(bc.Draws.open(tmp_path).params["w"], cold.params["w"])
+    assert torch.equal(bc.Draws.open(tmp_path, segment="hot").params["w"], hot.params["w"])
+    with pytest.raises(ValueError, match="segment must be a name"):
+        run(tmp_path, segment="../hot")
+    assert len(run(tmp_path, temperature=1.0, segment="hot", steps=9)) == 9 and len(bc.Draws.open(tmp_path)) == 6
+
+
+def optimizer_run(path, lr=0.01, temperature=1e-3, gamma=0.5, steps=6):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = bc.optim.SGHMC(model.parameters(), lr=lr, temperature=temperature)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma)
+    step = bc.optim.as_step(
+        model, optimizer, lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square().mean(), scheduler=scheduler
+    )
+    return bc.sample(step, step.params, step.state, data(), steps=steps, path=path)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [({"lr": 0.02}, "lr is"), ({"temperature": 1e-2}, "temperature is"), ({"gamma": 0.1}, "gamma is")],
+)
+def test_another_optimizer_is_refused(change, says, tmp_path):
+    optimizer_run(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        optimizer_run(tmp_path, **change, steps=9)
+    assert len(optimizer_run(tmp_path, steps=9)) == 9
+
+
+def test_a_seed_makes_the_keys_and_is_compared(tmp_path):
+    one = run(tmp_path, seed=1)
+    torch.manual_seed(99)
+    assert torch.equal(run(None, seed=1).params["w"], one.params["w"])
+    assert not torch.equal(run(None, seed=2).params["w"], one.params["w"])
+    with pytest.raises(ValueError, match="seed is 1, here 2"):
+        run(tmp_path, seed=2)
+    with pytest.raises(TypeError, match="seed must be a whole number"):
+        run(None, seed=0.5)
+
+
+def test_chains_have_keys_of_their_global_numbers():
+    tx, params = bc.sgld(0.1, temperature=0.1), {"w": torch.zeros(4, 2)}
+
+    def chains(n):
+        made = bc.parallel(bc.make_step(lambda p, b: (p["w"] ** 2).sum(), tx), n)
+        start = {"w": params["w"][:n]}
+        return bc.sample(made, start, made.init(tx, start), None, steps=3, seed=5).params["w"]
+
+    assert torch.equal(chains(4)[:, :2], chains(2))
+
+
+def test_one_chain_twice_is_not_two(tmp_path):
+    draws = run(tmp_path / "a")
+    run(tmp_path / "b")
+    with pytest.raises(ValueError, match="drew the same noise"):
+        bc.Draws.open([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match="one chain"):
+        draws.stack_chains(draws)
+
+
+def test_descriptions_of_the_named_samplers_change_only_with_their_version():
+    """A class or a field that is renamed changes what stands in runs on disk: raise ``VERSION`` and write the new text here."""
+    assert VERSION == 1
+    assert describe(bc.sgld(0.1, temperature=1.0)) == [
+        "Chain",
+        ["LangevinNoise", {"temperature": 1.0}],
+        ["Scale", {"step_size": 0.1, "sign": -1}],
+    ]
+    assert difference(describe(functools.partial(max, 1)), describe(functools.partial(max, 2)))
+    assert not difference({"function": "f", "code": {"3.9": "a"}}, {"function": "f", "code": {"3.10": "b"}})

@@ -1,0 +1,242 @@
+"""Whatever ends a run, every finished draw is returned or on disk, and the run says so."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+from bayesopt_chain.runs import files, store
+from bayesopt_chain.runs.compact import compact
+
+TX = bc.sghmc(0.1, temperature=0.05)
+
+
+def loss(params, batch):
+    return (params["w"] ** 2).sum()
+
+
+def started(tx=TX, fn=loss):
+    torch.manual_seed(0)
+    params = {"w": torch.ones(3)}
+    return bc.make_step(fn, tx), params, tx.init(params), None
+
+
+def want(steps):
+    return bc.sample(*started(), steps=steps).params["w"]
+
+
+def failing(after, error):
+    calls = itertools.count(1)
+
+    def fn(params, batch):
+        if next(calls) > after:
+            raise error
+        return loss(params, batch)
+
+    fn.__qualname__, fn.__module__ = loss.__qualname__, loss.__module__
+    return fn
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["committed", "uncommitted"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.filterwarnings("ignore:sample")
+def test_an_exception_carries_the_finished_draws(tmp_path, on_disk, seconds):
+    path = tmp_path / "run" if on_disk else None
+    with pytest.raises(ZeroDivisionError) as caught:
+        bc.sample(*started(fn=failing(9, ZeroDivisionError("x"))), steps=20, path=path, checkpoint_seconds=seconds)
+    draws = caught.value.draws
+    assert (
+        torch.equal(draws.params["w"], want(9)) and not draws.complete and draws.why == "ZeroDivisionError in step 10"
+    )
+    if on_disk:
+        kept = bc.Draws.open(path)
+        assert torch.equal(kept.params["w"], want(9)) and not kept.complete and kept.why == draws.why
+        assert torch.equal(bc.sample(*started(), steps=20, path=path).params["w"], want(20))
+
+
+def test_a_callback_that_raises_loses_nothing():
+    def callback(it):
+        if it.step == 7:
+            raise KeyError("x")
+
+    with pytest.raises(KeyError) as caught:
+        bc.sample(*started(), steps=20, callbacks=[callback])
+    assert len(caught.value.draws) == 7
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+def test_a_full_disk_leaves_the_draws_in_the_exception(tmp_path, monkeypatch):
+    real, calls = files.write, itertools.count()
+
+    def full(*args):
+        if next(calls) >= 8:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            bc.sample(*started(), steps=20, path=tmp_path, checkpoint_seconds=0.0)
+    draws = caught.value.draws
+    assert torch.equal(draws.params["w"], want(len(draws))) and len(draws) == 5
+    assert len(bc.Draws.open(tmp_path)) == 4
+    assert torch.equal(bc.sample(*started(), steps=20, path=tmp_path).params["w"], want(20))
+
+
+def nan_at(step):
+    """A finite loss whose gradient is NaN in one step."""
+    calls = itertools.count(1)
+
+    def fn(params, batch):
+        x = params["w"].sum()
+        return loss(params, batch) + (torch.sqrt(x - x.detach()) * 0.0 if next(calls) == step else 0.0)
+
+    return fn
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_parameters_that_are_not_finite_end_the_run(tmp_path, on_disk):
+    path = tmp_path if on_disk else None
+    with pytest.warns(UserWarning, match="the parameters after step 6 are not finite"):
+        draws = bc.sample(*started(fn=nan_at(6)), steps=6, path=path)
+    assert len(draws) == 5 and not draws.complete and "step 6 are not finite" in draws.why
+    assert torch.equal(draws.params["w"], want(5))
+    if on_disk:
+        kept = bc.Draws.open(path)
+        assert len(kept) == 5 and kept.why == draws.why and not kept.complete
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_a_loss_that_explodes_ends_the_run(tmp_path, on_disk):
+    tx = bc.sgld(1.02, temperature=0.01)  # the limit of stability is 1
+    with pytest.warns(UserWarning, match=r"the loss of step \d+ is .*, where the median of this run is .* T P / 2"):
+        draws = bc.sample(*started(tx), steps=400, burn_in=10, path=tmp_path if on_disk else None)
+    assert not draws.complete and 20 < len(draws) < 380 and "T P / 2" in draws.why
+    if on_disk:
+        assert bc.Draws.open(tmp_path).why == draws.why and len(bc.Draws.open(tmp_path)) == len(draws)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.05])
+def test_cold_starts_and_runs_at_temperature_zero_explode_never(temperature):
+    tx = bc.sgld(0.05, temperature=temperature)
+    params = {"w": torch.full((3,), 1e4)}
+    draws = bc.sample(bc.make_step(loss, tx), params, tx.init(params), None, steps=300)
+    assert draws.complete
+    if temperature == 0.0:
+        tx = bc.sgd(1.02)
+        assert bc.sample(*started(tx), steps=300).complete
+
+
+@pytest.mark.filterwarnings("error")
+def test_minibatches_with_outliers_are_no_explosion():
+    g = torch.Generator().manual_seed(0)
+    batches = [torch.distributions.StudentT(1.5).sample((3,)) * 0.1 for _ in range(50)]
+    batches[7] = torch.full((3,), 1e3, dtype=torch.float32) + torch.zeros(3).normal_(generator=g)
+    tx = bc.sgld(1e-3, temperature=1e-3)
+    params = {"w": torch.zeros(3)}
+    draws = bc.sample(
+        bc.make_step(lambda p, b: ((p["w"] - b) ** 2).mean(), tx), params, tx.init(params), batches, steps=150
+    )
+    assert draws.complete
+
+
+KILLED = """
+import sys, time, torch
+sys.path.insert(0, {root!r})
+from tests.runs.test_nothing_lost import started, loss
+import bayesopt_chain as bc
+torch.set_num_threads(1)
+def slow(it):
+    if it.step == 20:
+        print("ready", flush=True)
+    time.sleep(0.004)
+draws = bc.sample(*started(), steps=20000, path={path!r}, checkpoint_seconds={seconds}, callbacks=[slow])
+print("draws", len(draws), draws.why, flush=True)
+"""
+
+
+def interrupted_twice(folder, trials, seed=0):
+    """Two Ctrl-Cs 20 to 300 ms apart at random moments: how often a finished draw was neither returned nor on disk."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    g, lost = torch.Generator().manual_seed(seed), 0
+    for i in range(trials):
+        path = folder / str(i)
+        code = KILLED.format(root=root, path=str(path), seconds=1e9 if i % 2 else 0.05)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2 * float(torch.rand((), generator=g)))
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02 + 0.28 * float(torch.rand((), generator=g)))
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+        kept = bc.Draws.open(path)
+        kept.verify()
+        told = int(said.split()[1]) if said.startswith("draws") else 20
+        lost += len(kept) < told or not torch.equal(kept.params["w"], want(len(kept)))
+    return lost
+
+
+def test_two_interrupts_lose_nothing(tmp_path):
+    assert interrupted_twice(tmp_path, 1) == 0
+
+
+def test_many_small_files_are_made_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SMALL_FILES", 8)
+    draws = bc.sample(*started(), steps=40, burn_in=1, thinning=2, path=tmp_path, checkpoint_seconds=0.0)
+    assert len(list(tmp_path.glob("draws-*"))) < 9
+    assert torch.equal(draws.params["w"], want(40)[2::2])
+    compact(tmp_path)
+    assert len(list(tmp_path.glob("draws-*"))) == 1
+    again = bc.Draws.open(tmp_path)
+    again.verify()
+    assert torch.equal(again.params["w"], want(40)[2::2]) and again.steps.tolist() == list(range(3, 41, 2))
+    longer = bc.sample(*started(), steps=50, burn_in=1, thinning=2, path=tmp_path)
+    assert torch.equal(longer.params["w"], want(50)[2::2])
+
+
+def test_large_draws_are_read_where_they_are_asked_for(tmp_path):
+    def flat(params, batch):
+        return (params["w"] ** 2).mean()
+
+    params = {"w": torch.randn(1 << 17)}
+    tx = bc.sgld(0.1, temperature=1e-6)
+    held = bc.sample(bc.make_step(flat, tx), params, tx.init(params), None, steps=12, seed=1).params["w"]
+    bc.sample(
+        bc.make_step(flat, tx), params, tx.init(params), None, steps=12, seed=1, path=tmp_path, checkpoint_seconds=0.0
+    )
+    x = bc.Draws.open(tmp_path).params["w"]
+    assert x.shape == held.shape and x.dtype == held.dtype and len(x) == 12 and x.ndim == 2
+    before = read_so_far()
+    assert torch.equal(x[::5], held[::5]) and torch.equal(x[3], held[3]) and torch.equal(x[2:4, :7], held[2:4, :7])
+    assert read_so_far() - before < 7 * held[0].nbytes + (1 << 20)
+    assert torch.equal(x.elements(5, 100), held[:, 5:100])
+    assert (
+        torch.equal(x.mean(0), held.mean(0))
+        and torch.equal(x + 1, held + 1)
+        and torch.equal(torch.stack([x, x])[1], held)
+    )
+    assert x.numpy().shape == held.shape and torch.equal(torch.vmap(torch.sum)(x), held.sum(1))
+    mask = torch.arange(12) % 2 == 0
+    assert (
+        torch.equal(x[mask], held[mask])
+        and torch.equal(x[torch.tensor([4, 1])], held[[4, 1]])
+        and torch.equal(x[..., 1], held[..., 1])
+    )
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        x[0] = 1.0
+    assert torch.equal(x, held)
+
+
+def read_so_far():
+    """Bytes that this process has read."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
