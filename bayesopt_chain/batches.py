@@ -43,18 +43,25 @@ def picked(what: str | Callable[[Any], Any] | None, default: Callable[[Any], Any
     if callable(what):
         return what
 
-    def entry(batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            if what not in batch:
-                raise ValueError(f"the batch has no {what!r}; it has {sorted(map(str, batch))}")
-            return batch[what]
-        if not hasattr(batch, what):
-            raise ValueError(
-                f"the batch is a {type(batch).__name__}, which has no {what!r}; pass a function of the batch"
-            )
-        return getattr(batch, what)
+    return Entry(what)
 
-    return entry
+
+class Entry:
+    """``entry(batch)``: of a mapping its value under a key, of anything else an attribute of that name. It can be pickled."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            if self.key not in batch:
+                raise ValueError(f"the batch has no {self.key!r}; it has {sorted(map(str, batch))}")
+            return batch[self.key]
+        if not hasattr(batch, self.key):
+            raise ValueError(
+                f"the batch is a {type(batch).__name__}, which has no {self.key!r}; pass a function of the batch"
+            )
+        return getattr(batch, self.key)
 
 
 def _make_known(batch: Any) -> None:

@@ -61,6 +61,9 @@ class Checks:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Any, Check]] = {}
 
+    def __reduce__(self) -> Any:
+        return Checks, ()  # what has been checked is not handed on with a pickle
+
     def run(
         self, params: Tree, batch: Any, make_plan: Callable[[], Any], work: Callable[[Any, Check], Result]
     ) -> Result:

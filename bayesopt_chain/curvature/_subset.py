@@ -49,13 +49,27 @@ def subset(
     chosen = _chosen(keep, names, params)
     if not any(chosen):
         raise ValueError(f"keep={keep!r} keeps none of the parameters {', '.join(names)}")
-    frozen = [leaf.detach() for leaf in leaves]
     kept = {name: leaf for name, leaf, is_kept in zip(names, leaves, chosen) if is_kept}
+    frozen = optree.tree_unflatten(structure, [leaf.detach() for leaf in leaves])
+    return Kept(forward, frozen, tuple(names)), kept
 
-    def forward_kept(some: dict[str, Tensor], batch: Any) -> Tensor:
-        return forward(optree.tree_unflatten(structure, [some.get(n, leaf) for n, leaf in zip(names, frozen)]), batch)
 
-    return forward_kept, kept
+class Kept:
+    """``kept(some, batch)``: a forward function of some of its parameters, the others at the values they had.
+
+    Attributes:
+        forward: of all parameters.
+        frozen: all of them, a tree.
+        names: of its leaves.
+    """
+
+    def __init__(self, forward: Callable[[Tree, Any], Tensor], frozen: Tree, names: tuple[str, ...]) -> None:
+        self.forward, self.frozen, self.names = forward, frozen, names
+
+    def __call__(self, some: dict[str, Tensor], batch: Any) -> Tensor:
+        leaves, structure = optree.tree_flatten(self.frozen)
+        chosen = [some.get(name, leaf) for name, leaf in zip(self.names, leaves)]
+        return self.forward(optree.tree_unflatten(structure, chosen), batch)
 
 
 def _chosen(keep: Any, names: list[str], params: Tree) -> list[bool]:

@@ -52,6 +52,13 @@ def as_pair(batch: Any) -> Any:
     return batch, None
 
 
+def logits_of(output: Any) -> Any:
+    """The tensor that a module returns, by itself or as the ``logits`` of a mapping or a dataclass (transformers' outputs)."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    return getattr(output, "logits", output)
+
+
 def length_of(loader: Any) -> int | None:
     """The number of its batches, where it knows."""
     try:
@@ -118,11 +125,16 @@ def with_progress(all_batches: Iterable, progress: bool, total: int | None = Non
     return tqdm(all_batches, unit=unit, total=total)
 
 
+def _changes_in_training(layer: nn.Module) -> bool:
+    if isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
+        return True
+    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
+
+
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
     """Raise for layers that mix data or draw."""
-    changed = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     for name, layer in module.named_modules():
-        if isinstance(layer, changed) and layer.training:
+        if layer.training and _changes_in_training(layer):
             raise ValueError(
                 f"{who}: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "
                 "others or on chance: call module.eval() first"

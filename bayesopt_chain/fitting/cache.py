@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bayesopt_chain.fitting.batches import peeked, require_eval, with_progress
+from bayesopt_chain.fitting.batches import logits_of, peeked, require_eval, with_progress
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer
 from bayesopt_chain.modules.functional import make_functional
 
@@ -64,7 +64,7 @@ def cache_features(
     :func:`bayesopt_chain.fitting.train_by_evidence`. It holds N x D numbers for N data and D features.
 
     Args:
-        module: a trained module in ``eval`` mode whose last layer to run is an ``nn.Linear`` that gives the output.
+        module: a trained module in ``eval`` mode whose last layer is an ``nn.Linear`` that gives the output.
         loader: an iterable of batches ``(inputs, targets)``, read once.
         params: the trained parameters. Default: the module's own.
         progress: show a progress bar (needs tqdm).
@@ -88,12 +88,12 @@ def cache_features(
     """
     require_eval(module, "cache_features")
     batches = peeked(loader, "cache_features")
-    forward, own, _ = make_functional(module)
+    forward, own, _ = make_functional(module, outputs=logits_of)
     chosen = own if params is None else dict(params)
     last = find_last_layer(forward, chosen, batches.first)
     if not last.is_head:
         raise ValueError(
-            f"cache_features: the last layer to run ({', '.join(last.names)}, {type(last.module).__name__}) is no nn.Linear "
+            f"cache_features: the last layer ({', '.join(last.names)}, {type(last.module).__name__}) is no nn.Linear "
             "that runs once and gives the output, so that its features do not suffice: pass the loader itself"
         )
     features = Features(forward, chosen, last.module, body_of(module, params, last.names))

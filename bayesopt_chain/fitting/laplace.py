@@ -32,7 +32,7 @@ from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.trees import Tree
+from bayesopt_chain.trees import Tree, paths
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 
@@ -215,6 +215,8 @@ def fit_laplace(
     tune_noise: bool = True,
     prior_precision: Any = 1.0,
     validation: Iterable | None = None,
+    inputs: str | Callable[[Any], Any] | None = None,
+    outputs: str | Callable[[Any], Any] | None = None,
     progress: bool = False,
     **options: Any,
 ) -> FittedLaplace:
@@ -223,13 +225,14 @@ def fit_laplace(
     Args:
         module_or_forward: a trained ``nn.Module`` in ``eval`` mode, or ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: of :mod:`bayesopt_chain.likelihoods`. With ``gaussian()``, its variance is a start; the evidence tunes it.
-        loader: an iterable of batches ``(inputs, targets)``, read once; or, where several fits look at one last layer,
-            :func:`bayesopt_chain.fitting.cache_features` of it.
+        loader: an iterable of batches ``(inputs, targets)``, or of mappings with ``"labels"`` such as a tokenizer's, read
+            once; or, where several fits look at one last layer, :func:`bayesopt_chain.fitting.cache_features` of it.
         params: the trained parameters; needed for a forward function, for a module its own by default.
         structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
-        subset: which parameters are uncertain: "last_layer" (default; a module's last layer with parameters to run), "all", or
-            names, a function of a name, or a tree of booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named
-            ``all`` or ``last_layer`` is chosen by ``["all"]``.
+        subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
+            last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
+            booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named ``all`` or ``last_layer`` is chosen by
+            ``["all"]``.
         tune: "evidence" (default) maximises the evidence over the prior precision, one for each kept parameter tensor where the
             structure has a basis of its own for each, and the Gaussian noise; "validation" takes the prior precision of
             ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps ``prior_precision``.
@@ -240,6 +243,10 @@ def fit_laplace(
         prior_precision: of a zero-mean Gaussian prior, per parameter: a positive number, or a tree for ``tune=None``. Where
             tuning by the evidence starts.
         validation: an iterable of batches, for ``tune="validation"``, read once.
+        inputs: from a batch ``(inputs, targets)`` to what a module is called with, as for
+            :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
+        outputs: from what a module returns to the outputs that the likelihood takes, or its key. Default: a tensor itself, of
+            anything else its ``logits``.
         progress: show a progress bar (needs tqdm).
         **options: of the estimator :func:`bayesopt_chain.curvature.ggn`, such as ``rank``.
 
@@ -270,10 +277,15 @@ def fit_laplace(
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
     batches = peeked(loader)
-    how = How(likelihood, subset, structure, options)
+    how = How(likelihood, subset, structure, options, inputs, outputs)
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: the parameters")
     seen = model.run_over(batches.from_first(first), progress, batches.total)
+    if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
+        raise ValueError(
+            f"fit_laplace: the outputs do not depend on the kept parameters ({', '.join(paths(model.params)[:4])}), whose "
+            "curvature is zero: pass subset= parameters that the outputs are computed with"
+        )
     one = torch.ones((), dtype=torch.float64, device=seen.log_likelihood.device)
     if tune is None:
         return at(model, seen, prior_precision, one)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature import ggn, subset
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
-from bayesopt_chain.fitting.batches import require_eval, with_progress
+from bayesopt_chain.fitting.batches import logits_of, require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
 from bayesopt_chain.likelihoods import Likelihood
@@ -129,12 +129,14 @@ def both(a: Pass, b: Pass) -> Pass:
 
 
 class How(NamedTuple):
-    """What a fit was told: the likelihood, the parameters to keep, the structure and its options."""
+    """What a fit was told: likelihood, parameters to keep, structure and its options, and how the module is called."""
 
     likelihood: Likelihood
     keep: Any
     structure: str
     options: dict[str, Any]
+    inputs: Any = None
+    outputs: Any = None
 
     @property
     def keeps_last_layer(self) -> bool:
@@ -161,7 +163,7 @@ def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How
 
 def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) -> tuple[Model, Any]:
     require_eval(module)
-    forward, own, _ = make_functional(module)
+    forward, own, _ = make_functional(module, inputs=how.inputs, outputs=how.outputs or logits_of)
     chosen = own if params is None else params
     if isinstance(data, CachedFeatures):
         if not how.keeps_last_layer:

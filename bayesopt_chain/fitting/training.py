@@ -12,7 +12,7 @@ evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature import STRUCTURES
-from bayesopt_chain.fitting.batches import as_pair, peeked, with_progress
+from bayesopt_chain.fitting.batches import as_pair, logits_of, peeked, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
 from bayesopt_chain.fitting.laplace import FittedLaplace, at
 from bayesopt_chain.fitting.model import How, Model, make_model
 from bayesopt_chain.likelihoods import Likelihood
-from bayesopt_chain.modules.functional import batch_inputs, write_back
+from bayesopt_chain.modules.functional import arguments_of, batch_inputs, write_back
 from bayesopt_chain.posterior.state import require_finite
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -218,10 +218,8 @@ def _epoch(
 
 def _called(module: nn.Module, batch: Any) -> Tensor:
     """The module's outputs in the modes that its layers have, buffers and all."""
-    inputs = batch_inputs(batch)
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+    arguments, keywords = arguments_of(module, batch_inputs(batch))
+    return logits_of(module(*arguments, **keywords))
 
 
 def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> tuple[FittedLaplace, Hyper]:

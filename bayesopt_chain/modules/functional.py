@@ -7,6 +7,7 @@ parameters that are trained out of a module (one entry for a tensor that several
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,9 +37,15 @@ class Forward:
     :meth:`with_buffers` takes the buffers and returns their next values.
     """
 
-    def __init__(self, module: nn.Module, inputs: str | Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: str | Callable[[Any], Any] | None,
+        outputs: str | Callable[[Any], Any] | None = None,
+    ) -> None:
         self.module = module
         self.inputs = batches.picked(inputs, batch_inputs)
+        self.outputs = batches.picked(outputs, as_it_is)
         self.names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.has_buffers = any(True for _ in module.buffers())
         every, once = (
@@ -71,17 +78,15 @@ class Forward:
             raise ValueError(
                 f"forward: params lacks {sorted(missing)[:3]}, which make_functional gave; pass a tree of those names"
             )
-        chosen = self.inputs(batch)
-        keywords = dict(chosen) if isinstance(chosen, Mapping) else {}
-        arguments = () if isinstance(chosen, Mapping) else chosen if isinstance(chosen, tuple) else (chosen,)
+        arguments, keywords = arguments_of(self.module, self.inputs(batch))
         places = None if self.by_torch or torch.compiler.is_dynamo_compiling() else _places(self.module, tensors)
         if places is None:
-            return functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares)
+            return self.outputs(functional_call(self.module, tensors, arguments, keywords, tie_weights=self.shares))
         own = [held[key] for held, key in places]
         try:
             for (held, key), x in zip(places, tensors.values()):
                 held[key] = x
-            return self.module(*arguments, **keywords)
+            return self.outputs(self.module(*arguments, **keywords))
         finally:
             for (held, key), name, x in zip(places, tensors, own):
                 tensors[name] = held[key]
@@ -109,6 +114,29 @@ def _places(module: nn.Module, tensors: Tensors) -> list[tuple[dict[str, Any], s
     return found
 
 
+def as_it_is(output: Any) -> Any:
+    """What a module returned."""
+    return output
+
+
+def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a module is called with its inputs: a tuple as its arguments, a mapping as its keywords, or, by a module whose
+    ``forward`` has no arguments of those names, whole."""
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, Mapping) and _takes_keywords(module, inputs):
+        return (), dict(inputs)
+    return (inputs,), {}
+
+
+def _takes_keywords(module: nn.Module, names: Mapping[str, Any]) -> bool:
+    try:
+        arguments = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # a scripted or foreign module, which does not say
+        return True
+    return any(a.kind is a.VAR_KEYWORD for a in arguments.values()) or set(names) <= arguments.keys()
+
+
 def batch_inputs(batch: Any) -> Any:
     """What of a batch a model takes: of ``(inputs, targets)`` the first, of a mapping all but its labels, else all of it."""
     if isinstance(batch, (tuple, list)):
@@ -118,7 +146,12 @@ def batch_inputs(batch: Any) -> Any:
     return batch
 
 
-def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | None = None) -> Functional:
+def make_functional(
+    module: nn.Module,
+    *,
+    inputs: str | Callable[[Any], Any] | None = None,
+    outputs: str | Callable[[Any], Any] | None = None,
+) -> Functional:
     """Take the trained parameters out of a module.
 
     Args:
@@ -126,7 +159,10 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
             place of its frozen parameters.
         inputs: from a batch to what the module is called with: one argument, a tuple of them, or a dictionary of
             keywords; or the key (of a dataclass, the field) of the one argument. By default ``batch[0]`` of a tuple or list, a
-            mapping without its labels, and any other batch itself.
+            mapping without its labels, and any other batch itself. A dictionary whose keys are no arguments of the module's
+            ``forward`` is handed over whole.
+        outputs: from what the module returns to what ``forward`` is to return, or its key (of anything but a mapping an
+            attribute), such as ``"logits"`` of a transformer. Default: what it returns.
 
     Returns:
         ``(forward, params, buffers)``: ``forward(params, batch) -> outputs``; copies of the parameters with
@@ -159,7 +195,7 @@ def make_functional(module: nn.Module, *, inputs: str | Callable[[Any], Any] | N
             "make_functional: no parameter of the module requires a gradient, so there is nothing to sample"
         )
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    return Functional(Forward(module, inputs), params, buffers)
+    return Functional(Forward(module, inputs, outputs), params, buffers)
 
 
 @torch.no_grad()

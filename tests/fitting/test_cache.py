@@ -29,7 +29,7 @@ def batches(n=N, size=15):
 
 def counted(model):
     calls = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
+    model[0].register_forward_hook(lambda _, inputs, out: calls.append(1) if len(out) > 2 else None)
     return calls
 
 
