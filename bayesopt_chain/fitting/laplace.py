@@ -13,8 +13,8 @@ the posterior's mean is that maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import optree
@@ -25,14 +25,16 @@ from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.fitting.batches import peeked
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
 from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
-from bayesopt_chain.fitting.predictions import Method, Prediction, batches_of, joined, method_for, predicted
+from bayesopt_chain.fitting.predictions import Method, Outputs, Prediction, batches_of, joined, method_for, predicted
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
-from bayesopt_chain.trees import Tree, paths
+from bayesopt_chain.predict._joint import functional_samples
+from bayesopt_chain.predict._linearized import linearized_by
+from bayesopt_chain.trees import Tree, paths, require_like
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
 
@@ -112,6 +114,71 @@ class FittedLaplace:
         """Of targets given outputs, with the noise in force."""
         return self.model.likelihood.scaled(self.likelihood_scale)
 
+    def outputs(
+        self, data: Any, *, joint: bool = False, prior_precision: Any = None, likelihood_scale: Any = None
+    ) -> Outputs:
+        """The model's outputs under the linearised posterior, with gradients.
+
+        Args:
+            data: as for :meth:`predict`. Where its tensors ask for gradients, or inside ``torch.func``, mean and covariance
+                have gradients in them; so they have for the next two arguments.
+            joint: whether the covariance is that of all data together; then data must be one batch. Default False.
+            prior_precision: another one than that in force, as for :meth:`log_evidence_at`.
+            likelihood_scale: likewise.
+
+        Returns:
+            :class:`Outputs`: mean ``[N, *event]``, covariance ``[N, E, E]``, or ``[N E, N E]`` where it is joint.
+
+        Raises:
+            ValueError: no batches; several where the covariance is to be joint.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> _ = torch.manual_seed(0)
+            >>> module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).eval()
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.sin(3 * x))])
+            >>> new = torch.tensor([[0.5], [2.0]], requires_grad=True)
+            >>> outputs = fitted.outputs(new, joint=True)
+            >>> outputs.covariance.shape, torch.autograd.grad(outputs.covariance[1, 1], new)[0].shape
+            (torch.Size([2, 2]), torch.Size([2, 1]))
+        """
+        self.model.require_seen(data)
+        posterior = self.posterior
+        if prior_precision is not None or likelihood_scale is not None:
+            prior = self.prior_precision if prior_precision is None else prior_precision
+            scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
+            posterior = self._posterior_and_evidence(prior, scale)[0]
+        parts = [
+            linearized_by(self.model.checks, self.model.forward, posterior, self.model.seen_by_head(batch), joint)
+            for batch in batches_of(data)
+        ]
+        if not parts or (joint and len(parts) > 1):
+            raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
+        mean, covariance = zip(*parts)
+        return Outputs(torch.cat(mean), torch.cat(covariance))
+
+    def functional_samples(self, data: Any, *, samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of whole functions from the linearised posterior, at new inputs.
+
+        Args:
+            data: one batch, as for :meth:`predict`.
+            samples: how many functions. Default 100.
+            generator: source of randomness; one of the same seed gives the same functions at other inputs, as Thompson
+                sampling needs. Default: torch's global generator.
+
+        Returns:
+            Outputs ``[samples, N, *event]``, with gradients in the inputs that ask for them.
+
+        Raises:
+            ValueError: fewer than one sample; several batches.
+        """
+        batches = list(batches_of(data))
+        if len(batches) != 1:
+            raise ValueError(f"functional_samples: data has {len(batches)} batches: pass one")
+        batch = self.model.seen_by_head(batches[0])
+        return functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
+
     def foretold(self, data: Any) -> Prediction:
         """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
 
@@ -146,8 +213,51 @@ class FittedLaplace:
             raise ValueError(
                 f"log_evidence_at: a {self.model.likelihood.name} likelihood has no noise to scale: leave it out"
             )
+        return self._posterior_and_evidence(prior_precision, likelihood_scale)[1]
+
+    def _posterior_and_evidence(self, prior_precision: Any, likelihood_scale: Any) -> tuple[Gaussian, Tensor]:
         scale = torch.as_tensor(likelihood_scale, dtype=torch.float64, device=self.seen.log_likelihood.device)
-        return posterior_and_evidence(self.model, self.seen, prior_precision, scale)[1]
+        return posterior_and_evidence(self.model, self.seen, prior_precision, scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the fit learned, as a tree of tensors: for ``bc.save``, or ``torch.save``. The module is not in it.
+
+        Returns:
+            A dictionary, which :meth:`load_state_dict` of a fit of the same module takes. (A fit can be pickled too, module and
+            all, where its likelihood and its functions can.)
+        """
+        seen = self.seen
+        return {
+            "params": self.model.params,
+            "precision": seen.precision,
+            "gradient": seen.gradient,
+            "log_likelihood": seen.log_likelihood,
+            "squares": seen.squares,
+            "entries": seen.entries,
+            "prior_precision": self.prior_precision,
+            "likelihood_scale": self.likelihood_scale,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> FittedLaplace:
+        """The fit with this state; this one, which says the module, subset, structure and likelihood, stays as it is.
+
+        Args:
+            state: of :meth:`state_dict`. A file is read by ``bc.load(path, like=fitted.state_dict())`` of any fit of the same
+                module, structure and subset, such as one of a single batch with ``tune=None``.
+
+        Returns:
+            A new fit.
+
+        Raises:
+            ValueError: a state that lacks an entry, or is over other parameters.
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"load_state_dict: the state has no {', '.join(missing)}: pass what state_dict returned")
+        require_like(state["params"], self.model.params, "state['params']")
+        model = replace(self.model, params=state["params"])
+        seen = Pass(*(state[name] for name in ("precision", "gradient", "log_likelihood", "squares", "entries")))
+        return at(model, seen, state["prior_precision"], state["likelihood_scale"])
 
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).

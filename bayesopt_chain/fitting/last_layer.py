@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._chunks import batch_size, part
 from bayesopt_chain.modules.functional import Forward
+from bayesopt_chain.predict._joint import needs_graph
 
 Body = Mapping[str, tuple[Tensor, int]]
 
@@ -183,7 +184,10 @@ def body_of(module: nn.Module, params: Mapping[str, Tensor] | None, names: Itera
 
 @dataclass(frozen=True)
 class Features:
-    """``features(batch)``: what the last layer sees of a batch; a :class:`HeadBatch` is handed through."""
+    """``features(batch)``: what the last layer sees of a batch; a :class:`HeadBatch` is handed through.
+
+    They have a graph where somebody may differentiate them by the inputs.
+    """
 
     forward: Forward
     params: Mapping[str, Tensor]
@@ -194,13 +198,14 @@ class Features:
         if isinstance(batch, HeadBatch):
             return batch
         seen: list[Tensor] = []
-        handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0].detach()))
+        graph = needs_graph(batch)
+        handle = self.layer.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(graph):
                 self.forward(self.params, batch)
         finally:
             handle.remove()
-        return HeadBatch(seen[-1], batch[1])
+        return HeadBatch(seen[-1] if graph else seen[-1].detach(), batch[1])
 
 
 def head(names: tuple[str, ...]) -> Affine:

@@ -208,7 +208,6 @@ def method_for(method: str | None, likelihood: Likelihood) -> str:
     raise ValueError(f"predict: method={method!r}: pass one of {', '.join(map(repr, known))}")
 
 
-@torch.no_grad()
 def predicted(
     forward: Callable[[Any, Any], Tensor],
     posterior: Gaussian,

@@ -3,6 +3,7 @@ uncertainty is.
 """
 
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.predict._joint import functional_samples
 from bayesopt_chain.predict._linearized import linearized
 from bayesopt_chain.predict._metrics import classification_metrics, detection_auroc, regression_metrics
 from bayesopt_chain.predict._monte_carlo import monte_carlo
@@ -15,6 +16,7 @@ __all__ = [
     "Uncertainty",
     "classification_metrics",
     "detection_auroc",
+    "functional_samples",
     "laplace_bridge",
     "linearized",
     "monte_carlo",

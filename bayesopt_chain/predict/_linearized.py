@@ -24,12 +24,17 @@ from bayesopt_chain.curvature._plan import TapPlan, make_plan
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
+from bayesopt_chain.predict._joint import needs_graph, with_graph
 from bayesopt_chain.trees import Tree, common_dtype, flatten, wide
 
 
-@torch.no_grad()
 def linearized(
-    forward: Callable[[Tree, Any], Tensor], posterior: Gaussian, batch: Any, *, chunk_bytes: int | None = None
+    forward: Callable[[Tree, Any], Tensor],
+    posterior: Gaussian,
+    batch: Any,
+    *,
+    joint: bool = False,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of the outputs under a Gaussian posterior.
 
@@ -38,12 +43,14 @@ def linearized(
         posterior: its mean is a tree that ``forward`` takes; any precision structure.
         batch: any tree of tensors with one entry a datum on the first axis, handed on to ``forward``; for a pair
             ``(inputs, targets)`` the targets may be None.
+        joint: whether the covariance is that of all data together. Default False: of each datum's own outputs.
         chunk_bytes: bound on the rows and activations held at once; one datum with all its outputs is the least
             possible. Default as in :func:`bayesopt_chain.curvature.ggn`.
 
     Returns:
-        ``(mean [B, *event], covariance [B, E, E])``, E the number of outputs of a datum. Observation noise is not
-        included.
+        ``(mean [B, *event], covariance [B, E, E])``, E the number of outputs of a datum; with ``joint`` the covariance is
+        ``[B E, B E]``, data first. Observation noise is not included. Where the batch or the precision asks for gradients,
+        or inside a transformation of ``torch.func``, both have them; the rows of the Jacobian are then held.
 
     Raises:
         ValueError: for a singular precision, or a forward function that mixes data.
@@ -58,18 +65,32 @@ def linearized(
         >>> mean.item(), covariance.item()
         (2.0, 0.5)
     """
-    return linearized_by(Checks(), forward, posterior, batch, chunk_bytes)
+    return linearized_by(Checks(), forward, posterior, batch, joint, chunk_bytes)
 
 
-@torch.no_grad()
 def linearized_by(
     checks: Checks,
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,
     batch: Any,
+    joint: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, with the checks that earlier batches of this forward function have passed."""
+    if joint or needs_graph(batch, posterior.precision, posterior.mean):
+        with torch.set_grad_enabled(needs_graph(batch, posterior.precision, posterior.mean)):
+            return with_graph(forward, posterior, batch, joint)
+    return _without_graph(checks, forward, posterior, batch, chunk_bytes)
+
+
+@torch.no_grad()
+def _without_graph(
+    checks: Checks,
+    forward: Callable[[Tree, Any], Tensor],
+    posterior: Gaussian,
+    batch: Any,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, Tensor]:
     params, precision = posterior.mean, posterior.precision.factorised()
     bases = precision.layer_bases()
     if isinstance(forward, Affine) and bases and batch[0].ndim == 2:

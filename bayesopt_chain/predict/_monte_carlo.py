@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.predict._joint import needs_graph
 from bayesopt_chain.trees import Tree
 
 
-@torch.no_grad()
 def monte_carlo(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian | Tree,
@@ -36,7 +36,7 @@ def monte_carlo(
         batch: ``(inputs, targets)``, handed on to ``forward``.
 
     Returns:
-        Outputs ``[S, B, *event]``.
+        Outputs ``[S, B, *event]``, with gradients where the batch asks for them.
 
     Raises:
         ValueError: for draws whose leaves disagree on S, or fewer than one sample.
@@ -48,6 +48,17 @@ def monte_carlo(
         tensor([[1., 1.],
                 [3., 3.]])
     """
+    with torch.set_grad_enabled(needs_graph(batch)):
+        return _run_at(forward, posterior, batch, samples, generator)
+
+
+def _run_at(
+    forward: Callable[[Tree, Any], Tensor],
+    posterior: Gaussian | Tree,
+    batch: Any,
+    samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
     if isinstance(posterior, Gaussian):
         if samples < 1:
             raise ValueError(f"samples={samples}: pass at least 1")
