@@ -68,7 +68,10 @@ def batch_size(batch: Any) -> int:
             f"the batch's tensors have first axes of lengths {sorted(lengths)}: every tensor of a batch, a tree such "
             "as (inputs, targets), needs one entry a datum on its first axis"
         )
-    return lengths.pop()
+    size = lengths.pop()
+    if size == 0:
+        raise ValueError("the batch is empty: pass at least one datum")
+    return size
 
 
 def pair_targets(batch: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain.curvature._affine import Affine
-from bayesopt_chain.curvature._chunks import batch_size, part
+from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.modules.functional import Forward
 from bayesopt_chain.predict._joint import needs_graph
 
@@ -84,7 +84,7 @@ def find_last_layer(forward: Forward, params: Mapping[str, Tensor], batch: Any) 
     runs = sum(not set(own[call.name]).isdisjoint(names) for call in calls)
     is_alone = len(reached) == 1 and runs == 1 and len(own[first.name]) == len(names) and len(first.inputs) == 1
     is_head = is_alone and type(layer) is nn.Linear and first.output is output and first.nodes == [output.grad_fn]
-    return LastLayer(names, layer, is_head, optree.tree_map(_detached, first.inputs))
+    return LastLayer(names, layer, is_head, tuple(map(_detached, first.inputs)))
 
 
 def _owners(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, list[str]]:

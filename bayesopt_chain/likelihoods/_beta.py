@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import Likelihood, Support
 
@@ -42,7 +43,7 @@ class Beta(Likelihood):
         return outputs.sigmoid() * (-outputs).sigmoid() / (1 + self.precision)
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        x, y = (torch._standard_gamma(shape, generator=generator) for shape in self._shapes(outputs))
+        x, y = (standard_gamma(shape, generator) for shape in self._shapes(outputs))
         eps = torch.finfo(outputs.dtype).eps
         return (x / (x + y)).clamp(eps, 1 - eps)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import COUNTS, Likelihood
 from bayesopt_chain.likelihoods._quadrature import fine_grid
@@ -89,7 +90,7 @@ class NegativeBinomial(Likelihood):
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         shape = torch.full_like(outputs, self.dispersion)
-        rate = torch._standard_gamma(shape, generator=generator) * outputs.exp() / self.dispersion
+        rate = standard_gamma(shape, generator) * outputs.exp() / self.dispersion
         return torch.poisson(rate, generator=generator)
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 from bayesopt_chain import checks
+from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood
 from bayesopt_chain.likelihoods._predictive import Predictive
@@ -183,7 +184,7 @@ class StudentT(Likelihood):
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         shape = torch.full_like(outputs, self.df / 2)
-        chi_square = 2 * torch._standard_gamma(shape, generator=generator)
+        chi_square = 2 * standard_gamma(shape, generator)
         return outputs + self._scale(outputs) * normal_like(outputs, generator) * (self.df / chi_square).sqrt()
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:

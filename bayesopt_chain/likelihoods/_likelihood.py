@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,10 +83,10 @@ class Likelihood(ABC):
     """
 
     name: str = "custom"
-    support: ClassVar[Support | None] = REAL
-    methods: ClassVar[tuple[str, ...]] = ("quadrature",)
-    default_method: ClassVar[str] = "linearized"
-    filler: ClassVar[float] = 0.0
+    support: Support | None = REAL
+    methods: tuple[str, ...] = ("quadrature",)
+    default_method: str = "linearized"
+    filler: float = 0.0
 
     # What a subclass says.
 

@@ -27,8 +27,8 @@ LOWEST, HIGHEST = float("-inf"), float("inf")
 class Conditional(Protocol):
     """What is asked of a likelihood here; see :class:`bayesopt_chain.likelihoods.Likelihood`."""
 
-    name: str
-
+    @property
+    def name(self) -> str: ...
     @property
     def support(self) -> Any: ...
     def grouping(self, event: torch.Size) -> Any: ...

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.curvature._chunks import batch_size, part
+from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree, common_dtype, flatten, size
@@ -121,8 +121,8 @@ def functional_samples(
     moves = precision.sqrt_solve(noise)
 
     def along(move: Tree) -> Tensor:
-        value, slope = torch.func.jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
-        return value + slope
+        both: Any = torch.func.jvp(lambda p: forward(p, batch), (posterior.mean,), (move,))
+        return both[0] + both[1]
 
     with torch.set_grad_enabled(needs_graph(batch, posterior.precision)):
         try:
