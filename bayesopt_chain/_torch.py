@@ -186,27 +186,6 @@ foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._forea
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_
 
 
-def fused_sgd_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """torch's fused SGD step without dampening, velocities started before; an empty list without momentum."""
-    _functions._fused_sgd_(
-        params,
-        grads,
-        velocities,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=maximize,
-        is_first_step=False,
-    )
+# torch's fused SGD step without dampening, for velocities that were started before (an empty list without momentum):
+# fused_sgd_(params, grads, velocities, lr=, momentum=, weight_decay=, nesterov=, maximize=)
+fused_sgd_: Callable[..., None] = partial(_functions._fused_sgd_, dampening=0.0, is_first_step=False)

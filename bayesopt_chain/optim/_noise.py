@@ -1,6 +1,6 @@
 """The normals of :mod:`bayesopt_chain.optim`: a function of (key, leaf, count), whatever else the optimizer holds.
 
-The one place where this package meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's
+This is the one place where the room meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's
 name, or of its index where the optimizer was given bare tensors, so that freezing, regrouping or leaving out one
 parameter leaves the noise of the others alone. torch's generator is reseeded for each leaf with ``splitmix64`` of key,
 number and count; Philox takes the three as they are.
@@ -8,18 +8,20 @@ number and count; Philox takes the three as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain.optim._plan import Work
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves, whole_leaves
 from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
 
 Stream = Literal["generator", "philox"]
 
-__all__ = ["STREAMS", "Normals", "Stream", "draw_number", "fresh_key", "leaf_numbers", "splits", "step_seed"]
+__all__ = ["STREAMS", "Normals", "Stream", "fresh_key", "leaf_numbers", "step_seed"]
 
 
 def fresh_key(generator: torch.Generator | None = None) -> int:
@@ -32,14 +34,16 @@ def step_seed(key: int, count: int) -> int:
     return splitmix64(splitmix64(key) + count)
 
 
-def splits(stream: Stream | None, device: torch.device) -> bool:
-    """Whether a leaf's draw may be made piece after piece: torch's generator, on a CPU only."""
-    return device.type == "cpu" and stream != "philox"
+def fill_by_generator(draws: list[Tensor], generator: torch.Generator, seeds: list[int], count: int) -> None:
+    """Overwrite draws with those of a count, each by a generator that is reseeded for it."""
+    for draw, seed in zip(draws, seeds):
+        generator.manual_seed(splitmix64(seed + count))
+        draw.normal_(generator=generator)
 
 
 def cut(runs: Runs) -> Generator[Runs, int, None]:
-    """The runs of the next so many elements, as often as it is sent a number."""
-    at, done = 0, 0  # the run, and how many of its elements are gone
+    """Cut ranges of elements to pieces: sent a number of elements, it yields the ranges of that many next ones."""
+    at, done = 0, 0  # the range, and how many of its elements are gone
     taken: list[tuple[int, int]] = []
     while True:
         wanted = yield tuple(taken)
@@ -54,53 +58,51 @@ def cut(runs: Runs) -> Generator[Runs, int, None]:
 
 
 class Normals:
-    """Fills tensors with the standard normals of (key, leaf, count). Keeps a generator and device keys, no state."""
+    """Fills tensors with the standard normals of (key, leaf, count). Keeps a generator and keys on devices, no state.
+
+    Attributes:
+        runs: by tensor, the elements of a parameter that this rank holds, as ranges; ``None`` where every tensor is whole.
+    """
 
     def __init__(self) -> None:
+        self.runs: Mapping[Tensor, Runs] | None = None
         self._generator = torch.Generator()
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of(
-        self, key: int, leaf: int, count: int, stream: Stream | None, device: torch.device, runs: Runs | None = None
-    ) -> Callable:
-        """``fill(out)``: with the generator ``out`` may be filled piece after piece, with Philox it is the whole leaf.
+    def splits(self, w: Work) -> bool:
+        """Whether a leaf's draw may be made piece after piece: by elements, or by torch's generator on a CPU."""
+        return self.runs is not None or self._by_generator(w)
 
-        ``runs`` are the elements of a leaf that is spread over ranks; they may be filled piece after piece too. A filler is
-        good until the next one is asked for.
+    def of(self, w: Work, branch: int = 0) -> Callable[[Tensor], object]:
+        """Make ``fill(out)`` for one leaf.
+
+        Args:
+            w: the leaf; where it :meth:`splits`, ``fill`` may be called for one piece after the other, else for all of it.
+            branch: 0 for the noise of the velocity, 1 for that of the direct way.
+
+        Returns:
+            A function that is good until the next one is asked for.
         """
-        if runs is not None:
-            rest = cut(runs)
+        key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
+        if self.runs is not None:
+            rest = cut(self.runs[w.param])
             next(rest)
             return lambda out: self._philox([out], key, [leaf], count, [rest.send(out.numel())])
-        if splits(stream, device):
-            self._seed(key, leaf, count)
+        if self._by_generator(w):
+            self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
 
-    def filler(
-        self,
-        draws: list[Tensor],
-        key: int,
-        leaves: list[int],
-        stream: Stream | None,
-        runs: list[Runs] | None = None,
-    ) -> Callable[[int], None]:
-        """``fill(count)``: the draws of several leaves of one device and dtype, filled for that count."""
-        if runs is not None:
-            return lambda count: self._philox(draws, key, leaves, count, runs)
-        if not splits(stream, draws[0].device):
-            return lambda count: self._philox(draws, key, leaves, count)
-        generator, own = self._generator, [splitmix64(key + leaf) for leaf in leaves]
+    def filler(self, draws: list[Tensor], leaves: list[Work]) -> Callable[[int], None]:
+        """Make ``fill(count)``, which overwrites the draws of several leaves of one group, device and dtype."""
+        key, numbers = leaves[0].group["noise_key"], [w.number for w in leaves]
+        if self.runs is None and self._by_generator(leaves[0]):
+            return partial(fill_by_generator, draws, self._generator, [splitmix64(key + leaf) for leaf in numbers])
+        runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
+        return lambda count: self._philox(draws, key, numbers, count, runs)
 
-        def fill(count: int) -> None:
-            for draw, seed in zip(draws, own):
-                generator.manual_seed(splitmix64(seed + count))
-                draw.normal_(generator=generator)
-
-        return fill
-
-    def _seed(self, key: int, leaf: int, count: int) -> None:
-        self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
+    def _by_generator(self, w: Work) -> bool:
+        return w.param.device.type == "cpu" and w.group["noise_stream"] != "philox"
 
     def _philox(
         self, draws: list[Tensor], key: int, leaves: list[int], count: int, runs: list[Runs] | None = None

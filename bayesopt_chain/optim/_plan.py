@@ -1,29 +1,90 @@
 """What a step at temperature > 0 does to each leaf, worked out once for as long as nothing of it changes.
 
-A plan is a function of the parameter groups' numbers, of which parameters have a gradient, and of what is remembered of
-them. It is kept where the next step's would be the same: where no number of a step depends on its count, and the noise of
-this step was that of the one before. :meth:`Plan.holds` looks at all of this again before a step, by identity, so that
+A plan is a function of the numbers in the parameter groups, of which parameters have a gradient, and of what is remembered of
+them. It is kept where the next step would be planned alike: where no number of a step depends on the count of steps, and this
+step's noise was that of the one before. :meth:`Plan.holds` looks at all of this again in front of a step, by identity, so that
 whoever sets a number, replaces a tensor of the state or removes a gradient gets a new plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain.optim._rule import Linear, Noise
+from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
-_COUNTS = ("params", "param_names", "noise_count")  # what of a group is no number of the step
+BEFORE = tuple(
+    [f"noise_{name}" for name in Before._fields]
+)  # what the last step was, by names in ``optimizer.state[p]``
+REMEMBERED = ("noise", "noise_direct", *BEFORE)
+_NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that are no numbers of the step
+
+
+class Clock(NamedTuple):
+    """The number of an update, the first one 1, and NAdam's product of the momenta before it."""
+
+    updates: int
+    mu_product: float = 1.0
+
+
+class Rule(Protocol):
+    """What a class of :mod:`bayesopt_chain.optim` says of torch's step, from which its noise follows.
+
+    Attributes:
+        adaptive: whether the step divides by a denominator ``D`` that it makes of the gradients.
+        averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
+        param_groups, state: torch's.
+    """
+
+    adaptive: ClassVar[bool]
+    averages_scaled: ClassVar[bool]
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    @property
+    def _name(self) -> str:
+        """The optimizer in messages."""
+        ...
+
+    def _clock(self, state: dict[str, Any]) -> Clock:
+        """What the numbers of a leaf's next step depend on besides its group."""
+        ...
+
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        """The linear part of torch's step in a group at that update."""
+        ...
+
+    def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
+        """``D`` behind torch's step, newly made; ``get(name)`` gives a tensor of the leaf's state."""
+        ...
+
+    def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Count an update of a leaf that torch's step did not make."""
+        ...
 
 
 class Work(NamedTuple):
-    """One leaf of one step: what torch does to it, and the noise that follows (``None`` at temperature 0)."""
+    """One leaf in one step.
+
+    Attributes:
+        group: the leaf's parameter group.
+        param: the leaf.
+        state: its entry of ``optimizer.state``.
+        number: by which its draws are told from those of other leaves.
+        linear: what torch's step does to it.
+        noise: what follows; ``None`` at temperature 0.
+        before: what the last step that drew was; ``None`` where there was none.
+        updates: of this leaf, this one included.
+        held: the update whose denominator counts, the last one before freezing; ``updates`` where nothing is frozen.
+        early: whether the noise goes through the velocity, in front of torch's step.
+    """
 
     group: dict[str, Any]
     param: Tensor
@@ -31,13 +92,38 @@ class Work(NamedTuple):
     number: int
     linear: Linear
     noise: Noise | None
-    updates: int  # this one included
-    frozen: bool
-    early: bool  # whether the noise goes through the velocity, in front of torch's step
+    before: Before | None
+    updates: int
+    held: int
+    early: bool
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the denominator no longer learns."""
+        return self.held < self.updates
+
+    def denominator(self, rule: Rule, block: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        """``D`` of the leaf, or of a block of it."""
+        return rule._denominator(self.group, self.held, lambda name: block(self.state[name]))
+
+
+class Noisy(NamedTuple):
+    """A leaf that gets noise."""
+
+    work: Work
+    noise: Noise
 
 
 class Batch(NamedTuple):
-    """Small leaves whose noise has the same numbers: the lists of tensors it goes to, each with a factor; the draws."""
+    """Small leaves whose noise has the same numbers.
+
+    Attributes:
+        group: whose count of steps numbers the draws.
+        noise: the numbers.
+        targets: lists of tensors that the noise is added to, each with a factor.
+        draws: the last draw of each leaf.
+        fill: ``fill(count)`` overwrites the draws with those of that step.
+    """
 
     group: dict[str, Any]
     noise: Noise
@@ -66,40 +152,39 @@ class FusedMove(NamedTuple):
 
 
 class Plan:
-    """The leaves of a step, by the way their noise takes."""
+    """The leaves of a step, sorted by the way that their noise takes."""
 
     def __init__(self, work: list[Work]) -> None:
-        self.noisy = noisy = [w for w in work if w.noise is not None]
-        self.frozen = [w for w in work if w.frozen]
-        self.groups = list({id(w.group): w.group for w in noisy}.values())
-        self.before = [w.state.get("noise_before") if "noise" in w.state else None for w in noisy]
-        self.rescaled = [w for w in noisy if w.noise.velocity_scale != 1.0]  # pyright: ignore[reportOptionalMemberAccess]
-        self.direct = [w for w in noisy if w.linear.direct > 0.0]
-        late = [w for w in noisy if w.linear.step_size > 0.0 and not w.early]
+        self.noisy = noisy = [Noisy(w, w.noise) for w in work if w.noise is not None]
+        self.frozen = [w for w in work if w.is_frozen]
+        self.groups = list({id(w.group): w.group for w, _ in noisy}.values())
+        self.rescaled = [x for x in noisy if x.noise.velocity_scale != 1.0]
+        self.direct = [x for x in noisy if x.work.linear.direct > 0.0]
+        late = [x for x in noisy if x.work.linear.step_size > 0.0 and not x.work.early]
         self.late_large, self.late_small = _by_size(late)
-        self.early_large, self.early_small = _by_size([w for w in noisy if w.early])
-        self.early: list[Batch] | None = None  # of the small ones, made when they are met first
+        self.early_large, self.early_small = _by_size([x for x in noisy if x.work.early])
+        self.early: list[Batch] | None = None  # of the small ones; made when a step first comes to them
         self.late: list[Batch] | None = None
         self.moves: list[FusedMove] | None = None
         self.kept = False
 
     def keep(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take note of what the plan was made of, behind its step; false if the next step's would be another."""
-        if self.frozen or any(w.noise.before != before for w, before in zip(self.noisy, self.before)):  # pyright: ignore[reportOptionalMemberAccess]
+        """Take note of what the plan was made of, after its step; false if the next step would be planned otherwise."""
+        if self.frozen or any(x.noise.before != x.work.before for x in self.noisy):
             return False
         self.state, self.settings = optimizer.state, []
         for group in optimizer.param_groups:
-            read = itemgetter(*(name for name in group if name not in _COUNTS))
+            read = itemgetter(*(name for name in group if name not in _NOT_SETTINGS))
             if not all(map(_is_fixed, read(group))):
                 return False
             self.settings.append((group, read, read(group), list(group["params"])))
         self.remembered = []
-        for w in self.noisy:
-            names = ("noise", "noise_before", *([w.linear.velocity] if w.linear.velocity else []))
+        for w, _ in self.noisy:
+            names = ("noise", *BEFORE, *([w.linear.velocity] if w.linear.velocity else []))
             self.remembered.append((w.param, w.state, names, [w.state.get(name) for name in names]))
-        mine = {id(w.param) for w in self.noisy}
-        noisy = {id(group) for group in self.groups}
-        self.absent = [p for g in optimizer.param_groups if id(g) in noisy for p in g["params"] if id(p) not in mine]
+        mine = {id(w.param) for w, _ in self.noisy}
+        groups = {id(group) for group in self.groups}
+        self.absent = [p for g in optimizer.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
         self.kept = True
         return True
 
@@ -119,9 +204,25 @@ class Plan:
         return all([p.grad is None for p in self.absent])
 
 
-def _by_size(work: list[Work]) -> tuple[list[Work], list[Work]]:
+def last_step(state: dict[str, Any]) -> Before | None:
+    """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none."""
+    if "noise" not in state or BEFORE[0] not in state:
+        return None
+    numbers = Before._make(map(state.__getitem__, BEFORE))
+    return None if math.isnan(numbers[0]) else numbers
+
+
+def remember(state: dict[str, Any], before: Before | None) -> None:
+    """Write it: one float by a name of its own for each number, since torch can flatten floats and no tuples.
+
+    NaN stands for ``None``, so that an entry that has drawn nothing yet has the names of one that has.
+    """
+    state.update(zip(BEFORE, [math.nan] * len(BEFORE) if before is None else before))
+
+
+def _by_size(leaves: list[Noisy]) -> tuple[list[Noisy], list[Noisy]]:
     """The leaves that are treated block after block, and the small ones."""
-    return [w for w in work if w.param.numel() > BLOCK], [w for w in work if w.param.numel() <= BLOCK]
+    return [x for x in leaves if x.work.param.numel() > BLOCK], [x for x in leaves if x.work.param.numel() <= BLOCK]
 
 
 def _is_fixed(value: Any) -> bool:
@@ -132,11 +233,18 @@ def _is_fixed(value: Any) -> bool:
 
 
 def blocks_of(param: Tensor, state: dict[str, Any], splits: bool) -> Iterable[Callable[[Tensor], Tensor]]:
-    """Views that take a leaf to pieces; one, the identity, where it is small or not contiguous."""
+    """Functions that give a block of a leaf, and of what lies like it; one, the identity, where it is small or not contiguous.
+
+    Args:
+        param: the leaf.
+        state: its entry of the optimizer's state.
+        splits: whether its draw may be made block by block.
+    """
     tensors = [param, *(x for x in state.values() if torch.is_tensor(x) and x.shape == param.shape)]
     n = param.numel()
     if not splits or n <= BLOCK or torch.is_grad_enabled() or not all(x.is_contiguous() for x in tensors):
         return [lambda x: x]
+    # torch draws fewer than 16 elements by another method, so that a short rest joins the block before it
     starts = range(0, n - n % BLOCK if n % BLOCK >= 16 else n - BLOCK - n % BLOCK + 1, BLOCK)
     edges = [*starts, *([n - n % BLOCK] if n % BLOCK >= 16 else []), n]
     return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges)]

@@ -40,7 +40,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-Before = tuple[float, float, float]  # level, momentum, temperature of the last step that drew
+
+class Before(NamedTuple):
+    """The last step that drew. Each number has a name of its own in ``optimizer.state[p]``: ``noise_level`` and so on."""
+
+    level: float
+    momentum: float
+    temperature: float
 
 
 class Linear(NamedTuple):
@@ -76,11 +82,11 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     h, mu = linear.step_size, linear.momentum
     direct = math.sqrt(temperature / (2.0 * linear.direct)) if linear.direct > 0.0 else 0.0
     if h == 0.0:
-        kept = (before[0], before[1], before[2] * mu * mu) if before is not None else None
+        kept = before._replace(temperature=before.temperature * mu * mu) if before is not None else None
         return Noise(0.0, 0.0, 1.0, direct, kept)
     level = linear.gain / h * (1.0 + mu * linear.shrink / (1.0 - mu))
     alpha = math.sqrt(0.5 * temperature * (1.0 - mu) * level)
-    now = (level, mu, temperature)
+    now = Before(level, mu, temperature)
     if before is None:
         return Noise(alpha, 0.0, 1.0, direct, now)
     if mu == 0.0:

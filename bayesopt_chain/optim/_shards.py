@@ -175,10 +175,6 @@ class Shards:
             self.state = defaultdict(dict, {leaf.part: leaf.mine for leaf in self.leaves if leaf.spec is not None})
         return parts
 
-    def runs_of(self, part: Tensor) -> Runs:
-        """The elements that a parameter's part holds."""
-        return self.runs[part]
-
 
 def _held(entries: Iterable[dict[str, Any]]) -> list[Any]:
     """The entries of a state and all that they hold."""

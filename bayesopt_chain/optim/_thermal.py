@@ -10,45 +10,49 @@ and the kinetic temperature of :mod:`bayesopt_chain.diagnostics.temperatures` is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf, squares
+from bayesopt_chain.optim._plan import Rule
+from bayesopt_chain.optim._refusals import temperature_of
 
-if TYPE_CHECKING:
-    from bayesopt_chain.optim._sampling import Sampling
 
+def leaves_of(rule: Rule) -> Iterator[tuple[str, ThermalLeaf]]:
+    """Describe the leaves that the next step gives noise to; a preconditioner that learns, as it stands now.
 
-def leaves_of(optimizer: Sampling) -> Iterator[tuple[str, ThermalLeaf]]:
-    """The leaves that the next step gives noise to; of a preconditioner that learns, as it stands now."""
-    for group in optimizer.param_groups:
-        temperature = optimizer._temperature(group)
+    Yields:
+        The parameter's name, and the description.
+
+    Raises:
+        ValueError: parameters without names, at temperature > 0.
+    """
+    for group in rule.param_groups:
+        temperature = temperature_of(rule._name, group)
         if temperature == 0.0:
             continue
         if "param_names" not in group:
             raise ValueError(
-                f"{optimizer._name}: its parameters have no names to find them by; build it with model.named_parameters()"
+                f"{rule._name}: its parameters have no names to find them by; build it with model.named_parameters()"
             )
         for name, p in zip(group["param_names"], group["params"]):
-            state: dict[str, Any] = optimizer.state.get(p, {})
-            if optimizer.adaptive and "step" not in state:
+            state: dict[str, Any] = rule.state.get(p, {})
+            if rule.adaptive and "step" not in state:
                 continue  # it has no preconditioner yet
-            yield name, _leaf(optimizer, group, p, state, temperature)
+            yield name, _leaf(rule, group, state, temperature)
 
 
-def _leaf(
-    optimizer: Sampling, group: dict[str, Any], p: Tensor, state: dict[str, Any], temperature: float
-) -> ThermalLeaf:
-    clock = optimizer._clock(state)
-    linear = optimizer._linear(group, *clock)
+def _leaf(rule: Rule, group: dict[str, Any], state: dict[str, Any], temperature: float) -> ThermalLeaf:
+    clock = rule._clock(state)
+    linear = rule._linear(group, clock)
     direct, branch, mu = linear.direct, linear.step_size * linear.gain, linear.momentum
     gain: float | Tensor = direct + branch
-    if optimizer.adaptive:
-        held = min(clock[0] - 1, group.get("freeze_after") or clock[0])
+    if rule.adaptive:
+        held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
         with torch.no_grad():
-            gain = gain / optimizer._denominator(group, held, state.__getitem__).double()
+            gain = gain / rule._denominator(group, held, state.__getitem__).double()
     decay = float(group.get("weight_decay") or 0.0)
     return ThermalLeaf(
         temperature=temperature,

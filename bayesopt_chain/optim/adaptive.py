@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain.optim._plan import Clock
+from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
@@ -53,12 +55,12 @@ class _TwoMoments(Sampling):
     adaptive = True
 
     def _first_moment(self, group: dict[str, Any], step_size: float, **kwargs: float) -> Linear:
-        b1 = self._check_momentum(float(group["betas"][0]), "betas[0]")
+        b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
         shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
         return Linear(step_size, b1, 1.0 - b1, "exp_avg", shrink=shrink, **kwargs)
 
-    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
-        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** updates))
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        return self._first_moment(group, float(group["lr"]) / (1.0 - float(group["betas"][0]) ** clock.updates))
 
 
 class _Adam(_TwoMoments):
@@ -80,7 +82,7 @@ class Adam(_Adam, torch.optim.Adam):
         >>> (0.5 * theta.square().sum()).backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[theta])
-        ['exp_avg', 'exp_avg_sq', 'noise', 'noise_before', 'step']
+        ['exp_avg', 'exp_avg_sq', 'noise', 'noise_level', 'noise_momentum', 'noise_temperature', 'step']
     """
 
 
@@ -156,20 +158,21 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
         now, then = (b1 * (1.0 - 0.5 * 0.96 ** (t * decay)) for t in (updates, updates + 1))
         return now, then
 
-    def _clock(self, state: dict[str, Any]) -> tuple:
-        return (*super()._clock(state), float(state["mu_product"]) if "mu_product" in state else 1.0)
+    def _clock(self, state: dict[str, Any]) -> Clock:
+        product = float(state["mu_product"]) if "mu_product" in state else 1.0
+        return super()._clock(state)._replace(mu_product=product)
 
-    def _linear(self, group: dict[str, Any], updates: int, product: float = 1.0) -> Linear:
-        lr, (now, then) = float(group["lr"]), self._momenta(group, updates)
-        product *= now
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        lr, (now, then) = float(group["lr"]), self._momenta(group, clock.updates)
+        product = clock.mu_product * now
         direct = lr * (1.0 - now) / (1.0 - product)
         return self._first_moment(group, lr * then / (1.0 - product * then), direct=direct)
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         return get("exp_avg_sq").div(1.0 - float(group["betas"][1]) ** updates).sqrt_().add_(group["eps"])
 
-    def _tick(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super()._tick(state, group)
+    def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._count_update(state, group)
         state["mu_product"] *= self._momenta(group, int(state["step"]))[0]
 
 
@@ -189,11 +192,11 @@ class RMSprop(Sampling, torch.optim.RMSprop):
     adaptive = True
     averages_scaled = True
 
-    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
         lr, momentum = float(group["lr"]), float(group["momentum"])
         if not momentum:
             return Linear(lr)
-        return Linear(lr, self._check_momentum(momentum, "momentum"), velocity="momentum_buffer")
+        return Linear(lr, momentum_of(self._name, momentum, "momentum"), velocity="momentum_buffer")
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         square = get("square_avg")
@@ -218,8 +221,8 @@ class Adagrad(Sampling, torch.optim.Adagrad):
 
     adaptive = True
 
-    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
-        return Linear(float(group["lr"]) / (1.0 + (updates - 1) * float(group["lr_decay"])))
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        return Linear(float(group["lr"]) / (1.0 + (clock.updates - 1) * float(group["lr_decay"])))
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         total = get("sum")

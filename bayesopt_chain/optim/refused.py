@@ -1,12 +1,29 @@
-"""torch's optimizers for which no matched noise is known: theirs at temperature 0, refused by name above."""
+"""torch's optimizers for which no matched noise is known: theirs at temperature 0, refused by name above.
+
+| class | why no temperature above 0 | what to use instead |
+| --- | --- | --- |
+| Adadelta | its scale is fed by its own updates, noise included, and would heat itself | RMSprop, Adam |
+| Adafactor | its step size depends on the parameters and its update is clipped: no linear function of the gradient | Adam |
+| ASGD | it averages its iterates inside its step, before noise could enter | SGLD, and average the draws |
+| LBFGS | it searches along lines and evaluates the loss several times a step | SGHMC |
+| Muon | it orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched | SGHMC |
+| Rprop | it uses the gradient's sign alone, which no temperature belongs to | RMSprop |
+| SparseAdam | it moves only rows that have a gradient, while a sample moves all | Adam with ``sparse=False`` |
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from bayesopt_chain.optim._sampling import Sampling
 
-_COMMON = """
+
+def _refused(theirs: type[torch.optim.Optimizer], reason: str, hint: str) -> Any:
+    """Make the class of this package that refuses every temperature but 0."""
+    name = theirs.__name__
+    doc = f"""``torch.optim.{name}`` at temperature 0; a temperature above 0 is refused: {name} {reason}.
 
     Args:
         params and the others: torch's, in torch's order.
@@ -18,79 +35,45 @@ _COMMON = """
     Example:
         >>> import torch, bayesopt_chain as bc
         >>> w = torch.zeros(2, 2, requires_grad=True)
-        >>> isinstance(bc.optim.{0}([w]), torch.optim.{0})
+        >>> isinstance(bc.optim.{name}([w]), torch.optim.{name})
         True
     """
+    body = {"__doc__": doc, "__module__": __name__, "refusal": f"{name} {reason}; use {hint}"}
+    return type(name, (Sampling, theirs), body)
 
 
-class Adadelta(Sampling, torch.optim.Adadelta):
-    __doc__ = (
-        "``torch.optim.Adadelta``; a temperature above 0 is refused: its scale is fed by its own updates, noise included."
-        + _COMMON.format("Adadelta")
-    )
-
-    refusal = "Adadelta's scale is fed by its own updates, noise included, and would heat itself; use bc.optim.RMSprop or Adam"
-
-
-class Adafactor(Sampling, torch.optim.Adafactor):
-    __doc__ = (
-        "``torch.optim.Adafactor``; a temperature above 0 is refused: its step depends on the parameters and is clipped."
-        + _COMMON.format("Adafactor")
-    )
-
-    refusal = (
-        "Adafactor's step size depends on the parameters and clips its update, which is no linear function of the gradient; "
-        "use bc.optim.Adam"
-    )
-
-
-class ASGD(Sampling, torch.optim.ASGD):
-    __doc__ = (
-        "``torch.optim.ASGD``; a temperature above 0 is refused: its average of the iterates would miss the noise."
-        + _COMMON.format("ASGD")
-    )
-
-    refusal = (
-        "ASGD averages its iterates inside its step, before noise could enter; use bc.optim.SGLD and average the draws"
-    )
-
-
-class LBFGS(Sampling, torch.optim.LBFGS):
-    __doc__ = (
-        "``torch.optim.LBFGS``; a temperature above 0 is refused: a line search has no stationary law."
-        + _COMMON.format("LBFGS")
-    )
-
-    refusal = "LBFGS searches along lines and evaluates the loss several times a step; use bc.optim.SGHMC"
-
-
-class Muon(Sampling, torch.optim.Muon):
-    __doc__ = (
-        "``torch.optim.Muon``; a temperature above 0 is refused: momentum stands before a non-linear map."
-        + _COMMON.format("Muon")
-    )
-
-    refusal = (
-        "Muon orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched; "
-        "use bc.optim.SGHMC"
-    )
-
-
-class Rprop(Sampling, torch.optim.Rprop):
-    __doc__ = (
-        "``torch.optim.Rprop``; a temperature above 0 is refused: only the gradient's sign enters."
-        + _COMMON.format("Rprop")
-    )
-
-    refusal = "Rprop uses the gradient's sign alone, which no temperature belongs to; use bc.optim.RMSprop"
-
-
-class SparseAdam(Sampling, torch.optim.SparseAdam):
-    __doc__ = (
-        "``torch.optim.SparseAdam``; a temperature above 0 is refused: rows without a gradient would have to move too."
-        + _COMMON.format("SparseAdam")
-    )
-
-    refusal = (
-        "SparseAdam moves only rows that have a gradient, while a sample moves all; use bc.optim.Adam with sparse=False"
-    )
+Adadelta = _refused(
+    torch.optim.Adadelta,
+    "scales by its own updates, noise included, and would heat itself",
+    "bc.optim.RMSprop or Adam",
+)
+Adafactor = _refused(
+    torch.optim.Adafactor,
+    "has a step size that depends on the parameters and clips its update, which is no linear function of the gradient",
+    "bc.optim.Adam",
+)
+ASGD = _refused(
+    torch.optim.ASGD,
+    "averages its iterates inside its step, before noise could enter",
+    "bc.optim.SGLD and average the draws",
+)
+LBFGS = _refused(
+    torch.optim.LBFGS,
+    "searches along lines and evaluates the loss several times a step",
+    "bc.optim.SGHMC",
+)
+Muon = _refused(
+    torch.optim.Muon,
+    "orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched",
+    "bc.optim.SGHMC",
+)
+Rprop = _refused(
+    torch.optim.Rprop,
+    "uses the gradient's sign alone, which no temperature belongs to",
+    "bc.optim.RMSprop",
+)
+SparseAdam = _refused(
+    torch.optim.SparseAdam,
+    "moves only rows that have a gradient, while a sample moves all",
+    "bc.optim.Adam with sparse=False",
+)

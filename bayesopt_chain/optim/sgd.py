@@ -9,9 +9,12 @@ from torch import Tensor
 
 from bayesopt_chain._torch import fused_sgd_
 from bayesopt_chain.optim import _noise
-from bayesopt_chain.optim._plan import FusedMove, Plan
+from bayesopt_chain.optim._plan import Clock, FusedMove, Plan
+from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
+
+_ALWAYS = Clock(1)  # no number of these steps depends on their count
 
 
 class SGD(Sampling, torch.optim.SGD):
@@ -41,7 +44,8 @@ class SGD(Sampling, torch.optim.SGD):
         lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused: torch's.
         temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data
             ``1 / N`` samples the posterior.
-        generator: source of the noise's key (default: torch's global generator), used once, and only at T > 0.
+        generator: source of the noise's key, used once, when the optimizer is made. Default: torch's global generator, used
+            when a temperature is first above 0.
         stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
             among ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices)
             has none; on a CPU it pays for leaves of 10^4 elements and more, where a C++ compiler is found.
@@ -63,13 +67,13 @@ class SGD(Sampling, torch.optim.SGD):
         >>> model(torch.ones(2, 3)).square().mean().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model.weight])
-        ['momentum_buffer', 'noise', 'noise_before']
+        ['momentum_buffer', 'noise', 'noise_level', 'noise_momentum', 'noise_temperature']
     """
 
     timeless = True
 
-    def _clock(self, state: dict[str, Any]) -> tuple:
-        return (1,)
+    def _clock(self, state: dict[str, Any]) -> Clock:
+        return _ALWAYS
 
     def _move(self, plan: Plan) -> None:
         if plan.moves is None:
@@ -85,7 +89,7 @@ class SGD(Sampling, torch.optim.SGD):
         velocity yet."""
         moves: list[FusedMove] = []
         for group in self.param_groups:
-            work = [w for w in plan.noisy if w.group is group]
+            work = [w for w, _ in plan.noisy if w.group is group]
             asked = group.get("foreach") is not None or group.get("fused") is not None or group.get("differentiable")
             if asked or group["dampening"] or len(work) != sum([p.grad is not None for p in group["params"]]):
                 return []
@@ -98,11 +102,11 @@ class SGD(Sampling, torch.optim.SGD):
                 moves.append(FusedMove([w.param for w in work], velocities, numbers))  # pyright: ignore[reportArgumentType]
         return moves
 
-    def _linear(self, group: dict[str, Any], updates: int) -> Linear:
+    def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
         lr, momentum = float(group["lr"]), float(group["momentum"])
         if not momentum:
             return Linear(lr)
-        self._check_momentum(momentum, "momentum")
+        momentum_of(self._name, momentum, "momentum")
         gain = 1.0 - float(group["dampening"])
         if gain <= 0.0:
             raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")

@@ -95,10 +95,10 @@ def walk(change, keep, **kwargs):
         if step == 4:
             change(optimizer, params)
         if not keep:
-            optimizer.__dict__["_kept"] = None
-        before = optimizer.__dict__.get("_kept")
+            optimizer._cache.plan = None
+        before = optimizer._cache.plan
         optimizer.step()
-        kept += before is not None and optimizer.__dict__.get("_kept") is before
+        kept += before is not None and optimizer._cache.plan is before
     states = [optimizer.state.get(p, {}) for p in params]
     return [*params, *(v for s in states for v in s.values() if torch.is_tensor(v))], kept
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
+from bayesopt_chain.distributed.ranks import World
 
 SAMPLING = {
     "SGD": dict(lr=0.1, momentum=0.9, nesterov=True),
@@ -92,10 +93,11 @@ def test_a_key_survives_loading_into_parameters_of_any_dtype():
     optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.3)
     theta.grad = torch.ones_like(theta)
     optimizer.step()
-    key, before = optimizer.param_groups[0]["noise_key"], optimizer.state[theta]["noise_before"]
+    key, before = optimizer.param_groups[0]["noise_key"], dict(optimizer.state[theta])
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     assert optimizer.param_groups[0]["noise_key"] == key > 2**32
-    assert optimizer.state[theta]["noise_before"] == before
+    after = optimizer.state[theta]
+    assert all(after[name] == before[name] for name in ("noise_level", "noise_momentum", "noise_temperature"))
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"])
@@ -164,3 +166,58 @@ def test_groups_made_from_the_same_state_dict_in_another_order_of_construction_k
         return walk(model, optimizer, 4)
 
     assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("name", ["SGHMC", "SGD", "Adam", "NAdam"])
+def test_flattened_and_full_state_dicts_of_torch_distributed_go_on_bit_for_bit(name, flattened, full):
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flattened, full_state_dict=full)
+    model, optimizer = make(name)
+    walk(model, optimizer, 4)
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    weights = copy.deepcopy(model.state_dict())
+    expected = walk(model, optimizer, 3)
+    model, optimizer = make(name, seed=1)
+    model.load_state_dict(weights)
+    # torch 2.13 loads no state dict that is both, of its own optimizers either (KeyError: 'param_groups.0.params.0')
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flattened, full_state_dict=full and not flattened)
+    dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    assert torch.equal(walk(model, optimizer, 3), expected)
+
+
+def test_everything_that_a_parameter_remembers_has_a_name_and_a_number_of_its_own():
+    model, optimizer = make("SGD")
+    walk(model, optimizer, 2)
+    for entry in optimizer.state.values():
+        assert all(torch.is_tensor(x) or type(x) is float for x in entry.values())
+
+
+def test_a_given_generator_makes_the_key_also_of_a_temperature_that_is_raised_later():
+    theta = torch.zeros(3, requires_grad=True)
+    generator = torch.Generator().manual_seed(3)
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.0, generator=generator)
+    hot = bc.optim.SGHMC([theta], 0.1, temperature=0.3, generator=torch.Generator().manual_seed(3))
+    later = copy.deepcopy(optimizer)
+    later.param_groups[0]["temperature"] = 0.3
+    later.param_groups[0]["params"][0].grad = torch.ones(3)
+    later.step()
+    assert later.param_groups[0]["noise_key"] == hot.param_groups[0]["noise_key"] is not None
+
+
+def test_on_several_ranks_a_raised_temperature_asks_for_fork_and_not_for_the_constructors_generator(monkeypatch):
+    monkeypatch.setattr("bayesopt_chain.distributed.ranks.world", lambda: World(0, 2))
+    theta = torch.zeros(3, requires_grad=True)
+    theta.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"a chain of its own: give it generator=bc\.distributed\.generator"):
+        bc.optim.SGHMC([theta], 0.1, temperature=0.3)
+    optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.0)
+    optimizer.param_groups[0]["temperature"] = 0.3
+    with pytest.raises(ValueError, match=r"raised later, so call its fork\(\) once with generator=bc\.distributed"):
+        optimizer.step()
+    assert not theta.any()
+    optimizer.fork(bc.distributed.generator(0))
+    optimizer.step()
+    assert theta.all()

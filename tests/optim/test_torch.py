@@ -453,7 +453,7 @@ def test_a_parameter_that_sat_out_goes_on_from_its_own_last_step():
         optimizer.param_groups[0]["lr"] = lr
         always.grad, sometimes.grad = torch.ones(2), torch.ones(2) if present else None
         optimizer.step()
-    levels = [optimizer.state[p]["noise_before"][0] for p in (always, sometimes)]
+    levels = [optimizer.state[p]["noise_level"] for p in (always, sometimes)]
     assert levels == pytest.approx([1 / 0.02, 1 / 0.1])
 
 

@@ -1,0 +1,124 @@
+"""What an optimizer refuses at temperature > 0, in front of a step or when it is built: nothing has moved then."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.optim._plan import Noisy, Rule
+from bayesopt_chain.optim._rule import Linear
+
+
+def temperature_of(who: str, group: dict[str, Any]) -> float:
+    """Read a group's temperature: a number, or a tensor of one element.
+
+    Raises:
+        TypeError: a schedule, which a torch optimizer has no count for.
+        ValueError: negative, infinite or NaN, or a tensor that requires grad.
+    """
+    temperature = group["temperature"]
+    if callable(temperature):
+        raise TypeError(
+            f"{who}: temperature is a function; set group['temperature'] in the loop, or give a 0-d tensor and fill it"
+        )
+    if torch.is_tensor(temperature) and temperature.requires_grad:
+        raise ValueError(f"{who}: temperature requires grad, which a step does not carry; detach it")
+    value = float(temperature)
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"{who}: temperature must be non-negative and finite, got {temperature!r}")
+    return value
+
+
+def momentum_of(who: str, value: Any, what: str) -> float:
+    """Read a momentum or a decay.
+
+    Raises:
+        ValueError: outside [0, 1).
+    """
+    momentum = float(value)
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{who}: {what} must lie in [0, 1) at temperature > 0, got {momentum}")
+    return momentum
+
+
+def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | None, spread: bool) -> None:
+    """Refuse the options of a group that no noise is matched to.
+
+    Args:
+        who: the optimizer in messages.
+        group: its options.
+        adaptive: whether its step divides by what it made of the gradients.
+        refusal: why there is no noise for this class at all, where there is none.
+        spread: whether its parameters are DTensors, or parts of leaves.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if refusal is not None:
+        raise ValueError(f"{who}: no temperature above 0: {refusal}")
+    if group.get("capturable"):
+        raise ValueError(
+            f"{who}: capturable=True at temperature > 0: the noise counts steps on the host. "
+            "Set capturable=False, or use bc.make_step with bc.capture"
+        )
+    if spread and (group.get("noise_stream") == "generator" or group.get("differentiable")):
+        what = "differentiable=True" if group.get("differentiable") else 'stream="generator"'
+        raise ValueError(
+            f"{who}: {what} with parameters that are DTensors or parts of leaves at temperature > 0: their noise is numbered "
+            "by the elements of the whole parameter and drawn on this rank's part; leave it out"
+        )
+    if group.get("differentiable"):
+        moving = [name for name in ("lr", "weight_decay") if getattr(group.get(name), "requires_grad", False)]
+        if adaptive or moving:
+            what = "an adaptive scaling" if adaptive else f"{moving[0]} that requires grad"
+            raise ValueError(
+                f"{who}: differentiable=True with {what} at temperature > 0 would lose the noise's derivative; "
+                "set temperature=0, or use bc.meta"
+            )
+
+
+def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a parameter that cannot be sampled.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if p.grad is not None and p.grad.is_sparse and group.get("momentum", 0):
+        raise ValueError(f"{who}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
+    if p.is_complex():
+        raise ValueError(f"{who}: complex parameters at temperature > 0: sample torch.view_as_real of them")
+    if type(p) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(
+            f"{who}: a parameter of type {type(p).__name__} at temperature > 0: noise on the pieces of a wrapped "
+            "tensor would not be independent; sample plain tensors, or DTensors"
+        )
+
+
+def check_lr(who: str, linear: Linear) -> None:
+    """Refuse a step size that is negative, infinite or NaN.
+
+    Raises:
+        ValueError: naming lr.
+    """
+    if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
+        raise ValueError(
+            f"{who}: lr must be non-negative and finite at temperature > 0, got a step size of {linear.step_size}"
+        )
+
+
+def warn_of_rounding(rule: Rule, leaf: Noisy) -> None:
+    """Warn where the noise of a step is smaller than half of a unit in the last place of the parameters."""
+    w, noise = leaf
+    size = w.param.detach().abs().float().mean()
+    step = w.linear.step_size * max(noise.current, noise.direct)
+    if rule.adaptive:
+        step /= float(w.denominator(rule).float().mean().sqrt())
+    if step < torch.finfo(w.param.dtype).eps * float(size) / 2:
+        warnings.warn(
+            f"{rule._name}: parameters in {w.param.dtype} with entries near {float(size):.2g}, and a step's noise of about "
+            f"{step:.2g} rounds away; keep float32 parameters and use autocast",
+            stacklevel=6,
+        )
