@@ -1,7 +1,7 @@
 """Gradient-transformation chains for PyTorch that sample.
 
 An optimizer is a chain of gradient transformations; a sampler is the same chain with the right noise in it. Build chains of
-links (``bc.chain``), take TorchOpt's optimizers with a temperature (``bc.sgd``, ``bc.Adam``), or a named sampler
+links (``bc.chain``, ``bc.links``), take TorchOpt's optimizers with a temperature (``bc.sgd``, ``bc.Adam``), or a named sampler
 (``bc.sghmc``, ``bc.samplers``); temperature 0 is the optimizer, to the last bit.
 """
 
@@ -10,6 +10,7 @@ from bayesopt_chain import (
     diagnostics,
     distributed,
     likelihoods,
+    links,
     meta,
     optim,
     precision,
@@ -23,17 +24,11 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.fitting import fit_laplace
-from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
-from bayesopt_chain.links.delay import delay
-from bayesopt_chain.links.gaussian_prior import add_gaussian_prior
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
-from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
-from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.momentum import add_momentum
-from bayesopt_chain.links.preconditioner import running_rms, scale_by_preconditioner
-from bayesopt_chain.links.rms import scale_by_adadelta, scale_by_rms, scale_by_rss, scale_by_stddev
+from bayesopt_chain.links.preconditioner import scale_by_preconditioner
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
-from bayesopt_chain.links.weight_decay import add_decayed_weights, flip_sign_and_add_weight_decay
 from bayesopt_chain.loop import gradients
 from bayesopt_chain.loop.capture import CaptureError, Steps, capture
 from bayesopt_chain.loop.loss import Info
@@ -76,25 +71,21 @@ __all__ = [
     "adam",
     "adamax",
     "adamw",
-    "add_decayed_weights",
-    "add_gaussian_prior",
-    "add_localization",
     "add_momentum",
     "capture",
     "chain",
     "curvature",
-    "delay",
     "diagnostics",
     "ekf",
     "epochs",
     "fit_laplace",
-    "flip_sign_and_add_weight_decay",
     "fork",
     "gradients",
     "inject_langevin_noise",
     "iterate",
     "laplace",
     "likelihoods",
+    "links",
     "load",
     "load_state_dict",
     "make_functional",
@@ -110,21 +101,11 @@ __all__ = [
     "refresh_batch_norm",
     "response",
     "rmsprop",
-    "running_rms",
     "sample",
     "samplers",
     "save",
-    "scale",
-    "scale_by_adadelta",
-    "scale_by_adam",
-    "scale_by_adamax",
     "scale_by_neg_lr",
     "scale_by_preconditioner",
-    "scale_by_radam",
-    "scale_by_rms",
-    "scale_by_rss",
-    "scale_by_schedule",
-    "scale_by_stddev",
     "schedules",
     "sgd",
     "sghmc",

@@ -224,7 +224,7 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.chain(bc.masked(bc.add_decayed_weights(0.1), {"w": True, "b": False}), bc.sgd(1.0))
+        >>> tx = bc.chain(bc.masked(bc.links.add_decayed_weights(0.1), {"w": True, "b": False}), bc.sgd(1.0))
         >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
         >>> grads = {"w": torch.zeros(1), "b": torch.zeros(1)}
         >>> tx.update(grads, tx.init(params), params=params, inplace=False)[0]["w"]

@@ -95,7 +95,7 @@ def of_start(steps: int = 1000) -> list[str]:
     lines = ["| | accuracy | NLL | calibration error |", "| --- | --- | --- | --- |"]
     lines.append(f"| trained by Adam | {measures(trained, forward, test)} |")
     for where, params in (("random weights", start), ("the training's end", trained.last[0])):
-        tx = bc.chain(bc.add_decayed_weights(1 / N), bc.sgld(0.02, temperature=1 / N))
+        tx = bc.chain(bc.links.add_decayed_weights(1 / N), bc.sgld(0.02, temperature=1 / N))
         draws = run(tx, params, burn_in=steps // 2, thinning=steps // 20)
         lines.append(f"| SGLD at T = 1 / N from {where} | {measures(draws, forward, test)} |")
     return lines

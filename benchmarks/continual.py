@@ -49,7 +49,7 @@ def main(steps: int = 300) -> list[str]:
 
     def learned(batch, prior, structure="dense"):
         n = len(batch[0])
-        tx = bc.chain(bc.add_gaussian_prior(prior, n=n), bc.sgd(0.05, 0.9))
+        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=n), bc.sgd(0.05, 0.9))
         params = trained(lambda p, b: cross_entropy(forward(p, b), b[1]), tx, start, batch, 2 * steps)
         increment = bc.curvature.ggn(forward, likelihood, structure)(params, batch)
         _, state = laplace.update(params, laplace.init(params), curvature=increment)

@@ -276,8 +276,8 @@ def noise(n: int = 1_000_000) -> Row:
 def dispatch() -> Row:
     p, g = c.tensors(1, 100_000), c.tensors(1, 100_000)
     tx = bc.chain(
-        bc.add_decayed_weights(1e-3),
-        bc.scale(2.0),
+        bc.links.add_decayed_weights(1e-3),
+        bc.links.scale(2.0),
         bc.add_momentum(c.MOMENTUM),
         bc.inject_langevin_noise(c.TEMPERATURE),
         bc.scale_by_neg_lr(c.LR),

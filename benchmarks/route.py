@@ -69,7 +69,7 @@ def route(call: Callable[[], Any]) -> Route:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale(2.0)
+        >>> tx = bc.links.scale(2.0)
         >>> state = tx.init(torch.ones(1))
         >>> "links/learning_rate.py" in route(lambda: tx.update(torch.ones(1), state)).files
         True

@@ -47,7 +47,8 @@ copybutton_prompt_is_regexp = True
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 TITLES = {
-    "bayesopt_chain": "Chains, links, loops",
+    "bayesopt_chain": "Chains and loops",
+    "links": "Links",
     "samplers": "Samplers",
     "optim": "torch.optim classes",
     "meta": "Differentiable optimizers",

@@ -87,7 +87,7 @@ ALSO_CALLED = {  # what messages call an argument, besides its name
 def factories():
     """Public functions that return a transformation, with what they cannot do without."""
     found = {}
-    for space in (bc, bc.samplers, bc.vi, bc.ekf):
+    for space in (bc, bc.links, bc.samplers, bc.vi, bc.ekf):
         for name in getattr(space, "__all__", dir(space)):
             function = getattr(space, name)
             if inspect.isfunction(function) and not name.startswith("_"):
@@ -155,6 +155,7 @@ def keywords(name, tx, state, params):
 
 def hot(name, tx):
     """A link that has no temperature of its own, in a chain that samples."""
+    name = name.removeprefix("links.")
     if (
         name.startswith(("scale_by", "samplers.scale_by", "add_", "flip_sign", "inject", "scale"))
         and "contour" not in name
@@ -196,7 +197,12 @@ def complaint(err, argument, value):
     return ""
 
 
-NEVER_HOT = {"adadelta", "scale_by_adadelta", "delay", "samplers.scale_by_stein_kernel"}  # the last: svgd has it
+NEVER_HOT = {
+    "adadelta",
+    "links.scale_by_adadelta",
+    "links.delay",
+    "samplers.scale_by_stein_kernel",
+}  # the last: svgd has it
 FACTORIES = {
     name: (f, a) for name, f in factories().items() if name not in NEVER_HOT and (a := sound_arguments(f)) is not None
 }

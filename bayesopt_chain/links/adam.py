@@ -246,7 +246,7 @@ def scale_by_adam(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_adam()
+        >>> tx = bc.links.scale_by_adam()
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
@@ -282,7 +282,7 @@ def scale_by_adamax(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.scale_by_adamax()
+        >>> bc.links.scale_by_adamax()
         scale_by_adamax(b1=0.9, b2=0.999, eps=1e-06)
     """
     require_decay("b1", b1)
@@ -320,7 +320,7 @@ def scale_by_radam(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.scale_by_radam()
+        >>> bc.links.scale_by_radam()
         scale_by_radam(b1=0.9, b2=0.999, eps=1e-06)
     """
     require_decay("b1", b1)

@@ -54,7 +54,7 @@ def delay() -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.delay()
+        >>> tx = bc.links.delay()
         >>> first, state = tx.update([torch.ones(1)], tx.init([torch.zeros(1)]), inplace=False)
         >>> second, state = tx.update([torch.zeros(1)], state, inplace=False)
         >>> first, second

@@ -137,7 +137,7 @@ class AddGaussianPrior(Prior):
             raise ValueError(
                 f"add_gaussian_prior: the prior is over {len(mine)} leaves ({', '.join(mine[:4])}), the chain acts on "
                 f"{len(names)}{': ' + wrong + ' differs' if wrong else ''}; pass a Gaussian over these parameters, and for one "
-                "over some of them bc.masked(bc.add_gaussian_prior(...), mask)"
+                "over some of them bc.masked(bc.links.add_gaussian_prior(...), mask)"
             )
         return super().init(leaves, context)
 
@@ -164,7 +164,7 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
     """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``: the loss then is a posterior's.
 
     Write it first in a chain, before clipping or behind it. What is sampled at temperature ``1 / n`` is ``likelihood x prior``.
-    It is the prior of :func:`bayesopt_chain.add_decayed_weights` (``weight_decay = precision / n``) with any mean and any
+    It is the prior of :func:`bayesopt_chain.links.add_decayed_weights` (``weight_decay = precision / n``) with any mean and any
     precision; where the loss itself has a prior already, both count.
 
     Learning task after task: take the Laplace posterior of the last task as ``prior=`` here, for the mean, and in
@@ -190,10 +190,10 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
         >>> import torch, bayesopt_chain as bc
         >>> from bayesopt_chain.precision import Diagonal
         >>> prior = bc.Gaussian(torch.tensor([1.0]), Diagonal(torch.tensor([50.0]), torch.tensor(1.0)))
-        >>> tx, p = bc.add_gaussian_prior(prior, n=100), torch.tensor([3.0])
+        >>> tx, p = bc.links.add_gaussian_prior(prior, n=100), torch.tensor([3.0])
         >>> tx.update(torch.zeros(1), tx.init(p), params=p, inplace=False)[0]
         tensor([1.])
-        >>> bc.add_gaussian_prior(50.0, n=100) == bc.add_decayed_weights(0.5)
+        >>> bc.links.add_gaussian_prior(50.0, n=100) == bc.links.add_decayed_weights(0.5)
         True
     """
     checks.positive("add_gaussian_prior: n", n)

@@ -112,7 +112,7 @@ def scale(step_size: float) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale(2.0)
+        >>> tx = bc.links.scale(2.0)
         >>> tx.update([torch.ones(2)], tx.init([torch.ones(2)]), inplace=False)[0]
         [tensor([2., 2.])]
     """
@@ -135,7 +135,7 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_schedule(lambda count: 1 / (1 + count))
+        >>> tx = bc.links.scale_by_schedule(lambda count: 1 / (1 + count))
         >>> tx.update([torch.ones(1)], tx.init([torch.ones(1)]), inplace=False)[0]
         [tensor([1.])]
     """

@@ -83,7 +83,7 @@ def add_localization(center: Any, strength: float) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, p = bc.add_localization([torch.ones(1)], 0.5), [torch.tensor([3.0])]
+        >>> tx, p = bc.links.add_localization([torch.ones(1)], 0.5), [torch.tensor([3.0])]
         >>> tx.update([torch.zeros(1)], tx.init(p), params=p, inplace=False)[0]
         [tensor([1.])]
     """

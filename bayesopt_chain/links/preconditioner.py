@@ -78,7 +78,7 @@ def running_rms(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.scale_by_preconditioner(bc.running_rms(0.9, freeze_after=100))
+        >>> bc.scale_by_preconditioner(bc.links.running_rms(0.9, freeze_after=100))
         scale_by_rms(decay=0.9, eps=1e-08, freeze_after=100)
     """
     if freeze_after is not None and freeze_after < 1:

@@ -219,7 +219,7 @@ def scale_by_rms(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_rms(alpha=0.0)
+        >>> tx = bc.links.scale_by_rms(alpha=0.0)
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
@@ -248,7 +248,7 @@ def scale_by_stddev(
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.scale_by_stddev(0.5)
+        >>> bc.links.scale_by_stddev(0.5)
         scale_by_stddev(decay=0.5, eps=1e-08)
     """
     require_settings(eps, freeze_after)
@@ -275,7 +275,7 @@ def scale_by_rss(
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx = bc.scale_by_rss()
+        >>> tx = bc.links.scale_by_rss()
         >>> tx.update([torch.tensor([2.0])], tx.init([torch.zeros(1)]), inplace=False)[0]
         [tensor([1.])]
     """
@@ -302,7 +302,7 @@ def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad:
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.scale_by_adadelta()
+        >>> bc.links.scale_by_adadelta()
         scale_by_adadelta(rho=0.9, eps=1e-06)
     """
     require_decay("rho", rho)

@@ -72,7 +72,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> tx, p = bc.add_decayed_weights(0.1), [torch.ones(1)]
+        >>> tx, p = bc.links.add_decayed_weights(0.1), [torch.ones(1)]
         >>> tx.update([torch.zeros(1)], tx.init(p), params=p, inplace=False)[0]
         [tensor([0.1000])]
     """
@@ -99,7 +99,7 @@ def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = F
 
     Example:
         >>> import bayesopt_chain as bc
-        >>> bc.flip_sign_and_add_weight_decay(0.1, maximize=True)
+        >>> bc.links.flip_sign_and_add_weight_decay(0.1, maximize=True)
         add_decayed_weights(0.1) of the negated gradient
     """
     if not weight_decay >= 0.0:

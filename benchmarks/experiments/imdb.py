@@ -189,7 +189,7 @@ class Work(NamedTuple):
         return draws
 
     def optimizer(self, decay: float) -> Any:
-        return bc.chain(bc.add_decayed_weights(decay), bc.adam(self.s["adam_lr"]))
+        return bc.chain(bc.links.add_decayed_weights(decay), bc.adam(self.s["adam_lr"]))
 
     def optimum(self, decay: float) -> dict[str, Tensor]:
         """Where Adam ends: without the prior from the start of the first chain, with it from that chain's warm-up."""

@@ -115,7 +115,7 @@ class Work(NamedTuple):
     def chain(self, share: float) -> bc.Chain:
         """SGHMC at a share of the temperature 1/N; SGD at 0."""
         precision = {name: torch.full_like(p, self.s["prior_sd"] ** -2) for name, p in self.start.items()}
-        prior = bc.add_gaussian_prior(bc.Gaussian(self.start, Diagonal(precision, torch.tensor(0.0))), n=self.n)
+        prior = bc.links.add_gaussian_prior(bc.Gaussian(self.start, Diagonal(precision, torch.tensor(0.0))), n=self.n)
         return bc.chain(prior, bc.sghmc(self.s["lr"], self.s["momentum"], temperature=share / self.n))
 
     def members(self, share: float, folder: Path) -> Members:

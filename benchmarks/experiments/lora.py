@@ -75,7 +75,7 @@ class Work(NamedTuple):
     def learned(self, params: Any, tokens: Tensor, prior: Any, episode: int, folder: Path) -> dict[str, Tensor]:
         """Where AdamW ends under a prior."""
         batch, n = self.s["batch"], len(tokens)
-        tx = bc.chain(bc.add_gaussian_prior(prior, n=n), bc.adamw(self.s["lr"]))
+        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=n), bc.adamw(self.s["lr"]))
         step = bc.make_step(lambda p, rows: -self.density(p, rows).mean(), tx)
         batches = bc.epochs(tokens, batch, seed=100 * self.seed + episode)
         steps = self.s["epochs"] * len(batches)

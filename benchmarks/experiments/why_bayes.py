@@ -88,7 +88,7 @@ def loss_of(task: Task) -> Callable[[Params, Any], Tensor]:
 
 def trained(task: Task, data: Any, params: Params, s: Mapping[str, Any], temperature: float = 0.0) -> Params:
     """The mode, by SGD with momentum on the whole set."""
-    tx = bc.chain(bc.add_decayed_weights(1 / len(data[0])), bc.adam(1e-2))
+    tx = bc.chain(bc.links.add_decayed_weights(1 / len(data[0])), bc.adam(1e-2))
     step, state = bc.make_step(loss_of(task), tx), tx.init(params)
     for _ in range(s["steps"]):
         params, state, _ = step(params, state, data)

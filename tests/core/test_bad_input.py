@@ -199,10 +199,12 @@ def test_an_infinite_weight_decay_is_refused_if_hot():
 
 
 def test_a_schedule_that_descends_by_its_sign_is_told_what_to_do():
-    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.scale_by_schedule(lambda count: -0.1))
+    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1))
     with pytest.raises(ValueError, match="taken to be positive"):
         tx.init(P)
-    tx = bc.chain(bc.inject_langevin_noise(1.0), bc.scale_by_schedule(lambda count: -0.1), bc.scale_by_neg_lr(1.0))
+    tx = bc.chain(
+        bc.inject_langevin_noise(1.0), bc.links.scale_by_schedule(lambda count: -0.1), bc.scale_by_neg_lr(1.0)
+    )
     with pytest.raises(ValueError, match="not negative"):
         tx.init(P)
 
@@ -277,7 +279,7 @@ def test_an_unknown_link_is_refused_by_name_with_the_way_to_declare_it():
             "scale_by_adam, inject_langevin_noise, scale_by_neg_lr",
         ),
         (
-            lambda: bc.chain(bc.add_momentum(0.5), bc.scale_by_rms(), bc.sgd(0.1, temperature=1.0)),
+            lambda: bc.chain(bc.add_momentum(0.5), bc.links.scale_by_rms(), bc.sgd(0.1, temperature=1.0)),
             "scale_by_rms, add_momentum, inject_langevin_noise, scale_by_neg_lr",
         ),
     ],
@@ -288,7 +290,10 @@ def test_orders_that_cannot_be_matched_are_refused_with_one_that_works(build, or
 
 
 def test_adaptive_links_do_not_stack():
-    for links in ((bc.scale_by_rms(), bc.scale_by_adam()), (bc.scale_by_adam(), torchopt.clip_grad_norm(1.0))):
+    for links in (
+        (bc.links.scale_by_rms(), bc.links.scale_by_adam()),
+        (bc.links.scale_by_adam(), torchopt.clip_grad_norm(1.0)),
+    ):
         with pytest.raises(ValueError, match="adaptive"):
             bc.chain(*links, bc.sgd(0.1, temperature=1.0)).init(P)
 
@@ -398,7 +403,7 @@ def test_a_decay_that_repels_more_than_the_chain_dissipates_is_refused(temperatu
         bc.add_momentum(0.99, dampening=0.99),
         bc.inject_langevin_noise(temperature),
         bc.scale_by_neg_lr(0.03),
-        bc.add_decayed_weights(0.1),
+        bc.links.add_decayed_weights(0.1),
     )
     with pytest.raises(ValueError, match="negative at w = 0"):
         tx.init([torch.ones(3)])

@@ -57,7 +57,11 @@ def test_chains_pickle_copy_and_compare():
 
 def test_masks_labels_and_preconditioners_tell_chains_apart():
     a, b = {"a": True, "b": False}, {"a": False, "b": True}
-    assert bc.masked(bc.scale(2.0), a) == bc.masked(bc.scale(2.0), dict(a)) != bc.masked(bc.scale(2.0), b)
+    assert (
+        bc.masked(bc.links.scale(2.0), a)
+        == bc.masked(bc.links.scale(2.0), dict(a))
+        != bc.masked(bc.links.scale(2.0), b)
+    )
     one, five = ([k * torch.ones(1)] for k in (1.0, 5.0))
     assert bc.scale_by_preconditioner(one) == bc.scale_by_preconditioner([torch.ones(1)])
     assert bc.scale_by_preconditioner(one) != bc.scale_by_preconditioner(five)

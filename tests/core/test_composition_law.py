@@ -45,7 +45,11 @@ def test_another_sampler_is_taken_no_further_from_its_law_or_refuses(name):
     if (
         name in OWN_NOISE[2:]
     ):  # not linear, or in need of further keywords: what is composed with it is only initialised
-        for links in ([bc.scale(0.5), build()], [build(), bc.scale(0.5)], [build(), bc.add_decayed_weights(0.1)]):
+        for links in (
+            [bc.links.scale(0.5), build()],
+            [build(), bc.links.scale(0.5)],
+            [build(), bc.links.add_decayed_weights(0.1)],
+        ):
             with pytest.raises(ValueError, match="noise of its own"):
                 bc.chain(*links).init([torch.zeros(2)])
         return

@@ -29,11 +29,11 @@ OWN_NOISE = {
     "cyclical, lr inside": lambda: bc.samplers.cyclical(0.1, 4, 1, temperature=T, lr_inside=True),
 }
 CHANGES = {
-    "gain": lambda: bc.scale(0.5),
-    "schedule": lambda: bc.scale_by_schedule(lambda count: 0.5),
+    "gain": lambda: bc.links.scale(0.5),
+    "schedule": lambda: bc.links.scale_by_schedule(lambda count: 0.5),
     "momentum": lambda: bc.add_momentum(0.5),
     "diagonal": lambda: bc.scale_by_preconditioner(2 * torch.ones(1)),
-    "adam": lambda: bc.scale_by_adam(),
+    "adam": lambda: bc.links.scale_by_adam(),
     "unknown": lambda: GradientTransformation(lambda p: (), lambda u, s, *, params=None, inplace=True: (u, s)),
 }
 
@@ -53,7 +53,7 @@ def test_a_sampler_with_noise_of_its_own_refuses_what_would_change_its_law(name,
 
 @pytest.mark.parametrize("name", OWN_NOISE)
 def test_clipping_and_decay_may_stand_before_a_sampler_with_noise_of_its_own_and_nothing_behind(name):
-    own, clip, decay = OWN_NOISE[name](), torchopt.clip_grad_norm(10.0), bc.add_decayed_weights(0.1)
+    own, clip, decay = OWN_NOISE[name](), torchopt.clip_grad_norm(10.0), bc.links.add_decayed_weights(0.1)
     bc.chain(clip, decay, own, bc.swag(rank=0)).init(P)
     for behind in (clip, decay):
         with pytest.raises(ValueError, match="noise of its own"):
@@ -63,7 +63,8 @@ def test_clipping_and_decay_may_stand_before_a_sampler_with_noise_of_its_own_and
 def test_weight_decay_before_ubu_is_a_prior():
     curvature = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
     tx, plain = (
-        bc.chain(*links, bc.samplers.ubu(0.1, 1.0, temperature=T)) for links in ([bc.add_decayed_weights(0.5)], [])
+        bc.chain(*links, bc.samplers.ubu(0.1, 1.0, temperature=T))
+        for links in ([bc.links.add_decayed_weights(0.5)], [])
     )
     eye = torch.eye(2, dtype=torch.float64)
     got, want = stationary_covariance(tx, curvature), stationary_covariance(plain, curvature + 0.5 * eye)
@@ -374,7 +375,7 @@ def test_the_generator_stream_says_that_it_keeps_32_bits():
 
 def test_the_empty_chain_is_torchopts_identity_and_chain_flat_exists():
     assert bc.chain() == torchopt.base.identity() and hash(bc.chain()) == hash(torchopt.base.identity())
-    assert bc.chain(bc.scale(2.0)) != torchopt.base.identity()
+    assert bc.chain(bc.links.scale(2.0)) != torchopt.base.identity()
     flat = bc.chain.flat(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
     assert flat == bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
 

@@ -52,7 +52,7 @@ def build(parts, lr, temperature, noise_at, lr_at, order=2):
             links.append(bc.scale_by_preconditioner(args[0]))
             gain = gain * args[0]
         elif kind == "decay":
-            links.append(bc.add_decayed_weights(args[0]))
+            links.append(bc.links.add_decayed_weights(args[0]))
             prior = prior + args[0] / gain
             lr_at = max(lr_at, len(links))  # behind the learning rate a decay would be a growth
     links.insert(min(lr_at, len(links)), bc.scale_by_neg_lr(lr))
@@ -118,10 +118,13 @@ SCHEDULED = {
         bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr), bc.add_momentum(0.8, nesterov=True)
     ),
     "decoupled decay": lambda lr, t: bc.chain(
-        bc.add_momentum(0.9), bc.add_decayed_weights(0.3), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)
+        bc.add_momentum(0.9), bc.links.add_decayed_weights(0.3), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)
     ),
     "nesterov and decay": lambda lr, t: bc.chain(
-        bc.add_momentum(0.9, nesterov=True), bc.add_decayed_weights(0.3), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(lr)
+        bc.add_momentum(0.9, nesterov=True),
+        bc.links.add_decayed_weights(0.3),
+        bc.inject_langevin_noise(t),
+        bc.scale_by_neg_lr(lr),
     ),
     "preconditioned": lambda lr, t: bc.chain(
         bc.scale_by_preconditioner(torch.tensor([0.5, 1.0, 2.0])),
@@ -131,7 +134,7 @@ SCHEDULED = {
     ),
     "mixed decay": lambda lr, t: bc.chain(
         bc.add_momentum(0.9),
-        bc.add_decayed_weights(0.3),
+        bc.links.add_decayed_weights(0.3),
         bc.scale_by_preconditioner(torch.tensor([0.5, 1.0, 2.0])),
         bc.inject_langevin_noise(t),
         bc.scale_by_neg_lr(lr),
@@ -143,7 +146,7 @@ SCHEDULED = {
     ),
     "declared, a zero at the end": lambda lr, t: bc.chain(
         bc.with_response(torchopt.transform.trace(0.9), bc.response.Linear((1.0, 0.0), (1.0, -0.9))),
-        bc.add_decayed_weights(0.3),
+        bc.links.add_decayed_weights(0.3),
         bc.inject_langevin_noise(t),
         bc.scale_by_neg_lr(lr),
     ),
@@ -204,7 +207,7 @@ def test_masked_decay_is_matched_leaf_by_leaf():
     params = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
     tx = bc.chain(
         bc.add_momentum(0.9),
-        bc.add_decayed_weights(0.5, {"a": True, "b": False}),
+        bc.links.add_decayed_weights(0.5, {"a": True, "b": False}),
         bc.inject_langevin_noise(0.3),
         bc.scale_by_neg_lr(0.1),
     )
@@ -221,7 +224,7 @@ ADAPTIVE = {
     "centred rmsprop": lambda: bc.rmsprop(0.05, 0.9, centered=True, temperature=0.3, freeze_after=20),
     "adagrad": lambda: bc.adagrad(0.5, temperature=0.3, freeze_after=20),
     "running_rms": lambda: bc.chain(
-        bc.scale_by_preconditioner(bc.running_rms(0.9, freeze_after=20)),
+        bc.scale_by_preconditioner(bc.links.running_rms(0.9, freeze_after=20)),
         bc.add_momentum(0.8),
         bc.inject_langevin_noise(0.3),
         bc.scale_by_neg_lr(0.05),

@@ -47,7 +47,7 @@ CHAINS = {
     "nesterov": lambda lr: bc.sgd(lr, 0.8, nesterov=True, temperature=T),
     "prior by weight decay": lambda lr: bc.sgd(lr, 0.9, weight_decay=0.2, temperature=T),
     "decoupled decay": lambda lr: bc.chain(
-        bc.add_momentum(0.9), bc.add_decayed_weights(0.1), bc.sgld(lr, temperature=T)
+        bc.add_momentum(0.9), bc.links.add_decayed_weights(0.1), bc.sgld(lr, temperature=T)
     ),
     "two momenta": lambda lr: bc.chain(bc.add_momentum(0.5), bc.add_momentum(0.1), bc.sgd(lr, temperature=T)),
     "scheduled": lambda lr: bc.sgd(lambda count: lr, 0.9, temperature=T),
@@ -194,7 +194,7 @@ GROUPED = {
         {"cold": bc.sgd(0.1, 0.9), "hot": bc.sghmc(0.1, temperature=T)}, {"body": "cold", "head": "hot"}
     ),
     "a frozen body": lambda: bc.partition(
-        {"still": bc.scale(0.0), "hot": bc.sghmc(0.1, temperature=T)}, {"body": "still", "head": "hot"}
+        {"still": bc.links.scale(0.0), "hot": bc.sghmc(0.1, temperature=T)}, {"body": "still", "head": "hot"}
     ),
     "a diagonal preconditioner": lambda: bc.chain(bc.scale_by_preconditioner(DIAGONAL), bc.sghmc(0.1, temperature=T)),
     "a preconditioner behind the momentum": lambda: bc.chain(
@@ -203,7 +203,7 @@ GROUPED = {
     "decoupled decay behind a preconditioner": lambda: bc.chain(
         bc.scale_by_preconditioner(DIAGONAL),
         bc.add_momentum(0.8),
-        bc.add_decayed_weights(0.3),
+        bc.links.add_decayed_weights(0.3),
         bc.sgld(0.1, temperature=T),
     ),
 }
@@ -357,7 +357,7 @@ def test_the_full_variance_is_the_matched_one():
         (lambda: bc.sgd(0.1, temperature=T, maximize=True), {}, "climbs"),
         (
             lambda: bc.chain(
-                bc.add_decayed_weights(0.1),
+                bc.links.add_decayed_weights(0.1),
                 bc.scale_by_preconditioner(torch.tensor([1.0, 2.0])),
                 bc.sghmc(0.1, temperature=T),
             ),

@@ -12,7 +12,7 @@ WANTED = float((K / (K + STRENGTH)).sum() / 2)
 
 
 def localized(sampler, strength=STRENGTH):
-    return bc.chain(bc.add_localization(torch.zeros(len(K), dtype=torch.float64), strength), sampler)
+    return bc.chain(bc.links.add_localization(torch.zeros(len(K), dtype=torch.float64), strength), sampler)
 
 
 def exact(sampler):

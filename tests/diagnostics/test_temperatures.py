@@ -28,7 +28,7 @@ CHAINS = {
     "adam, frozen": lambda t: bc.adam(LR, temperature=t, freeze_after=2, eps=1.0),
     "rms, frozen": lambda t: bc.rmsprop(LR, temperature=t, freeze_after=2, eps=1.0, momentum=0.9),
     "decoupled decay": lambda t: bc.chain(
-        bc.add_momentum(0.9), bc.add_decayed_weights(0.5), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(LR)
+        bc.add_momentum(0.9), bc.links.add_decayed_weights(0.5), bc.inject_langevin_noise(t), bc.scale_by_neg_lr(LR)
     ),
 }
 CURVATURES = {

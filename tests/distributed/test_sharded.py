@@ -100,7 +100,7 @@ def refusals():
     chains = bc.parallel(step, 2)
     said["vmap"] = message_of(lambda: chains(stacked, chains.init(cold, stacked), None))
     said["plain gradient"] = message_of(lambda: cold.update({"w": torch.ones(4, 3)}, state, params=params))
-    said["prior"] = message_of(lambda: bc.add_localization({"w": torch.ones(4, 3)}, 0.1).init(params))
+    said["prior"] = message_of(lambda: bc.links.add_localization({"w": torch.ones(4, 3)}, 0.1).init(params))
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=mesh)
     functional = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()  # noqa: E731

@@ -46,8 +46,8 @@ noise = bc.inject_langevin_noise(0.3)
 for n in (1, 8, 64, 65, 700, 3000):
     compare([n], [bc.add_momentum(0.9), noise])
     compare([n], [noise])
-compare([70, 300, 5], [bc.add_decayed_weights(0.1), bc.add_momentum(0.5), noise])
-compare([70, 300, 5], [bc.add_decayed_weights(0.1), noise])
+compare([70, 300, 5], [bc.links.add_decayed_weights(0.1), bc.add_momentum(0.5), noise])
+compare([70, 300, 5], [bc.links.add_decayed_weights(0.1), noise])
 compare([300, 0, 70], [bc.add_momentum(0.9), noise])  # an absent leaf
 compare([0, 300, 70], [noise])
 compare([300, 70], [bc.add_momentum(0.9), bc.inject_langevin_noise(0.3, order=1)])

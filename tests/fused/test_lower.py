@@ -27,7 +27,7 @@ CHAINS = {
         bc.add_momentum(0.8), bc.inject_langevin_noise(t, noise="rademacher"), bc.scale_by_neg_lr(0.1)
     ),
     "clipped, with decay": lambda t: bc.chain(
-        bc.add_decayed_weights(0.01),
+        bc.links.add_decayed_weights(0.01),
         torchopt.clip.clip_grad_norm(0.7),
         bc.inject_langevin_noise(t),
         bc.add_momentum(0.5),

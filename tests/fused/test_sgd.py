@@ -58,7 +58,7 @@ def assert_alike(mine, other, tolerance):
 def test_random_chains_move_as_their_links_do(
     lr, momentum, nesterov, decay, temperature, order, place, stream, shapes, dtype, seed
 ):
-    links = [bc.add_decayed_weights(decay), bc.add_momentum(momentum, nesterov=nesterov and momentum > 0)]
+    links = [bc.links.add_decayed_weights(decay), bc.add_momentum(momentum, nesterov=nesterov and momentum > 0)]
     if temperature:
         links.insert(1 + place, bc.inject_langevin_noise(temperature, order=order, stream=stream))
     tx = bc.chain(*links, bc.scale_by_neg_lr(lr))
@@ -128,8 +128,8 @@ def test_zero_temperature_is_torchs_fused_sgd():
         bc.sgd(0.1, maximize=True, temperature=0.1),
         bc.sgd(0.1, temperature=torch.tensor(0.1)),
         bc.chain(bc.add_momentum(0.5), bc.sgd(0.1, 0.9)),
-        bc.chain(bc.add_momentum(0.5), bc.add_decayed_weights(0.1), bc.scale_by_neg_lr(0.1)),
-        bc.chain(bc.scale(2.0), bc.sgd(0.1)),
+        bc.chain(bc.add_momentum(0.5), bc.links.add_decayed_weights(0.1), bc.scale_by_neg_lr(0.1)),
+        bc.chain(bc.links.scale(2.0), bc.sgd(0.1)),
         bc.masked(bc.sgd(0.1), lambda tree: True),
         bc.chain(torchopt.clip.clip_grad_norm(1.0), bc.sgd(0.1)),
         torchopt.sgd(0.1),

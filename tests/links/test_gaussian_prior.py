@@ -34,14 +34,14 @@ def coupled(mean=MEAN):
     ids=["number", "tree", "diagonal", "dense", "decomposed"],
 )  # fmt: skip
 def test_the_prior_adds_its_precision_to_the_curvature_exactly(prior, precision, sampler):
-    tx = bc.chain(bc.add_gaussian_prior(prior, n=20), sampler)
+    tx = bc.chain(bc.links.add_gaussian_prior(prior, n=20), sampler)
     torch.testing.assert_close(
         stationary_covariance(tx, K), 0.5 * torch.linalg.inv(K + precision / 20), rtol=0, atol=1e-10
     )
 
 
 def test_without_noise_it_ends_where_prior_and_loss_agree():
-    tx = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sgd(0.3, 0.5))
+    tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sgd(0.3, 0.5))
     params, step = torch.zeros(2, dtype=D), bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
     state = tx.init(params)
     for _ in range(600):
@@ -52,13 +52,13 @@ def test_without_noise_it_ends_where_prior_and_loss_agree():
 def test_the_gradient_is_that_of_the_gaussians_own_log_density():
     prior, p = coupled(), torch.randn(2, dtype=D)
     for gaussian in (prior, prior.factorised(), bc.Gaussian(MEAN, Diagonal(L.diagonal(), torch.tensor(1.0, dtype=D)))):
-        tx = bc.add_gaussian_prior(gaussian, n=5)
+        tx = bc.links.add_gaussian_prior(gaussian, n=5)
         got, _ = tx.update(torch.zeros(2, dtype=D), tx.init(p), params=p, inplace=False)
         torch.testing.assert_close(got, torch.func.grad(lambda p, g=gaussian: -g.log_prob(p) / 5)(p))
 
 
 def test_stacked_in_place_captured_and_differentiable_alike():
-    tx = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sghmc(0.1, temperature=0.01))
+    tx = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sghmc(0.1, temperature=0.01))
     params = torch.randn(3, 2, dtype=D)
     step = bc.make_step(lambda p, batch: p @ K @ p / 2, tx)
     chains = bc.parallel(step, 3)
@@ -70,7 +70,7 @@ def test_stacked_in_place_captured_and_differentiable_alike():
     torch.testing.assert_close(fast(one, held, ())[0], alone[0])
     bc.make_step(lambda p, batch: p @ K @ p / 2, tx, inplace=True)(one, copy.deepcopy(held), None)
     torch.testing.assert_close(one, alone[0])
-    cold = bc.chain(bc.add_gaussian_prior(coupled(), n=20), bc.sgd(0.1))
+    cold = bc.chain(bc.links.add_gaussian_prior(coupled(), n=20), bc.sgd(0.1))
 
     def moved(p):
         return cold.update(K @ p, cold.init(p), params=p, inplace=False)[0]
@@ -122,7 +122,7 @@ def learn(structure, batch, prior, lr=None):
         bc.scale_by_preconditioner(link.posterior(state, params, **given).precision),
         bc.scale_by_neg_lr(float(n)),
     ]
-    tx = bc.chain(bc.add_gaussian_prior(prior, n=n), *(newton if lr is None else [bc.sgd(lr, 0.9)]))
+    tx = bc.chain(bc.links.add_gaussian_prior(prior, n=n), *(newton if lr is None else [bc.sgd(lr, 0.9)]))
 
     def loss(params, batch):
         return likelihood.nll(forward(params, batch), batch[1]).mean()
@@ -159,7 +159,7 @@ def test_a_sampler_of_the_second_task_has_the_covariance_of_the_joint_posterior(
     prior = bc.Gaussian(
         torch.zeros(6, dtype=D), Dense(first.precision.to_dense(), torch.zeros(6, dtype=D), torch.tensor(10.0))
     )
-    tx = bc.chain(bc.add_gaussian_prior(prior, n=14), bc.sghmc(0.05, temperature=1 / 14))
+    tx = bc.chain(bc.links.add_gaussian_prior(prior, n=14), bc.sghmc(0.05, temperature=1 / 14))
     wanted = torch.linalg.inv(joint.precision.to_dense())
     torch.testing.assert_close(stationary_covariance(tx, curvature), wanted, rtol=0, atol=1e-10)
 
@@ -168,48 +168,59 @@ def test_a_prior_over_some_of_the_parameters_goes_behind_a_mask():
     params = {"body": torch.ones(3, dtype=D), "head": torch.ones(2, dtype=D)}
     prior = bc.Gaussian({"head": MEAN}, coupled().precision._replace(like={"head": torch.zeros(2, dtype=D)}))
     zero = optree.tree_map(torch.zeros_like, params)
-    tx = bc.masked(bc.add_gaussian_prior(prior, n=2), {"body": False, "head": True})
+    tx = bc.masked(bc.links.add_gaussian_prior(prior, n=2), {"body": False, "head": True})
     got, _ = tx.update(zero, tx.init(params), params=params, inplace=False)
     torch.testing.assert_close(got, {"body": zero["body"], "head": L @ (1 - MEAN) / 2})
     with pytest.raises(ValueError, match=r"over 1 leaves \(\['head'\]\), the chain acts on 2.*bc\.masked"):
-        bc.add_gaussian_prior(prior, n=2).init(params)
-    partial = bc.chain(bc.masked(bc.add_gaussian_prior({"body": 4.0, "head": 0.0}, n=2), {"body": True, "head": False}))
+        bc.links.add_gaussian_prior(prior, n=2).init(params)
+    partial = bc.chain(
+        bc.masked(bc.links.add_gaussian_prior({"body": 4.0, "head": 0.0}, n=2), {"body": True, "head": False})
+    )
     got, _ = partial.update(zero, partial.init(params), params=params, inplace=False)
     torch.testing.assert_close(got, {"body": 2.0 * params["body"], "head": zero["head"]})
 
 
 def test_a_missing_gradient_is_no_matter_without_correlations_and_refused_with_them():
     params = {"a": torch.ones(1, dtype=D), "b": torch.ones(1, dtype=D)}
-    tx = bc.add_gaussian_prior({"a": 2.0, "b": 3.0}, n=1)
+    tx = bc.links.add_gaussian_prior({"a": 2.0, "b": 3.0}, n=1)
     got, _ = tx.update({"a": None, "b": torch.zeros(1, dtype=D)}, tx.init(params), params=params, inplace=False)
     assert got["a"] is None and got["b"] == 3.0
-    tx = bc.add_gaussian_prior(bc.Gaussian(params, Dense(L, params, torch.tensor(1.0))), n=1)
+    tx = bc.links.add_gaussian_prior(bc.Gaussian(params, Dense(L, params, torch.tensor(1.0))), n=1)
     with pytest.raises(ValueError, match="every parameter needs a gradient"):
         tx.update({"a": None, "b": torch.zeros(1, dtype=D)}, tx.init(params), params=params, inplace=False)
 
 
 def test_links_compare_hash_pickle_and_say_what_they_are():
-    a, b = bc.add_gaussian_prior(coupled(), n=3), bc.add_gaussian_prior(coupled(), n=3)
-    others = [bc.add_gaussian_prior(coupled(), n=4), bc.add_gaussian_prior(coupled(MEAN + 1), n=3), bc.sgd(0.1)]
+    a, b = bc.links.add_gaussian_prior(coupled(), n=3), bc.links.add_gaussian_prior(coupled(), n=3)
+    others = [
+        bc.links.add_gaussian_prior(coupled(), n=4),
+        bc.links.add_gaussian_prior(coupled(MEAN + 1), n=3),
+        bc.sgd(0.1),
+    ]
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a and all(a != x for x in others)
     assert repr(a) == "add_gaussian_prior(Dense, n=3)"
-    assert bc.add_gaussian_prior([1.0], n=2) == bc.add_gaussian_prior([1.0], n=2) != bc.add_gaussian_prior([2.0], n=2)
     assert (
-        bc.add_gaussian_prior(3.0, n=6) == bc.add_decayed_weights(0.5) and bc.add_gaussian_prior(0.0, n=6) == bc.chain()
+        bc.links.add_gaussian_prior([1.0], n=2)
+        == bc.links.add_gaussian_prior([1.0], n=2)
+        != bc.links.add_gaussian_prior([2.0], n=2)
+    )
+    assert (
+        bc.links.add_gaussian_prior(3.0, n=6) == bc.links.add_decayed_weights(0.5)
+        and bc.links.add_gaussian_prior(0.0, n=6) == bc.chain()
     )
 
 
 def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
     import torchopt
 
-    p, prior = torch.ones(2, dtype=D), bc.add_gaussian_prior(coupled(), n=2)
+    p, prior = torch.ones(2, dtype=D), bc.links.add_gaussian_prior(coupled(), n=2)
     bc.chain(torchopt.clip_grad_norm(1.0), prior, bc.sghmc(0.1, temperature=0.1)).init(p)
-    bc.chain(bc.add_decayed_weights(0.1), prior, bc.sgd(0.1)).init(p)
+    bc.chain(bc.links.add_decayed_weights(0.1), prior, bc.sgd(0.1)).init(p)
     for link in (
         bc.add_momentum(0.9),
         bc.scale_by_preconditioner(2.0),
         bc.scale_by_neg_lr(lambda c: 0.1),
-        bc.scale_by_rms(),
+        bc.links.scale_by_rms(),
     ):
         with pytest.raises(ValueError, match=r"stands before it.*write add_gaussian_prior first"):
             bc.chain(link, prior, bc.scale_by_neg_lr(0.1)).init(p)
@@ -229,7 +240,7 @@ def test_clipping_may_stand_before_it_and_nothing_that_changes_gradients():
 )
 def test_arguments_out_of_range_are_refused(prior, n, error, words):
     with pytest.raises(error, match=words):
-        bc.add_gaussian_prior(prior, n=n)
+        bc.links.add_gaussian_prior(prior, n=n)
 
 
 def test_trees_that_do_not_fit_are_refused_at_init():
@@ -241,4 +252,4 @@ def test_trees_that_do_not_fit_are_refused_at_init():
         (bc.Gaussian({"w": torch.ones(3)}, Dense(torch.eye(3), {"w": torch.ones(3)}, torch.tensor(1.0))), "differs"),
     ):
         with pytest.raises(ValueError, match=words):
-            bc.add_gaussian_prior(prior, n=2).init(params)
+            bc.links.add_gaussian_prior(prior, n=2).init(params)

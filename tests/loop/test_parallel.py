@@ -206,7 +206,9 @@ def test_counter_based_chains_draw_what_each_draws_alone():
     torch.testing.assert_close(params, torch.stack(alone), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.chain(bc.scale(2.0), bc.sgd(0.1))])
+@pytest.mark.parametrize(
+    "tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.chain(bc.links.scale(2.0), bc.sgd(0.1))]
+)
 @pytest.mark.parametrize("function", [lambda p, b: (p[0] + p[1]).square().sum(), lambda p, b: p[0].sum() + p[1].sum()])
 def test_chains_in_place_may_have_one_gradient_for_two_leaves(tx, function):
     params = [torch.arange(6.0).view(2, 3), torch.ones(2, 3)]

@@ -24,7 +24,7 @@ def test_a_state_comes_back_whole():
 
 
 def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left():
-    saved = bc.state_dict(state_of(bc.chain(bc.delay(), bc.sgd(0.1, 0.9))))
+    saved = bc.state_dict(state_of(bc.chain(bc.links.delay(), bc.sgd(0.1, 0.9))))
     state = bc.sghmc(0.1, 0.9, temperature=0.01).init(PARAMS)
     key = state[1].key.clone()
     with pytest.raises(ValueError, match=r"is missing.*strict=False"):

@@ -73,7 +73,7 @@ def test_in_place_writes_into_the_tensors_it_was_given():
         bc.sgd(0.1, 0.9, weight_decay=0.1),
         bc.sghmc(0.1, temperature=0.1),
         bc.rmsprop(0.1, temperature=0.1),
-        bc.chain(bc.scale(2.0), bc.sgd(0.1)),
+        bc.chain(bc.links.scale(2.0), bc.sgd(0.1)),
         torchopt.sgd(0.1, 0.9),
     ],
     ids=["sgd", "sghmc", "rmsprop", "scale", "torchopt"],
@@ -263,7 +263,7 @@ def test_parameters_and_state_that_become_double_move_as_doubles():
 
 def test_a_loss_that_is_its_parameter_has_gradient_one_at_every_step():
     """Autograd hands out the tensor it started from."""
-    tx, params = bc.chain(bc.scale(3.0), bc.sgd(0.5)), torch.tensor(1.0)
+    tx, params = bc.chain(bc.links.scale(3.0), bc.sgd(0.5)), torch.tensor(1.0)
     step, state = bc.make_step(lambda p, b: p, tx, inplace=True), tx.init(params)
     for k in range(3):
         params, state, _ = step(params, state, None)

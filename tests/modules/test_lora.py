@@ -72,7 +72,7 @@ def test_an_adapters_laplace_posterior_is_the_prior_of_its_next_task():
 
     def learn(batch, prior):
         given = {"prior": prior} if isinstance(prior, bc.Gaussian) else {"prior_precision": prior}
-        tx = bc.chain(bc.add_gaussian_prior(prior, n=len(batch[0])), bc.sgd(0.01, 0.9))
+        tx = bc.chain(bc.links.add_gaussian_prior(prior, n=len(batch[0])), bc.sgd(0.01, 0.9))
         step = bc.make_step(lambda p, b: cross_entropy(forward(p, b), b[1]), tx)
         p, state = params, tx.init(params)
         for _ in range(40):

@@ -98,7 +98,7 @@ SAMPLERS = (
     sampler(
         "sghmc_euler",
         lambda t: bc.samplers.sghmc_euler(0.05, 0.8, temperature=t),
-        lambda: torchopt.chain(bc.add_momentum(0.8), bc.delay(), bc.scale_by_neg_lr(0.05)),
+        lambda: torchopt.chain(bc.add_momentum(0.8), bc.links.delay(), bc.scale_by_neg_lr(0.05)),
         Order(
             1,
             lambda lr: Probe(  # what the delay holds is the velocity
@@ -234,7 +234,7 @@ SAMPLERS = (
     sampler(
         "langevin_with_precision",
         lambda t: bc.samplers.langevin_with_precision(TreePrecision(), 0.4, 0.8, temperature=t),
-        lambda: torchopt.chain(bc.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
+        lambda: torchopt.chain(bc.links.scale(0.25), torchopt.sgd(0.4, momentum=0.8)),
         Order(
             2,
             lambda lr: Probe(bc.samplers.langevin_with_precision(TreePrecision(), 4 * lr, 0.5, temperature=1.0)),

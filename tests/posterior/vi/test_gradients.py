@@ -39,7 +39,7 @@ def loss(params, batch):
 
 def capture_gradients():
     """An optimizer that hands the gradients back: lr 1, no sign."""
-    return bc.scale(1.0)
+    return bc.links.scale(1.0)
 
 
 def mean_and_covariance(name, params, scale):
@@ -232,7 +232,7 @@ def test_a_temperature_may_change_between_updates(name):
     for temperature in (0.2, dial, lambda count: 0.4 / (2 - count)):
         generator = torch.Generator().manual_seed(1)
         tx = getattr(bc.vi, name)(
-            bc.scale(1.0), temperature=temperature, init_scale=0.4, generator=generator, **FAMILIES[name]
+            bc.links.scale(1.0), temperature=temperature, init_scale=0.4, generator=generator, **FAMILIES[name]
         )
         state = tx.init(params)
         dial.fill_(0.2)

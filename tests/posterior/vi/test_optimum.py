@@ -87,7 +87,7 @@ def at_the_optimum(family):
     """A transformation of the family, with parameters and state at the optimum of its negative ELBO."""
     data = problem()
     mean, covariance = exact(data)
-    tx = getattr(bc.vi, family)(bc.scale(1.0), temperature=1 / N, n_samples=5)
+    tx = getattr(bc.vi, family)(bc.links.scale(1.0), temperature=1 / N, n_samples=5)
     params = data.tree(mean)
     state = tx.init(params)
     if family == "dense":
@@ -114,7 +114,7 @@ def test_sticking_the_landing_is_exactly_zero_where_the_family_contains_the_post
     data, tx, params, state = at_the_optimum("dense")
     updates, by_scale = gradients_at(data, tx, params, state, tx.sample(state, params))
     assert max(x.abs().max() for x in (*updates.values(), *by_scale)) < 1e-12
-    plain = bc.vi.dense(bc.scale(1.0), temperature=1 / N, n_samples=5, stick_the_landing=False)
+    plain = bc.vi.dense(bc.links.scale(1.0), temperature=1 / N, n_samples=5, stick_the_landing=False)
     updates, _ = gradients_at(data, plain, params, state, tx.sample(state, params))
     assert max(x.abs().max() for x in updates.values()) > 1e-3
 
@@ -134,7 +134,7 @@ def test_the_mean_fields_optimum_has_the_variance_one_over_lambda_ii():
     """The expected gradient is zero there: with all sign patterns of z as draws the expectation of a quadratic is exact."""
     data, tx, params, state = at_the_optimum("mean_field")
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
-    tx = bc.vi.mean_field(bc.scale(1.0), temperature=1 / N, n_samples=len(corners))
+    tx = bc.vi.mean_field(bc.links.scale(1.0), temperature=1 / N, n_samples=len(corners))
     draw = tx.sample(state, params)
     tree = {"b": corners[:, 0], "w": corners[:, 1:].reshape(-1, 3, 1)}
     noise = tuple(tree[k] for k in sorted(tree))
