@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.arguments import checked, with_options
+from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Number = float | Tensor | Callable[[Tensor], Any]
+WEIGHT = Range("(0, inf)", tensor=True, schedule=True)  # of the log-likelihood; at 0 the data would say nothing
 
 
 class Options(TypedDict, total=False):
@@ -68,7 +69,6 @@ class Filter(Link):
     forgetting: Any = 1.0
 
     def __post_init__(self) -> None:
-        checks.number(f"{self.name}: lr", self.lr, "(0, inf)", tensor=True, schedule=True)
         if self.prior is None:
             return
         if not isinstance(self.prior, Gaussian):
@@ -375,7 +375,7 @@ def _gaussian(moments: _smoothing.Moments, tree: Any, count: Tensor) -> Gaussian
     return Gaussian(unflatten(mean, tree), Cholesky(_smoothing.precision_root(root), shape_only(tree), count))
 
 
-@checked
+@checked_as(lr=WEIGHT)
 @with_options(Options, Filter)
 def dense(
     lr: Number = 1.0,
@@ -430,7 +430,7 @@ def dense(
     return KalmanFilter((Filter(DenseRoot(), lr, **options),))
 
 
-@checked
+@checked_as(lr=WEIGHT)
 @with_options(Options, Filter)
 def diagonal(
     lr: Number = 1.0,
@@ -465,7 +465,7 @@ def diagonal(
     return KalmanFilter((Filter(DiagonalInformation(), lr, **options),))
 
 
-@checked
+@checked_as(lr=WEIGHT)
 @with_options(Options, Filter)
 def low_rank(
     lr: Number = 1.0,

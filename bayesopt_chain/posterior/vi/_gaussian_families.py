@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.arguments import checked, with_options
+from bayesopt_chain.arguments import checked_types, with_options
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.vi._families import Dense, Kronecker, LowRank, MeanField
 from bayesopt_chain.posterior.vi._transform import Variational, VariationalTransform
@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
     generator: torch.Generator | None
 
 
-@checked
+@checked_types
 @with_options(Options, Variational)
 def mean_field(
     optimizer: GradientTransformation,
@@ -84,7 +84,7 @@ def mean_field(
     return VariationalTransform((Variational(MeanField(init_scale), optimizer, temperature, **options),))
 
 
-@checked
+@checked_types
 @with_options(Options, Variational)
 def dense(
     optimizer: GradientTransformation,
@@ -121,7 +121,7 @@ def dense(
     return VariationalTransform((Variational(Dense(init_scale), optimizer, temperature, **options),))
 
 
-@checked
+@checked_types
 @with_options(Options, Variational)
 def low_rank(
     optimizer: GradientTransformation,
@@ -162,7 +162,7 @@ def low_rank(
     return VariationalTransform((Variational(LowRank(init_scale, rank), optimizer, temperature, **options),))
 
 
-@checked
+@checked_types
 @with_options(Options, Variational)
 def kronecker(
     optimizer: GradientTransformation,

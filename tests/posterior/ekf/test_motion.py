@@ -217,7 +217,7 @@ REFUSED = {
     "two priors": (lambda: bc.ekf.dense(prior=gaussian(), prior_precision=2.0), "leave prior_precision out"),
     "dense prior of a diagonal": (lambda: bc.ekf.diagonal(prior=gaussian()), "the prior is Cholesky.*ekf.dense"),
     "dense prior of low rank": (lambda: bc.ekf.low_rank(rank=1, prior=gaussian()), "the prior is Cholesky"),
-    "lr 0": (lambda: bc.ekf.dense(0.0), "lr must"),
+    "lr 0": (lambda: bc.ekf.dense(0.0), "lr \\(learning rate\\) must"),
 }
 
 
