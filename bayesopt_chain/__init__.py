@@ -46,6 +46,7 @@ from bayesopt_chain.posterior.swag import swag
 from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.runs.batch_norm import refresh_batch_norm
 from bayesopt_chain.runs.checkpoint import load, save
+from bayesopt_chain.runs.collect import collect
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.sample import iterate, sample
 from bayesopt_chain.samplers.langevin import sghmc, sgld
@@ -74,6 +75,7 @@ __all__ = [
     "add_momentum",
     "capture",
     "chain",
+    "collect",
     "curvature",
     "diagnostics",
     "ekf",

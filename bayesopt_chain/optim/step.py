@@ -18,7 +18,7 @@ from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim import _noise
-from bayesopt_chain.runs.describe import describe
+from bayesopt_chain.runs.describe import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
 
@@ -142,10 +142,7 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
 
 def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
     """Describe the optimizer before its first step, so that :func:`bayesopt_chain.sample` can compare it with a run on disk."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in groups]  # a scheduler has changed lr already
-    chains = [built.tx for built in getattr(optimizer, "_chains", ())]
-    about: dict[str, Any] = {"kind": type(optimizer).__name__, "groups": groups, "chains": chains}
+    about = {"optimizer": describe_optimizer(optimizer)}
     if scheduler is not None:
         position = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
         settings = {k: v for k, v in scheduler.state_dict().items() if k not in position}

@@ -135,6 +135,23 @@ def code_digest(code: types.CodeType) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...] = ()) -> Any:
+    """The class of an optimizer, the hyperparameters of its groups, and its chains.
+
+    Args:
+        optimizer: as it stands; ``lr`` is told as it was before a scheduler changed it, where one did.
+        without: hyperparameters that are not told.
+    """
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "noise_key", "noise_count")}
+        for group in optimizer.param_groups
+    ]
+    groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in groups]
+    groups = [{k: v for k, v in g.items() if k not in without} for g in groups]
+    chains = [built.tx for built in getattr(optimizer, "_chains", ())]
+    return describe({"kind": type(optimizer).__name__, "groups": groups, "chains": chains})
+
+
 def difference(a: Any, b: Any, where: str = "") -> str:
     """What differs between two descriptions, in words; nothing where they may be the same.
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward
+from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
 from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
 from bayesopt_chain.runs.opened import opened
 from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, folder_of_segment
@@ -322,8 +323,8 @@ class Draws:
     @torch.no_grad()
     def predict(
         self,
-        forward: Callable[[Any, Any], Tensor],
-        batches: Iterable[Any],
+        forward: Callable[[Any, Any], Tensor] | nn.Module,
+        batches: Any,
         *,
         transform: Callable[[Tensor], Tensor] | None = None,
         reduce: Reduce = "mean",
@@ -332,10 +333,11 @@ class Draws:
         """Average what the model says over draws and chains.
 
         Args:
-            forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain. Where
-                the draws hold buffers: that of :func:`bayesopt_chain.make_functional`, its module in ``eval`` mode, or
-                a function of ``(params, batch, buffers)``.
-            batches: batches to go through once, such as a DataLoader; the results are concatenated along the data.
+            forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain; or a module,
+                called with the inputs of a batch. Where the draws hold buffers: a module in ``eval`` mode, the function that
+                :func:`bayesopt_chain.make_functional` made of it, or a function of ``(params, batch, buffers)``.
+            batches: batches to go through once, such as a DataLoader or a list; the results are concatenated along the data. A
+                tensor, a tuple such as ``(inputs, targets)`` or a mapping is one batch.
             transform: applied to the outputs of each draw, such as ``lambda x: x.softmax(-1)`` or, with
                 ``reduce="log_mean_exp"``, ``lambda x: x.log_softmax(-1)``.
             reduce: ``"mean"``; ``"log_mean_exp"``, the logarithm of the mean of exponentials, for log probabilities; or
@@ -359,7 +361,12 @@ class Draws:
             raise ValueError(f"predict: reduce is 'mean', 'log_mean_exp' or 'stack', got {reduce!r}")
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
+        if isinstance(forward, nn.Module):
+            forward = make_functional(forward).forward
+        if not self._buffer_names:
+            warn_of_moving_buffers(forward)
         run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
+        batches = [batches] if isinstance(batches, (Tensor, tuple, Mapping)) else batches
         out = []
         for batch in batches:
             average = Average(reduce)
@@ -385,6 +392,18 @@ class Draws:
             ``arviz.InferenceData``; variables are the leaves' paths with dots, dimensions (chain, draw, ...).
         """
         import arviz
+
+        size, n = len(self), self.chains or 1
+        if (
+            log_likelihood is not None
+            and log_likelihood.shape[: 1 + (self.chains is not None)] != (size, n)[: 1 + (self.chains is not None)]
+        ):
+            wanted = f"[{size}, N]" if self.chains is None else f"[{size}, {n}, N]"
+            folded = self.chains is not None and len(log_likelihood) == size * n
+            raise ValueError(
+                f"to_arviz: log_likelihood has shape {tuple(log_likelihood.shape)}, and these draws need {wanted}"
+                + (f": unfold the chains, log_likelihood.unflatten(0, ({size}, {n}))" if folded else "")
+            )
 
         def laid_out(x: Tensor) -> Any:
             x = x[:, None] if self.chains is None else x

@@ -375,26 +375,26 @@ class Store:
             index = {**self.index, "complete": False, "why": why}
             kept = any(s["rescued"] and s["step"] >= step for s in self.index["shards"])
             if self.size and not kept:  # else an earlier interruption left as many of these draws, or more
-                index |= self._with_draws(step, rescued=True)
+                index |= self.with_draws(step, rescued=True)
             if kept or self.size or self.index["checkpoint"] is not None:
-                self._publish({**index, "complete": False, "why": why})
+                self.publish({**index, "complete": False, "why": why})
         except (OSError, ValueError) as err:
             return str(err)
         return ""
 
     def _commit(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
         assert self.place is not None
-        index = self._with_draws(step, rescued=False)
+        index = self.with_draws(step, rescued=False)
         if index["checkpoint"] is None or step != index["step"]:
             tensors, scalars = checkpoint.flat((params, state))
             said = {"scalars": scalars, "batches": batches.state(), "ranks": self.place.size}
             parts = self._write(f"checkpoint-{step:012d}", tensors, said, generators=True)
             index["checkpoint"] = parts
-        index = self._compacted(index)
-        self._publish({**index, "step": step, "complete": complete, "why": why})
+        index = self.compacted(index)
+        self.publish({**index, "step": step, "complete": complete, "why": why})
         self.since = step
 
-    def _with_draws(self, step: int, rescued: bool) -> dict[str, Any]:
+    def with_draws(self, step: int, rescued: bool) -> dict[str, Any]:
         """The index with the draws that are held, which are written."""
         assert self.place is not None
         index = {**self.index, "shards": [s for s in self.index["shards"] if not s["rescued"]]}
@@ -414,7 +414,7 @@ class Store:
             index |= {"columns": kinds, "shards": [*index["shards"], entry], "next": index["next"] + 1}
         return index
 
-    def _compacted(self, index: dict[str, Any]) -> dict[str, Any]:
+    def compacted(self, index: dict[str, Any]) -> dict[str, Any]:
         """The index with small files of draws made few, each rank's by itself, where there are many."""
         small = [s for s in index["shards"] if 2 * max(p["bytes"] for p in s["parts"]) <= LARGE]
         if len(small) < SMALL_FILES:
@@ -467,7 +467,7 @@ class Store:
             "parts": self.gathered(part),
         }
 
-    def _publish(self, index: dict[str, Any]) -> None:
+    def publish(self, index: dict[str, Any]) -> None:
         """Write the index, which makes files count; delete what it no longer names."""
         assert self.place is not None
         first = self.place.is_first

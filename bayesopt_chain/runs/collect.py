@@ -1,0 +1,331 @@
+"""Collecting draws in a loop that somebody else owns: a plain one, Lightning's, or that of ``transformers``."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain.distributed.ranks import world
+from bayesopt_chain.distributed.shards import are_spread
+from bayesopt_chain.loop.module_state import ModuleState
+from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.runs.averages import Reduce
+from bayesopt_chain.runs.describe import describe_optimizer
+from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.identity import identity_of, require_same
+from bayesopt_chain.runs.place import Place
+from bayesopt_chain.runs.resumable_batches import ResumableBatches
+from bayesopt_chain.runs.run import Iteration, Run
+from bayesopt_chain.runs.store import SHARD_BYTES, Store
+from bayesopt_chain.runs.table import INDEX, STEP, drawn, read_index, segment_of
+from bayesopt_chain.runs.writing import held_by_one, write_part
+
+MOVING = ("lr", "initial_lr")  # hyperparameters that a loop changes as it goes
+
+
+class Collector:
+    """What :func:`collect` returns.
+
+    Attributes:
+        step: the number of optimizer steps that were seen.
+        every, after, path: as given.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, every: int, after: int, path: Path | None, seconds: float
+    ) -> None:
+        self.model, self.every, self.after, self.path, self.seconds = model, every, after, path, seconds
+        self.step: int = 0
+        self.collects = world().rank == 0
+        self.counts = optimizer is not None  # whether the optimizer tells of its steps
+        self.known = path is None  # whether it is known where the loop stands
+        run = Run(None, self._params(), (), ResumableBatches(None), 0, after, every, None, (), False)  # type: ignore[arg-type]
+        self.store = Store(run, None if path is None or not self.collects else Place(path, path), seconds)
+        if path is not None and self.collects:
+            self._continue(path, optimizer)
+        if optimizer is not None:
+            mine = weakref.ref(self)
+
+            def stepped(*_: Any) -> None:
+                collector = mine()
+                if collector is not None:
+                    collector()
+
+            self.hook = optimizer.register_step_post_hook(stepped)
+
+    def _continue(self, path: Path, optimizer: Any) -> None:
+        """Take over the draws that an earlier process left."""
+        identity = identity_of(self.store.run, None)
+        identity["chain"] = None if optimizer is None else describe_optimizer(optimizer, MOVING)
+        path.mkdir(parents=True, exist_ok=True)
+        self.store.identity = self.store.index["identity"] = identity
+        if (path / INDEX).exists():
+            index = read_index(path)
+            require_same(path, index["identity"], identity, "one process")
+            self.store.index = index
+        self.store.since = self.step = self.store.index["step"]
+        self.known = self.step == 0
+        mine = weakref.ref(self)
+
+        def at_end() -> None:
+            collector = mine()
+            if collector is not None:
+                collector.flush()
+
+        atexit.register(at_end)
+
+    def _params(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def __call__(self, step: int | None = None) -> None:
+        """Look at the model after a step of the optimizer, and keep a copy if it is a draw.
+
+        Args:
+            step: the number of the step, from 1, where the loop knows it; by default one more than the last. A number that was
+                seen before means that the loop goes on from an earlier checkpoint: draws from there on are made again.
+
+        Raises:
+            ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out.
+        """
+        if not self.collects:
+            return
+        if step is None and not self.known:
+            raise ValueError(
+                f"collect: {self.path} holds draws up to step {self.step}: say where this loop goes on, with "
+                "keep.load_state_dict(saved) of what keep.state_dict() gave, or keep.load_state_dict({'step': n})"
+            )
+        step = self.step + 1 if step is None else step
+        if step - 1 != self.step:
+            self.load_state_dict({"step": step - 1})
+        self.step, self.known = step, True
+        run, store = self.store.run, self.store
+        if not run.is_draw(step):
+            return
+        buffers = {name: b.detach() for name, b in self.model.named_buffers()}
+        store.add(Iteration(step, self._params(), ModuleState((), buffers, ()), None, True))  # type: ignore[arg-type]
+        late = store.place is not None and time.monotonic() - store.committed > self.seconds
+        if store.place is not None and (late or store.size * store.bytes >= SHARD_BYTES):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the draws that are held in memory to ``path``; without one, nothing."""
+        if self.store.place is None:
+            return
+        with held_by_one(self.store.path):
+            self._require_ours()
+            index = self.store.with_draws(self.step, rescued=False)
+            index = self.store.compacted(index)
+            self.store.publish({**index, "step": self.step, "complete": True})
+        self.store.since = self.step
+
+    def _require_ours(self) -> None:
+        """Refuse a folder that another collector has written to meanwhile.
+
+        Raises:
+            RuntimeError: with the step that the other one has reached.
+        """
+        path = self.store.path
+        there = read_index(path) if (path / INDEX).exists() else None
+        if there is not None and (there["next"], there["step"]) != (self.store.index["next"], self.store.index["step"]):
+            raise RuntimeError(
+                f"collect: somebody else has written to {path}, up to step {there['step']}; give each loop a "
+                f"directory of its own"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loop stands, for its checkpoint; the draws so far are written to ``path``.
+
+        Returns:
+            ``{"step": number of steps}``.
+        """
+        self.flush()
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a checkpoint: draws of later steps are dropped, and made again.
+
+        Args:
+            state: from :meth:`state_dict`.
+
+        Raises:
+            ValueError: draws before that step that nobody kept.
+        """
+        step, store = int(state["step"]), self.store
+        self.known = True
+        if store.place is None:
+            kept = [i for i, x in enumerate(store.held.get(STEP, [])) if int(x) <= step]
+            store.held = {name: [rows[i] for i in kept] for name, rows in store.held.items()}
+            store.size, self.step = len(kept), step
+            return
+        self.flush()
+        if drawn(store.index, step) > drawn(store.index, self.step):
+            raise ValueError(
+                f"collect: {self.path} holds the draws up to step {self.step}, and the loop goes on after step {step}: those "
+                "between are missing. Save keep.state_dict() with the loop's checkpoints, or collect from here on "
+                f"(after={step}) into a directory of its own"
+            )
+        if step < self.step:
+            self._drop(step)
+        self.step = store.since = step
+
+    def _drop(self, step: int) -> None:
+        """Leave out the draws on disk that were made after a step."""
+        store = self.store
+        index = {**store.index, "shards": []}
+        for entry in store.index["shards"]:
+            if entry["step"] <= step:
+                index["shards"].append(entry)
+            elif entry["since"] < step:
+                segment = segment_of(store.path, store.index, entry)
+                some = slice(0, drawn(index, step) - drawn(index, entry["since"]))
+                rows = {name: segment.files.column(name, rows=some) for name in segment.files.columns}
+                if len(rows[STEP]):
+                    part = write_part(store.path, f"draws-{index['next']:06d}.safetensors", rows, {}, None)
+                    index["shards"].append({**entry, "step": step, "parts": [part]})
+                    index["next"] += 1
+        store.publish({**index, "step": step})
+
+    @property
+    def draws(self) -> Draws:
+        """The draws so far, with the module's buffers (BatchNorm's statistics) that belong to each.
+
+        Returns:
+            :class:`Draws`; on ranks other than the first, which collects nothing, none.
+        """
+        return Draws(self.store.shards(), self.store.spec, self.store.names)
+
+    def predict(
+        self,
+        batches: Iterable[Any],
+        *,
+        inputs: str | Callable[[Any], Any] | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        reduce: Reduce = "mean",
+        chunk: int = 32,
+    ) -> Tensor:
+        """Average what the model says over the draws, in ``eval`` mode, each draw with its own buffers.
+
+        Args:
+            batches: as for :meth:`Draws.predict`.
+            inputs: what of a batch the model takes, as for :func:`make_functional`.
+            transform, reduce, chunk: as for :meth:`Draws.predict`.
+
+        Returns:
+            ``[N, *event]``, or ``[S, N, *event]`` with ``reduce="stack"``.
+
+        Raises:
+            ValueError: no draws, or no batches.
+        """
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            forward = make_functional(self.model, inputs=inputs).forward
+            return self.draws.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    # Lightning, which calls what a callback has of its hooks
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any, **more: Any) -> None:
+        """Look at the model after a batch, if the optimizer has stepped."""
+        if not self.counts and trainer.global_step != self.step:
+            self(trainer.global_step)
+
+    def on_fit_end(self, *rest: Any) -> None:
+        """Write what is held."""
+        self.flush()
+
+    def on_exception(self, *rest: Any) -> None:
+        """Write what is held."""
+        self.flush()
+
+    # transformers
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Look at the model after a step."""
+        if not self.counts:
+            self(state.global_step)
+
+    def on_save(self, *rest: Any, **more: Any) -> None:
+        """Write what is held, before the trainer's checkpoint counts."""
+        self.flush()
+
+    def on_train_end(self, *rest: Any, **more: Any) -> None:
+        """Write what is held."""
+        self.flush()
+
+
+def _kind() -> type[Collector]:
+    """A collector that is a callback of the trainers that have been imported: they ask for their own classes."""
+    names = (("lightning.pytorch", "Callback"), ("pytorch_lightning", "Callback"), ("transformers", "TrainerCallback"))
+    found = [getattr(sys.modules[module], name, None) for module, name in names if module in sys.modules]
+    bases = tuple(dict.fromkeys(base for base in found if isinstance(base, type)))
+    return type("Collector", (Collector, *bases), {"__doc__": Collector.__doc__}) if bases else Collector
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int,
+    after: int = 0,
+    path: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+) -> Any:
+    """Keep draws of a model that some loop samples: its trained parameters, and its buffers (BatchNorm's statistics).
+
+    Args:
+        model: the module; nothing of it is changed.
+        optimizer: any ``torch.optim.Optimizer``: after each of its steps the model is looked at. Without one call
+            ``keep()`` after every step, or hand ``keep`` to a trainer: it is a callback of ``lightning.Trainer`` and of
+            ``transformers.Trainer``, whichever was imported before.
+        every: a draw is kept every so many optimizer steps.
+        after: first steps of which nothing is kept.
+        path: a directory for the draws, which an index of its own describes; by default they stay in memory. After a
+            restart the trainers say at which step they go on; a plain loop calls ``keep.load_state_dict`` with what
+            ``keep.state_dict()`` gave when it saved its checkpoint.
+        checkpoint_seconds: with ``path``, how often draws are written.
+
+    Returns:
+        A :class:`Collector`: ``keep.draws`` are :class:`Draws` with buffers, and ``keep.predict(loader)`` averages over them.
+
+    Raises:
+        TypeError: a model that is no module, or an optimizer that has no hooks.
+        ValueError: counts out of range; a model of DTensors; a directory with draws of another model or optimizer.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        >>> optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-3)
+        >>> keep = bc.collect(model, optimizer, every=5, after=10)
+        >>> for _ in range(30):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(16, 3)).square().mean().backward()
+        ...     _ = optimizer.step()
+        >>> keep.draws.steps, keep.draws.buffers["1.running_mean"].shape, keep.predict([torch.ones(2, 3)]).shape
+        (tensor([15, 20, 25, 30]), torch.Size([4, 4]), torch.Size([2, 1]))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"collect: model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for name, value, least in (("every", every, 1), ("after", after, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"collect: {name} must be a whole number, at least {least}, got {value!r}")
+    if are_spread(dict(model.named_parameters())):
+        raise ValueError(
+            "collect: the model's parameters are DTensors, of which this rank holds a part: sample with "
+            "bc.sample(bc.optim.as_step(model, optimizer, loss), ...), which writes every rank's part"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("collect: no parameter of model requires a gradient; nothing would be kept")
+    return _kind()(model, optimizer, every, after, None if path is None else Path(path), checkpoint_seconds)

@@ -1,0 +1,197 @@
+"""Draws of a loop that somebody else owns: with BatchNorm's statistics, over restarts, and as a callback of trainers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, generator=g), torch.randint(2, (8,), generator=g)
+
+
+class Loop:
+    """A training loop with checkpoints of its own."""
+
+    def __init__(self, path=None, temperature=1e-3, **more):
+        self.model = network()
+        self.optimizer = bc.optim.SGHMC(
+            self.model.parameters(), lr=0.01, temperature=temperature, generator=torch.Generator().manual_seed(1)
+        )
+        self.keep = bc.collect(self.model, self.optimizer, every=3, after=4, path=path, **more)
+        self.seen = []
+
+    def train(self, start, stop):
+        for step in range(start + 1, stop + 1):
+            x, y = batch(step)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.seen.append(copy.deepcopy(self.model))
+
+    def saved(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.keep.state_dict()))
+
+    def restored(self, saved):
+        for x, state in zip((self.model, self.optimizer, self.keep), saved):
+            x.load_state_dict(state)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_draws_hold_the_buffers_of_their_steps_and_predict_with_them(tmp_path, on_disk):
+    loop = Loop(tmp_path if on_disk else None)
+    loop.train(0, 20)
+    draws, x = loop.keep.draws, batch(99)[0]
+    assert draws.steps.tolist() == [7, 10, 13, 16, 19]
+    models = [loop.seen[s - 1].eval() for s in draws.steps.tolist()]
+    want = torch.stack([m(x).softmax(-1) for m in models]).mean(0)
+    got = loop.keep.predict([x], transform=lambda y: y.softmax(-1))
+    torch.testing.assert_close(got, want)
+    assert loop.model.training and torch.equal(draws.buffers["1.running_var"][2], models[2][1].running_var)
+    now = loop.model.eval()(x).softmax(-1)
+    assert (got - now).abs().max() > 0
+
+
+@pytest.mark.parametrize("stop", [5, 11, 13])
+def test_a_restart_goes_on_and_makes_later_draws_again(tmp_path, stop):
+    whole = Loop()
+    whole.train(0, 20)
+    loop = Loop(tmp_path, checkpoint_seconds=0.0)
+    loop.train(0, stop)
+    saved = loop.saved()
+    loop.train(stop, 17)  # lost with the process
+    loop.keep.flush()
+    del loop
+    again = Loop(tmp_path)
+    again.restored(saved)
+    again.train(stop, 20)
+    again.keep.flush()
+    opened = bc.Draws.open(tmp_path)
+    opened.verify()
+    for draws in (again.keep.draws, opened):
+        assert draws.steps.tolist() == whole.keep.draws.steps.tolist()
+        for name, x in whole.keep.draws.columns().items():
+            assert torch.equal(x, draws.columns()[name])
+
+
+def test_a_loop_that_does_not_say_where_it_goes_on_is_refused(tmp_path):
+    loop = Loop(tmp_path)
+    loop.train(0, 10)
+    loop.keep.flush()
+    del loop
+    again = Loop(tmp_path)
+    with pytest.raises(ValueError, match="holds draws up to step 10: say where this loop goes on"):
+        again.train(0, 1)
+    with pytest.raises(ValueError, match="those between are missing"):
+        again.keep.load_state_dict({"step": 17})
+    del again
+    with pytest.raises(ValueError, match=r"temperature is 0\.001, here 0\.01"):
+        Loop(tmp_path, temperature=1e-2)
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ({"every": 0}, "every must be a whole number"),
+        ({"every": 1, "after": -1}, "after must be a whole number"),
+        ({"every": True}, "every must be a whole number"),
+    ],
+)
+def test_counts_out_of_range_are_refused(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bc.collect(network(), **bad)
+    with pytest.raises(TypeError, match="model must be"):
+        bc.collect(torch.zeros(3), every=1)  # type: ignore[arg-type]
+
+
+def test_draws_without_statistics_predict_with_a_warning():
+    loop = Loop()
+    loop.train(0, 12)
+    model = loop.model.eval()
+    trees = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in loop.seen[6::3]]
+    forward = bc.make_functional(model).forward
+    with pytest.warns(UserWarning, match="BatchNorm.*bc.collect"):
+        bc.Draws.from_trees(trees).predict(forward, [batch(99)[0]])
+    whole = bc.Draws.from_trees(loop.seen[6::3])
+    assert torch.equal(whole.buffers["1.running_mean"], loop.keep.draws.buffers["1.running_mean"])
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_a_callback_of_lightning_over_a_restart(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    x, y = torch.randn(32, 3), torch.randint(2, (32,))
+    data = torch.utils.data.TensorDataset(x, y)
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            g = torch.Generator().manual_seed(1)
+            return bc.optim.SGHMC(self.parameters(), lr=0.01, temperature=1e-3, generator=g)
+
+    def fit(epochs, path, resume=None):
+        model = Net()
+        keep = bc.collect(model, every=3, after=4, path=path)
+        trainer = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", callbacks=[keep], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return keep.draws
+
+    whole = fit(5, None)
+    assert whole.steps.tolist() == [7, 10, 13, 16, 19]
+    fit(3, tmp_path / "draws")
+    again = fit(5, tmp_path / "draws", tmp_path / "3.ckpt")
+    assert again.steps.tolist() == whole.steps.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(again.params.values(), whole.params.values()))
+    assert torch.equal(again.buffers["net.1.running_mean"], whole.buffers["net.1.running_mean"])
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_a_callback_of_transformers_over_a_restart(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(11, (32, 8))]
+
+    def train(steps, path, resume=None):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        g = torch.Generator().manual_seed(1)
+        optimizer = bc.optim.SGHMC(model.parameters(), lr=0.01, temperature=1e-4, generator=g)
+        keep = bc.collect(model, every=2, after=1, path=path)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=8, max_grad_norm=0.0, save_steps=6,
+            lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[keep]
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return keep.draws
+
+    whole = train(12, None)
+    assert whole.steps.tolist() == [3, 5, 7, 9, 11]
+    train(9, tmp_path / "draws")
+    again = train(12, tmp_path / "draws", str(tmp_path / "run" / "checkpoint-6"))
+    assert again.steps.tolist() == whole.steps.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(again.params.values(), whole.params.values()))
