@@ -1,7 +1,7 @@
 """Batches of any kind as trees: besides tuples, lists and dictionaries also dataclasses and mappings such as transformers'.
 
-A class that is met for the first time is made known to optree in a namespace of its own, so that nobody else's trees change.
-A dataclass opens into its fields, a mapping into its values; both are put together again as what they were.
+A class that is met for the first time is registered with optree in a namespace of this module, so that other users of optree
+see no change. A dataclass is flattened into its fields, a mapping into its values; both are rebuilt as the classes they were.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _open_fields(batch: Any) -> Any:
 
 
 def _close_fields(kind: Any, names: tuple[str, ...], values: Any) -> Any:
-    made = object.__new__(kind)  # not its __init__, which may convert what it is given
+    made = object.__new__(kind)  # its __init__ may convert or check what it is given
     for name, value in zip(names, values):
         object.__setattr__(made, name, value)
     return made

@@ -1,4 +1,4 @@
-r"""What a chain does to gradients, to parameters and to its noise, read off the chain itself.
+r"""How a chain responds to gradients, to parameters and to its noise, read off the chain itself.
 
 For one element ``theta`` of a leaf every linear chain is a small system. With ``s`` the numbers that the state keeps
 for that element, ``g`` its gradient and ``xi`` its normal draws,
@@ -7,9 +7,9 @@ for that element, ``g`` its gradient and ``xi`` its normal draws,
     theta' = theta + c s - d g - w theta + f xi.
 
 Impulses through ``tx.update`` give these numbers, whatever links the chain is made of. Elements differ by a gain ``G``,
-the displacement that a unit gradient causes in the end (``lr / (1 - mu)`` for momentum, times the preconditioner). In
+the total displacement that one unit of gradient causes (``lr / (1 - mu)`` for momentum, times the preconditioner). In
 the coordinates ``phi = theta / sqrt(G)`` the gradient is ``sqrt(G) g``, and all elements on which the same links act
-have the same system, of gain one: a *group*. A learned preconditioner is taken as it stands in the state.
+have the same system, of gain one: a *group*. A preconditioner that learns is read as it stands in the state.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Group(NamedTuple):
     d: Tensor
     w: Tensor
     f: Tensor
-    places: tuple[tuple[int, int], ...] = ()  # of the numbers ``s`` in the state: entry, element
-    draws: tuple[int, ...] = ()  # the numbers of the draws ``xi`` among those of a step
+    places: tuple[tuple[int, int], ...] = ()  # where the numbers ``s`` stand in the state: entry, element
+    draws: tuple[int, ...] = ()  # which of the normal numbers of a step are ``xi``
 
     @property
     def prior(self) -> float:
@@ -64,7 +64,12 @@ class Group(NamedTuple):
 
 
 class Response(NamedTuple):
-    """``gains``: ``G``, float64, like each leaf, zero where the chain never moves it; ``groups``: what moves."""
+    """What a chain does to all leaves.
+
+    Attributes:
+        gains: ``G``, float64, like each leaf; zero where the chain never moves it.
+        groups: the systems of the leaves that move.
+    """
 
     gains: tuple[Tensor, ...]
     groups: tuple[Group, ...]
@@ -146,10 +151,13 @@ def reread(known: Response, tx: Any, params: Any, state: Any = None) -> Response
 
 
 class _Probe(OneUpdate):
-    """One update, and what is read off it and its successors while everything else that the state holds stays."""
+    """One update, and the responses of the updates after it, the rest of the state being kept as it is."""
 
     def response(self, kind: str, seed: int, size: float = IMPULSE) -> list[Tensor]:
-        """Moves ``[STEPS, size]`` of every leaf to an impulse in each element, of another height for each."""
+        """Moves of every leaf, ``[STEPS, elements]``, after an impulse in all of its elements, over the impulse's height.
+
+        The heights differ between elements: where elements act on each other, two such responses differ.
+        """
         heights = [torch.full_like(p, size) for p in self.params]
         if kind != "noise":
             generator = torch.Generator().manual_seed(seed)
@@ -252,7 +260,7 @@ class _Probe(OneUpdate):
         return {"normals": xi}
 
     def _draws_of(self, among: range, moves: Callable[[dict[str, Any]], bool]) -> list[int]:
-        """The numbers of the draws that move an element, by bisection; heights differ lest two cancel."""
+        """Which of a step's normal numbers move an element, by bisection; their heights differ so that no two cancel."""
         if not among:
             return []
         xi = torch.zeros(self.draws, dtype=torch.float64)

@@ -54,7 +54,7 @@ from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 from bayesopt_chain.trees import Tree, common_dtype, flatten, unflatten
 
-SMALL = 1e-7  # relative size of what counts as nothing
+SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
 
 @dataclass(frozen=True)

@@ -510,7 +510,7 @@ class _ChainForces:
 
 
 class _OptimizerForces:
-    """The same of a torch optimizer, as its groups stand now."""
+    """The temperatures of a torch optimizer's leaves, and the gradient that it follows, by its groups as they are now."""
 
     def __init__(self, optimizer: Thermal) -> None:
         self.leaves = optimizer.thermal_leaves()

@@ -13,10 +13,11 @@ a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample
 
       v <- mu v - lr(t) g + N(0, 2 (1 - mu) lr(t) T(t)),      theta <- theta + v.
 
-  As lr falls the velocity remembers larger steps, so that this samples too warm, and more so the longer its memory.
+  As lr falls the velocity still holds noise of the earlier, larger steps, so that this samples at too high a temperature, and
+  more so the longer the velocity remembers.
 
-A restart is not exact: see :func:`bayesopt_chain.schedules.cosine_restarts` for by how much. The burn-in that follows
-it forgets.
+At a restart the noise is not exact; :func:`bayesopt_chain.schedules.cosine_restarts` says by how much. The chain has forgotten
+the error by the end of the burn-in that follows.
 """
 
 from __future__ import annotations

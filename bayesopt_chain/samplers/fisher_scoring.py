@@ -5,16 +5,16 @@ With ``V`` the covariance of the gradients of single data, a batch of ``n`` give
 
     theta <- theta - D (g + sqrt(2 T / lr) xi),      D = (I / lr + V / (2 T n))^-1,
 
-whose noise ``D M D = 2 T D`` is Langevin's. Small lr: SGLD. Large lr: no injected noise, all step from the Fisher information;
-near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step then contracts by ``2 n / N``.
+whose noise ``D M D = 2 T D`` is Langevin's. For small lr this is SGLD. For large lr no noise is injected and the step is set by
+the Fisher information alone: near a posterior mode of ``N = 1 / T`` data, where ``V`` is the Hessian of the mean loss, a step
+then contracts by ``2 n / N``.
 
 ``V`` is a bias-corrected running average of what ``update`` receives as ``gradient_variance=``: the variance of each
 parameter's gradient across single data (per datum, not divided by the batch size), a tree like the parameters; with
 ``dense`` the covariance matrix ``[d, d]``, the leaves flattened in optree order. On a quadratic loss, with that
 gradient noise, the bias is that of SGLD with step ``D``.
 
-At T = 0 with gradient noise the step vanishes, and without it this is SGD; there is no optimizer to go to, and
-temperature 0 is refused.
+At T = 0 the step vanishes wherever gradients are noisy, so that no optimizer is the limit: temperature 0 is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
 class FisherState(NamedTuple):
-    """Stream; running average of the gradients' variance, for each leaf or as one matrix."""
+    """What :func:`sgfs` remembers.
+
+    Attributes:
+        key, count: of the random stream, 0-d int64.
+        variance: the running average of the gradients' variance, one tensor for each leaf, or one matrix ``[d, d]``.
+    """
 
     key: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -2,12 +2,12 @@ r"""A lattice random walk: every parameter moves one lattice constant up or down
 
     theta <- theta + delta b,      b = +-1,      P(b = +1) = (1 - sqrt(lr / (2 T)) g) / 2,      delta = sqrt(2 T lr),
 
-the probability being clamped to [0, 1]. The move has SGLD's mean ``-lr g`` and variance ``2 T lr - lr^2 g^2``: weak order 1,
-like SGLD, with one random bit instead of a normal, and a step that no gradient can make large: where SGLD diverges on steep
-losses, this returns. In one dimension detailed balance holds on the lattice,
+the probability being clamped to [0, 1]. The move has SGLD's mean ``-lr g`` and variance ``2 T lr - lr^2 g^2``: it is of weak
+order 1, like SGLD, and takes one random bit instead of a normal number. Its length does not depend on the gradient, so that the
+chain comes back from steep places of the loss from which SGLD diverges. In one dimension detailed balance holds on the lattice,
 ``pi(x + delta) / pi(x) = P_up(x) / P_down(x + delta)``, so that its law is known exactly.
 
-At T = 0 the lattice constant is 0 and nothing moves: there is no optimizer there, and temperature 0 is refused.
+At T = 0 the lattice constant is 0 and nothing would move, so that no optimizer is the limit: temperature 0 is refused.
 
 Duffield et al., "Lattice random walk discretisations of stochastic differential equations" (2025).
 """
@@ -31,7 +31,7 @@ from bayesopt_chain.schedules import ScalarOrSchedule, now, root
 
 
 class LatticeState(NamedTuple):
-    """The random stream; nothing is remembered for a parameter."""
+    """The key and the count of the random stream, 0-d int64; nothing is remembered for a parameter."""
 
     key: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,7 +63,9 @@ class Lattice(Keyed):
             delta * torch.where(u < 0.5 * (1.0 - tilt * x), torch.ones_like(x), -torch.ones_like(x))
             for x, (u,) in zip(g, uniform)
         ]
-        moves = [torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)]  # a comparison hides a NaN
+        moves = [
+            torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)
+        ]  # the comparison above would hide it
         return op.put(g, moves), LatticeState(state.key, *op.count([state.count]))
 
     def __str__(self) -> str:

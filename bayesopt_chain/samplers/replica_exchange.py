@@ -9,9 +9,9 @@ exchange their positions with probability
 ``b (L_i - L_j)`` has variance ``2 b^2 s^2``, so that without the minimum the correction ``b^2 s^2`` makes the expected
 exponential exactly that of the true losses. ``F > 1`` (``correction_factor``) trades that for more swaps.
 
-Odd and even pairs take turns. A chain that moves to another temperature takes its velocity along, scaled by
-``sqrt(T_new / T_old)``, and its gradient. The noise is white (order 1), since a draw remembered from another temperature
-would not be matched.
+Odd and even pairs take turns. A chain that moves to another temperature keeps its gradient, and its velocity scaled by
+``sqrt(T_new / T_old)``. The noise is white (order 1), since matched noise uses the previous draw, which was made at the other
+temperature.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ _SWAP_STREAM = 0x2545F4914F6CDD1D
 
 
 class ReplicaExchangeState(NamedTuple):
-    """Stream; velocity like each (stacked) parameter; temperatures, float64 ``[n]``; swaps of each pair, int64 ``[n - 1]``."""
+    """What the chains remember.
+
+    Attributes:
+        key, count: of the random stream, 0-d int64.
+        velocity: one tensor for each parameter, chains stacked on axis 0.
+        temperature: of each chain, float64 ``[n]``.
+        accepted: swaps of each pair of neighbours so far, int64 ``[n - 1]``.
+        proposed: proposals of each pair so far, int64 ``[n - 1]``.
+    """
 
     key: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,8 +7,9 @@ unknown, constant strength is absorbed instead of heating the chain. ``d`` is th
 
 With ``xi = gamma e^s`` the density ``exp(-U / T - |p|^2 / (2 T)) w(s)`` is stationary if ``w' / w = d Q gamma (gamma - xi)``:
 position and velocity have the Gibbs law exactly, and ``xi`` has a Gamma law of mean ``gamma`` and shape ``d Q
-gamma^2``. Gradient noise that is white in time adds to ``2 gamma T``; with ``2 gamma' T`` in all the same holds with
-mean ``gamma'``. (Where ``xi`` itself follows the kinetic energy, as in the papers, its law is ``N(gamma, 1 / (d Q))``.
+gamma^2``. Gradient noise that is white in time adds to the injected noise of level ``2 gamma T``; where both together have the
+level ``2 gamma' T``, the law of position and velocity is the same and ``xi`` has the mean ``gamma'``. (Where ``xi`` itself
+follows the kinetic energy, as in the papers, its law is ``N(gamma, 1 / (d Q))``.
 With ``d = 1`` the friction is then often negative, and at finite steps the velocity runs away.)
 
 **SGNHT** (Ding, Fang, Babbush, Chen, Skeel and Neven, 2014), in SGD's ``lr`` and ``mu``, ``xi`` being the friction of
@@ -43,11 +44,11 @@ and a start far from the mode, whose kinetic energy is many times ``T``, would o
 which it returns at the constant rate ``1 / (gamma Q)``. At momentum 0.5 and more the Gamma law of the default mass puts
 less than ``1e-60`` beyond the cap.
 
-*One* thermostat follows the mean kinetic energy of all parameters, which is what the theory of gradient noise of one strength
-asks for; one *per parameter* also absorbs gradient noise that differs between parameters.
+*One* thermostat follows the mean kinetic energy of all parameters. The theory assumes that gradient noise has the same strength
+everywhere; a thermostat *per parameter* also absorbs gradient noise that differs between parameters.
 
 **There is no optimizer at T = 0**: a thermostat drives the kinetic energy to ``T``, and to reach 0 it would raise the
-friction for ever. Temperature 0 is refused; :func:`bayesopt_chain.sghmc` is the sampler to take there.
+friction without end. Temperature 0 is therefore refused; :func:`bayesopt_chain.sghmc` has an optimizer as its limit.
 """
 
 from __future__ import annotations
@@ -77,7 +78,13 @@ _CAP = 20.0  # of the friction of one update
 
 
 class ThermostatState(NamedTuple):
-    """Stream; velocity of each parameter; the friction ``xi``: one 0-d tensor in all, or one tensor for each leaf."""
+    """What a thermostat remembers.
+
+    Attributes:
+        key, count: of the random stream, 0-d int64.
+        velocity: one tensor for each parameter.
+        friction: ``xi``, one 0-d tensor in all, or one tensor for each leaf.
+    """
 
     key: Tensor
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]

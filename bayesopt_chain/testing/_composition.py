@@ -31,7 +31,7 @@ NEIGHBOURS: dict[str, Callable[[], Any]] = {
 def assert_composes(
     build: Callable[[], Any], temperature: float, *, tolerance: float = 1e-8, burn_in: int = 40
 ) -> dict[str, str]:
-    """Put a gain, a momentum, a decay and a clip in front of a sampler and behind it: it stays right or refuses.
+    """Check that a sampler stays right, or refuses, with a gain, a momentum, a decay or a clip in front of it or behind it.
 
     Args:
         build: makes the sampler, at this temperature.

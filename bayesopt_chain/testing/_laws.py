@@ -1,4 +1,4 @@
-"""The laws every link and sampler obeys, as one list: a new one gets its tests by being listed.
+"""The laws that every link and sampler obeys, as one list: a new sampler is tested by being added to the registry.
 
 A law is a function of ``build``, which takes no argument and returns the transformation.
 """
@@ -24,7 +24,7 @@ Build = Callable[[], Any]
 
 
 def updates_keep_dtype_and_shape(build: Build) -> None:
-    """float32 and float64 in, the same out, for updates and state alike over several steps."""
+    """Updates and state keep the dtype and shape of the parameters, in float32 and float64, over several steps."""
     for dtype in (torch.float32, torch.float64):
         params = example_params(dtype)
         tx = build()
@@ -48,7 +48,7 @@ def states_hold_only_tensors(build: Build) -> None:
 
 
 def the_same_state_gives_the_same_update(build: Build) -> None:
-    """State and gradient determine the update, twice over."""
+    """State and gradient determine the update: a second call with the same ones returns the same."""
     tx, params, state = _underway(build)
     first = tx.update(smooth_gradient(params), state, params=params, inplace=False)
     second = tx.update(smooth_gradient(params), state, params=params, inplace=False)
@@ -223,7 +223,7 @@ def derivatives_agree_with_differences(build: Build) -> None:
     tx, params, state = _underway(build)
     first = tx.update(smooth_gradient(params), state, params=params, inplace=False)[0]
     if any(u.dtype != torch.float64 for u in optree.tree_leaves(first)):
-        return  # differences of rounded numbers say nothing
+        return  # central differences need float64
     leaves, spec = optree.tree_flatten(smooth_gradient(params))
     generator = torch.Generator().manual_seed(1)
     direction, weight = ([torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in leaves] for _ in range(2))
