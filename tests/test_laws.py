@@ -2,12 +2,14 @@
 
 import inspect
 import typing
+from dataclasses import dataclass
 
 import optree
 import pytest
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain.core.link import Link, Traits
 from bayesopt_chain.testing import LAWS, assert_laws, assert_zero_temperature_limit
 from tests.registry import TRANSFORMS
 
@@ -67,6 +69,25 @@ def test_names_are_unique_and_skips_give_reasons():
     known = {law.__name__ for law in LAWS}
     for row in TRANSFORMS:
         assert set(row.skip) <= known and bool(row.skip) == bool(row.why), str(row)
+
+
+@dataclass(frozen=True)
+class ByTheNorm(Link):
+    """Multiplies by the norm of the leaf, and says all the same that it treats each element by itself."""
+
+    traits = Traits(on_shards="elementwise")
+
+    def update(self, g, state, op, context):
+        return [x * x.norm() for x in g], state
+
+
+def test_a_link_that_couples_elements_is_not_elementwise():
+    with pytest.raises(AssertionError, match="a_part_of_a_leaf_moves_as_in_the_whole"):
+        assert_laws(lambda: bc.Chain((ByTheNorm(),)))
+
+
+def test_a_link_that_does_not_say_what_it_does_with_shards_refuses_them():
+    assert Link().traits.on_shards == "refused"
 
 
 def test_a_link_that_breaks_a_law_is_found():

@@ -30,7 +30,7 @@ ANY = "**"  # among the keywords of a link: it takes every keyword
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinkScope:
     """The leaves that a link acts on, and the links in front of it: what is the same in every update of one layout."""
 
     index: tuple[int, ...]
@@ -47,11 +47,11 @@ class Place:
     shards: Sharding | None
 
     @staticmethod
-    def of(links: Sequence[Link], i: int, layout: Layout, shards: Sharding | None) -> Place:
-        """The place of link number ``i``."""
+    def of(links: Sequence[Link], i: int, layout: Layout, shards: Sharding | None) -> LinkScope:
+        """The scope of link number ``i``."""
         index, acting, pieces = layout.where[i], set(layout.where[i]), layout.pieces
         numbers = leaf_numbers(layout.paths)
-        return Place(
+        return LinkScope(
             index,
             paths=tuple([layout.paths[j] for j in index]),
             numbers=tuple([numbers[j] for j in index]),
@@ -70,12 +70,12 @@ class LinkContext:
     """What a link may know besides gradients and state: its leaves, the parameters, the keywords of this update, the noise.
 
     Attributes:
-        place: what is the same in every update.
+        scope: what is the same in every update.
         present: the numbers of the leaves that have a gradient in this update, in the order of the user's tree; in ``init``
             of all leaves that the link acts on.
     """
 
-    place: Place
+    scope: LinkScope
     present: tuple[int, ...]
     _spec: optree.PyTreeSpec  # of the user's tree
     _params: Sequence[Any] | None  # of all leaves, in the order of the user's tree
@@ -85,17 +85,17 @@ class LinkContext:
     @property
     def index(self) -> tuple[int, ...]:
         """The numbers of the leaves that the link acts on, in the order of the user's tree."""
-        return self.place.index
+        return self.scope.index
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths of these leaves as text, ``['layer']['weight']``; empty for a bare tensor."""
-        return self.place.paths
+        return self.scope.paths
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers by which a random stream knows these leaves: hashes of their paths."""
-        return self.place.numbers
+        return self.scope.numbers
 
     @property
     def has_params(self) -> bool:
@@ -119,7 +119,7 @@ class LinkContext:
     @property
     def extra(self) -> dict[str, Any]:
         """The keywords of ``update`` that the link takes."""
-        wanted = self.place.extra_kwargs
+        wanted = self.scope.extra_kwargs
         return {k: v for k, v in self._extra.items() if k in wanted or ANY in wanted}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
@@ -144,9 +144,9 @@ class LinkContext:
 
         Where parameters are sharded it is a tree of DTensors.
         """
-        if self.place.shards is not None:
-            leaves = self.place.shards.whole(self.present, leaves)
-        every = list(self.place.blank)
+        if self.scope.shards is not None:
+            leaves = self.scope.shards.whole(self.present, leaves)
+        every = list(self.scope.blank)
         for j, x in zip(self.present, leaves):
             every[j] = x
         return self._spec.unflatten(every)
@@ -158,7 +158,7 @@ class LinkContext:
 
     def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
         """Of what was given for each leaf that is present, the part that belongs to this rank."""
-        return values if self.place.shards is None else self.place.shards.parts(self.present, values, what)
+        return values if self.scope.shards is None else self.scope.shards.parts(self.present, values, what)
 
     def broadcast(self, tree: Any, what: str) -> list[Tensor]:
         """A tensor for each of the link's leaves, from a tree like the parameters, or a prefix of one. For use in ``init``.
@@ -195,14 +195,14 @@ class LinkContext:
 
     def total(self, values: Sequence[Tensor]) -> Tensor:
         """The sum of 0-d ``values``, one for each leaf that is present; over all ranks where each holds a part of a leaf."""
-        shards = self.place.shards
+        shards = self.scope.shards
         return sum(values[1:], values[0]) if shards is None else shards.total(self.present, values)
 
     def numel(self) -> int:
         """The number of elements of the leaves that are present, on all ranks together."""
-        if self.place.shards is not None:
-            return self.place.shards.count(self.present)
-        shapes = dict(zip(self.index, self.place.shapes))
+        if self.scope.shards is not None:
+            return self.scope.shards.count(self.present)
+        shapes = dict(zip(self.index, self.scope.shapes))
         return sum([shapes[j].numel() for j in self.present])
 
 

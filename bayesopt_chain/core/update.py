@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import Link, LinkContext, Place
+from bayesopt_chain.core.link import Link, LinkContext, LinkScope
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, is_by_leaf, replaced
 from bayesopt_chain.distributed.shards import Sharding
@@ -86,7 +86,7 @@ class Plan:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
         self.numbers = leaf_numbers(layout.paths)
         self.shards = None if layout.pieces is None else Sharding(layout, links)
-        self.places = [Place.of(links, i, layout, self.shards) for i in range(len(links))]
+        self.scopes = [LinkScope.of(links, i, layout, self.shards) for i in range(len(links))]
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
@@ -236,7 +236,7 @@ class Update:
     def at(self, i: int, present: tuple[int, ...]) -> LinkContext:
         """What link ``i`` may know when it acts on these of its leaves."""
         ask = partial(self.with_noise, i, present) if i in self.plan.learning else None
-        return LinkContext(self.plan.places[i], present, self.spec, self.params, self.extra, ask)
+        return LinkContext(self.plan.scopes[i], present, self.spec, self.params, self.extra, ask)
 
     def with_noise(self, i: int, present: Sequence[int], denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
         """The gradients of these leaves with the noise that enters inside link ``i``, which has learned."""

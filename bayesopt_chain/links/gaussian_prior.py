@@ -74,7 +74,7 @@ class Prior(Link):
         Raises:
             ValueError: naming the link in front.
         """
-        for link in context.place.before:
+        for link in context.scope.before:
             response = link.response
             changes = isinstance(response, (Preconditioner, Rate, SelfContainedSampler, Refused))
             if changes or (isinstance(response, Linear) and response != Linear()):

@@ -35,12 +35,12 @@ class Keyed(Link):
     ) -> list[list[Tensor]]:
         """``draws`` variables like every gradient, for this step of the state's stream."""
         checks.own_key(state.key, g)
-        given, place = dict(zip(context.present, g)), context.place
+        given, scope = dict(zip(context.present, g)), context.scope
         # a leaf without a gradient takes its share of a positional stream all the same
         like = [
             given[j] if j in given else torch.empty((), dtype=dtype).expand(shape)
-            for j, dtype, shape in zip(place.index, place.dtypes, place.shapes)
+            for j, dtype, shape in zip(scope.index, scope.dtypes, scope.shapes)
         ]
-        variables = keyed_stream.Variables(place.numbers, (draws,) * len(like), kind, self.stream, runs=place.pieces)
+        variables = keyed_stream.Variables(scope.numbers, (draws,) * len(like), kind, self.stream, runs=scope.pieces)
         xi = variables.draw(state.key, state.count, [x.unsqueeze(0) for x in like])
         return [x for j, x in zip(context.index, xi) if j in given]

@@ -282,6 +282,60 @@ def foreign_states_are_refused(build: Build) -> None:
         raise AssertionError("a foreign state was taken")
 
 
+def a_part_of_a_leaf_moves_as_in_the_whole(build: Build) -> None:
+    """Where all links say that they treat each element by itself, a part of a leaf moves as it does in the whole leaf.
+
+    Parameters of which every rank holds a part (DTensors) rest on it. The noise is Philox's, which knows elements by number.
+    """
+    tx = build()
+    if not isinstance(tx, Chain) or any(link.traits.on_shards != "elementwise" for link in tx.links):
+        return
+    tx, params, state = _underway(lambda: with_stream(build(), "philox"))
+    leaves, spec = optree.tree_flatten(params)
+    runs = tuple([_rows(p)[1] for p in leaves])
+    shapes = tuple([_rows(p)[0].shape for p in leaves])
+    mine: Any = spec.unflatten([_rows(p)[0] for p in leaves])
+    part = State(_part_of(tx, state, leaves), state.layout._replace(shapes=shapes, pieces=runs))
+    for _ in range(3):
+        g = smooth_gradient(params)
+        updates, state = tx.update(g, state, params=params, inplace=False)
+        moves, part = tx._step(optree.tree_map(lambda x: _rows(x)[0], g), part, params=mine, inplace=False)
+        want = [_rows(x)[0] for x in optree.tree_leaves(updates)]
+        torch.testing.assert_close(optree.tree_leaves(moves), want, rtol=1e-12, atol=1e-12)
+
+
+def _rows(x: torch.Tensor, axis: int = 0) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+    """All but the first row of a leaf, and the runs of elements that these are; of a single row the row itself."""
+    if x.ndim == axis or x.shape[axis] == 1:
+        return x, ((0, x.numel()),)
+    first = x.numel() // x.shape[axis]
+    return x.narrow(axis, 1, x.shape[axis] - 1).contiguous(), ((first, x.numel() - first),)
+
+
+def _part_of(tx: Chain, state: State, leaves: list[torch.Tensor]) -> list[Any]:
+    """The entries of a state, of each leaf the rows that :func:`_rows` takes."""
+    noise, out = tx.plan(state).noise, list[Any]()
+    for i, (entry, where) in enumerate(zip(state, state.layout.where)):
+        names = getattr(entry, "_fields", ())
+        of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(names, where)
+        for name in names:
+            field, mine = getattr(entry, name), of.get(name, ())
+            if isinstance(field, tuple) and len(field) == len(mine):
+                # drawn noise that is remembered has an axis in front
+                entry = entry._replace(
+                    **{
+                        name: tuple(
+                            [
+                                _rows(x, x.ndim - leaves[j].ndim)[0] if x.ndim >= leaves[j].ndim > 0 else x
+                                for x, j in zip(field, mine)
+                            ]
+                        )
+                    }
+                )
+        out.append(entry)
+    return out
+
+
 LAWS: tuple[Callable[[Build], None], ...] = (
     updates_keep_dtype_and_shape,
     states_hold_only_tensors,
@@ -303,6 +357,7 @@ LAWS: tuple[Callable[[Build], None], ...] = (
     derivatives_agree_with_differences,
     the_stream_reaches_every_draw,
     foreign_states_are_refused,
+    a_part_of_a_leaf_moves_as_in_the_whole,
 )
 
 

@@ -172,7 +172,7 @@ def test_keywords_reach_the_transformation():
     state, x, y = tx.init(params), torch.randn(8, 2), torch.randn(8)
     params, state, _ = step(params, state, (x, y))
     first = link.posterior(state.inner, params, prior_precision=1.0).marginal_variance["w"]
-    params, state, _ = step(params, state, (x, y * NAN))
+    params, state, _ = step(params, state, (x * NAN, y))
     assert state.skipped == 1
     assert torch.equal(link.posterior(state.inner, params, prior_precision=1.0).marginal_variance["w"], first)
     torch.testing.assert_close(first, 1 / (1 + x.square().sum(0)))
