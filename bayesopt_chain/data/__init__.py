@@ -1,5 +1,6 @@
 """Batches in an order that is a function of the seed and the position."""
 
 from bayesopt_chain.data.epochs import Epochs, Indices, epochs
+from bayesopt_chain.data.index_stream import IndexStream, folds
 
-__all__ = ["Epochs", "Indices", "epochs"]
+__all__ = ["Epochs", "IndexStream", "Indices", "epochs", "folds"]

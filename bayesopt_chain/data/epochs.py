@@ -10,25 +10,24 @@ b``, ``s^2`` the covariance of one datum's gradient; :func:`bayesopt_chain.diagn
                    and Leimkuhler, 2024)
     fixed          the order of the data, every epoch the same: a bias of the mean that no number of epochs averages away
 
-Permutations sort 62-bit Philox keys of the counter (block, chain, epoch); a subset is the first ``b`` distinct numbers
-of such a stream. No generator is kept: the position is two integers.
+The row numbers come from :mod:`bayesopt_chain.data.index_stream`; the position is two integers.
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import batches
-from bayesopt_chain.random.philox import philox
+from bayesopt_chain.data.index_stream import IndexStream, Order, Rule
 
-Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
+Mesh = Any  # a DeviceMesh of one axis, or (rank, number of ranks)
 
 
 class Epochs:
@@ -43,60 +42,102 @@ class Epochs:
         at_end: whether the last batch given ended an epoch (``"palindrome"``: a pass forward and back). There the
             noise of reshuffled batches disturbs the parameters least: the place to keep draws.
         size: number of data.
-        batch_size, order, seed, chains: as given.
+        rank, ranks: this process among those that share each batch; 0 and 1 without ``mesh=``.
+        batch_size, order, seed, chains, with_rows: as given.
     """
 
-    def __init__(self, data: Any, batch_size: int, order: Order, seed: int, chains: int | None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        order: Order | Rule,
+        seed: int,
+        chains: int | None,
+        leave_out: Sequence[Tensor],
+        place: tuple[int, int],
+        with_rows: bool,
+    ) -> None:
         self.data = data
         self.batch_size = batch_size
-        self.order: Order = order
+        self.order: Any = order if isinstance(order, str) else getattr(order, "__qualname__", type(order).__name__)
         self.seed = seed
         self.chains = chains
         self.leaves, self.spec, self.size = _columns(data)
+        self.left_out = leave_out
+        self.rank, self.ranks = place
+        self.with_rows = with_rows
+        device = None if self.leaves is None else self.leaves[0].device
+        self.stream = IndexStream(self.size, batch_size, order, seed, leave_out, device)  # pyright: ignore[reportArgumentType]
         self.epoch = 0
         self.offset = 0
         self.at_end = False
-        self._shuffled: tuple[int, Tensor] | None = None  # the last permutation made, by epoch
 
     def __len__(self) -> int:
-        return self.size // self.batch_size
+        return self.stream.steps
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self) - self.offset):
             yield self.batch(*self._advance())
 
     def batch(self, epoch: int, offset: int) -> Any:
-        """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``."""
+        """Batch ``offset`` of an epoch, wherever the iteration stands: leaves ``[b, ...]`` or ``[chains, b, ...]``.
+
+        With ``mesh=`` this rank's part of it; with ``with_rows=True`` the pair ``(batch, rows)``.
+        """
+        return self._picked(self.rows(epoch, offset))
+
+    def batch_at(self, step: Tensor) -> Any:
+        """The batch after ``step`` batches, made by tensor operations alone: for the inside of a captured or compiled step.
+
+        Its rows are those of ``rows(*divmod(step, len(self)))``. The permutation of all data is made anew in every call.
+
+        Args:
+            step: 0-d, int64, on the device of the data, such as a counter of the state.
+
+        Returns:
+            As :meth:`batch`.
+
+        Raises:
+            ValueError: an order that is a function of one's own.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> data = bc.epochs(torch.arange(6.0), 2, seed=1)
+            >>> step = bc.make_step(lambda w, batch: (w - batch).square().mean() / 2, bc.sgd(1.0))
+            >>> counted = lambda w, state, count: step(w, state, data.batch_at(count))
+            >>> w, state = torch.zeros(()), bc.sgd(1.0).init(torch.zeros(()))
+            >>> captured = bc.capture(counted, w, state, torch.tensor(0), backend="eager")    # doctest: +SKIP
+            >>> bool(counted(w, state, torch.tensor(4))[0] == data.batch(1, 1).mean())
+            True
+        """
+        return self._picked(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
+
+    def rows(self, epoch: int, offset: int) -> Tensor:
+        """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset).
+
+        Raises:
+            IndexError: no such position.
+        """
+        if not (0 <= offset < len(self) and epoch >= 0):
+            raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
+        return self._of_chains(lambda chain: self.stream.rows(epoch, offset, chain))
+
+    def _of_chains(self, rows_of: Any) -> Tensor:
+        """This rank's part of the batch of each chain."""
+        part = self.batch_size // self.ranks
+        mine = slice(self.rank * part, (self.rank + 1) * part)
+        if self.chains is None:
+            return rows_of(0)[mine]
+        return torch.stack([rows_of(chain)[mine] for chain in range(self.chains)])
+
+    def _picked(self, rows: Tensor) -> Any:
         if self.leaves is None:
             raise TypeError(
                 f"epochs: {type(self.data).__name__} is not a tree of tensors; read it with "
                 "DataLoader(dataset, batch_sampler=epochs.indices)"
             )
-        rows = self.rows(epoch, offset)
-        return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
-
-    def rows(self, epoch: int, offset: int) -> Tensor:
-        """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset)."""
-        if not (0 <= offset < len(self) and epoch >= 0):
-            raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
-        if self.order == "independent":
-            step = epoch * len(self) + offset
-            each = [_subset(self.seed, step, c, self.size, self.batch_size) for c in range(self.chains or 1)]
-            return torch.stack(each) if self.chains is not None else each[0]
-        if self.order == "palindrome" and epoch % 2:
-            offset = len(self) - 1 - offset
-        start = offset * self.batch_size
-        return self._permutation(epoch)[..., start : start + self.batch_size]
-
-    def _permutation(self, epoch: int) -> Tensor:
-        number = {"palindrome": epoch // 2, "fixed": 0}.get(self.order, epoch)
-        if self._shuffled is None or self._shuffled[0] != number:
-            if self.order == "fixed":
-                each = [torch.arange(self.size)] * (self.chains or 1)
-            else:
-                each = [_permutation(self.seed, number, c, self.size) for c in range(self.chains or 1)]
-            self._shuffled = number, torch.stack(each) if self.chains is not None else each[0]
-        return self._shuffled[1]
+        batch = self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
+        return (batch, rows) if self.with_rows else batch
 
     def _advance(self) -> tuple[int, int]:
         """The position of the next batch; the iteration moves past it."""
@@ -128,7 +169,7 @@ class Epochs:
         self.seek(epoch * len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, and what it is a position in."""
+        """The position of the next batch, and what it is a position in. It is the same on all ranks, and for any number."""
         return {"epoch": self.epoch, "offset": self.offset, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,11 +187,13 @@ class Epochs:
         self.seek(state["epoch"] * len(self) + state["offset"])
 
     def _identity(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("order", "seed", "batch_size", "size", "chains")}
+        same = {name: getattr(self, name) for name in ("order", "seed", "batch_size", "size", "chains")}
+        return {**same, "left_out": [[len(rows), int(rows.sum())] for rows in self.left_out]} if self.left_out else same
 
     def __repr__(self) -> str:
         chains = "" if self.chains is None else f", chains={self.chains}"
-        return f"epochs({self.size} data, {self.batch_size}, order={self.order!r}, seed={self.seed}{chains})"
+        part = "" if self.ranks == 1 else f", part {self.rank} of {self.ranks}"
+        return f"epochs({self.size} data, {self.batch_size}, order={self.order!r}, seed={self.seed}{chains}{part})"
 
 
 class Indices:
@@ -174,7 +217,15 @@ class Indices:
 
 
 def epochs(
-    data: Any, batch_size: int, *, order: Order = "reshuffled", seed: int = 0, chains: int | None = None
+    data: Any,
+    batch_size: int,
+    *,
+    order: Order | Rule = "reshuffled",
+    seed: int = 0,
+    chains: int | None = None,
+    leave_out: Tensor | Sequence[Tensor] | None = None,
+    mesh: Mesh | None = None,
+    with_rows: bool = False,
 ) -> Epochs:
     """Minibatches of ``data``, in an order that resumes anywhere.
 
@@ -184,19 +235,30 @@ def epochs(
         batch_size: ``b``, from 1 to the number of data ``N``. The ``N mod b`` data that fill no batch sit out that
             epoch.
         order: ``"reshuffled"`` (default), ``"independent"``, ``"palindrome"`` or ``"fixed"``; see the module.
-            ``"fixed"`` warns.
+            ``"fixed"`` warns. Or a function ``order(rows, seed, epoch, chain)`` that returns ``rows``, int64 ``[n]``, permuted;
+            it must give the same for the same arguments.
         seed: of the order, an integer.
         chains: give each of so many chains of :func:`bayesopt_chain.parallel` an order of its own, batches with the
             chains on axis 0 (``batch_dim=0``). A chain's order does not depend on how many there are; chain 0 has that
             of ``chains=None``.
+        leave_out: numbers of data that no batch holds, int64 ``[m]``; or one such tensor for each chain, as
+            :func:`bayesopt_chain.data.folds` gives for cross-validation. Then an epoch is as long as that of the chain with
+            the fewest data.
+        mesh: ranks that share each batch: a ``DeviceMesh`` of one axis, or ``(rank, number of ranks)`` such as
+            :func:`bayesopt_chain.distributed.world`. All of them are given *the whole data* and one seed; each gets its
+            part of every batch, ``batch_size / ranks`` data, and the parts together are the batch of one process. Ranks
+            that run chains of their own take no ``mesh``.
+        with_rows: give ``(batch, rows)`` with the numbers of the batch's data, int64 ``[b]`` or ``[chains, b]``, as stored
+            control variates need.
 
     Returns:
         :class:`Epochs`: iterable, an epoch a pass; ``state_dict``, ``load_state_dict`` and ``seek`` move its position.
 
     Raises:
         TypeError: ``data`` is neither a tree of tensors nor something with a length.
-        ValueError: leaves of different lengths, a batch size outside 1 to ``N``, an unknown order, or ``order="fixed"``
-            with a batch size that does not divide ``N`` (the last data would never be used).
+        ValueError: leaves of different lengths, a batch size outside 1 to ``N`` or that the ranks cannot share equally, an
+            unknown order, ``order="fixed"`` with a batch size that does not divide ``N`` (the last data would never be
+            used), or rows to leave out that are no rows of the data.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -204,18 +266,34 @@ def epochs(
         >>> data = bc.epochs((x, y), 2, seed=1)
         >>> len(data), sorted(torch.cat([xb for xb, yb in data]).tolist()), data.at_end, data.epoch
         (3, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], True, 1)
+        >>> first, second = (bc.epochs(x, 2, seed=1, mesh=(rank, 2)) for rank in range(2))
+        >>> torch.equal(torch.cat([first.batch(0, 0), second.batch(0, 0)]), data.batch(0, 0)[0])
+        True
     """
-    if order not in get_args(Order):
-        raise ValueError(f"epochs: order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    if not callable(order) and order not in get_args(Order):
+        raise ValueError(
+            f"epochs: order must be one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain); got "
+            f"{order!r}"
+        )
     if chains is not None and chains < 1:
         raise ValueError(f"epochs: chains must be at least 1, got {chains}")
-    made = Epochs(data, operator.index(batch_size), order, operator.index(seed), chains)
-    if not 1 <= made.batch_size <= made.size:
-        raise ValueError(f"epochs: batch_size must lie between 1 and the {made.size} data, got {batch_size}")
+    batch_size, place = operator.index(batch_size), _place(mesh)
+    size = _columns(data)[2]
+    left_out = _left_out(leave_out, size, chains)
+    least = size - max([len(rows) for rows in left_out], default=0)
+    if not 1 <= batch_size <= least:
+        rest = "" if least == size else f" that are not left out ({size} in all)"
+        raise ValueError(f"epochs: batch_size must lie between 1 and the {least} data{rest}, got {batch_size}")
+    if batch_size % place[1]:
+        near = batch_size - batch_size % place[1]
+        raise ValueError(
+            f"epochs: a batch of {batch_size} cannot be shared equally by {place[1]} ranks, and a rank with fewer data would "
+            f"count as much as the others; take a batch_size of {near or place[1]} or {near + place[1]}"
+        )
     if order == "fixed":
-        if left := made.size % made.batch_size:
+        if left := least % batch_size:
             raise ValueError(
-                f"epochs: order='fixed' with batches of {batch_size} would never use the last {left} of {made.size} "
+                f"epochs: order='fixed' with batches of {batch_size} would never use the last {left} of {least} "
                 "data; take a batch_size that divides their number, or order='reshuffled'"
             )
         warnings.warn(
@@ -223,7 +301,39 @@ def epochs(
             "5 % of the variance at one relaxation an epoch, 20 % at two); order='reshuffled' has no such bias",
             stacklevel=2,
         )
-    return made
+    return Epochs(data, batch_size, order, operator.index(seed), chains, left_out, place, with_rows)
+
+
+def _place(mesh: Mesh | None) -> tuple[int, int]:
+    """The rank of this process and the number of ranks."""
+    if mesh is None:
+        return 0, 1
+    if hasattr(mesh, "get_local_rank"):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f'epochs: mesh has {mesh.ndim} axes; give the one over which data are spread, such as mesh["data"]'
+            )
+        return mesh.get_local_rank(), mesh.size()
+    if isinstance(mesh, tuple) and len(mesh) == 2 and 0 <= mesh[0] < mesh[1]:
+        return operator.index(mesh[0]), operator.index(mesh[1])
+    raise TypeError(f"epochs: mesh must be a DeviceMesh of one axis, or (rank, number of ranks), got {mesh!r}")
+
+
+def _left_out(leave_out: Tensor | Sequence[Tensor] | None, size: int, chains: int | None) -> list[Tensor]:
+    """The rows to leave out: none, of all chains, or of each."""
+    if leave_out is None:
+        return []
+    each = [leave_out] if torch.is_tensor(leave_out) else list(leave_out)
+    if not torch.is_tensor(leave_out) and len(each) != (chains or 1):
+        raise ValueError(
+            f"epochs: leave_out has {len(each)} folds for {chains or 1} chains; give one for each, chains={len(each)}"
+        )
+    for rows in each:
+        if rows.dtype != torch.int64 or rows.ndim != 1 or (len(rows) and not (rows.min() >= 0 and rows.max() < size)):
+            raise ValueError(
+                f"epochs: leave_out must hold row numbers, int64 [m] from 0 to {size - 1}, got {rows.dtype} {list(rows.shape)}"
+            )
+    return [rows.unique() for rows in each]
 
 
 def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:
@@ -239,29 +349,3 @@ def _columns(data: Any) -> tuple[list[Tensor] | None, Any, int]:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves if not torch.is_tensor(leaf)})) or "nothing"
         raise TypeError(f"epochs: data must be a tree of tensors, or something with a length; it holds {kinds}")
     return None, None, len(data)
-
-
-def _keys(seed: int, number: int, chain: int, n: int, start: int = 0) -> Tensor:
-    """``n`` integers below 2^62 from ``start`` on, of the stream (seed, number, chain)."""
-    block = torch.arange(start // 2, (start + n + 1) // 2)
-    counter = [block, *(torch.full_like(block, v) for v in (chain, number & 0xFFFFFFFF, number >> 32))]
-    key = [torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32 & 0xFFFFFFFF)]
-    a, b, c, d = philox(counter, key)
-    words = torch.stack([(a >> 1) << 31 | b >> 1, (c >> 1) << 31 | d >> 1], dim=1).reshape(-1)
-    return words[start % 2 :][:n]
-
-
-def _permutation(seed: int, epoch: int, chain: int, size: int) -> Tensor:
-    return _keys(seed, epoch, chain, size).argsort(stable=True)
-
-
-def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
-    """``n`` different numbers below ``size``: the first of the stream, or of a permutation where they are many."""
-    if 4 * n > size:
-        return _permutation(seed, step, chain, size)[:n]
-    found: dict[int, None] = {}
-    start = 0
-    while len(found) < n:
-        found.update(dict.fromkeys((_keys(seed, step, chain, 2 * n, start) % size).tolist()))
-        start += 2 * n
-    return torch.tensor(list(found)[:n])

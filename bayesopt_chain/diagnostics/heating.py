@@ -46,7 +46,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.data.epochs import Order
+from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
 from bayesopt_chain.diagnostics.top_curvature import lanczos

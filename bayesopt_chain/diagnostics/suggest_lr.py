@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from bayesopt_chain import checks
-from bayesopt_chain.data.epochs import Epochs, Order
+from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import read, reread
 from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, take
 from bayesopt_chain.diagnostics.heating import Heating, loop, predict, reduce, rescaled
@@ -99,7 +100,8 @@ def suggest_lr(
     checks.positive("suggest_lr: tolerance", tolerance)
     used = batches if isinstance(batches, Epochs) else take(batches, max_batches)[0][0]
     noise = gradient_noise(loss, params, used, rank=rank, max_batches=max_batches)
-    order = order or batches.order if isinstance(batches, Epochs) else order or "reshuffled"
+    known: Order = batches.order if isinstance(batches, Epochs) else "reshuffled"
+    order = order or known
     steps = steps_per_epoch or noise.steps_per_epoch or float(_count(batches, used))
     first = 1e-3
     response = read(make_tx(first), params, state)

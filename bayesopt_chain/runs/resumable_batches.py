@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bayesopt_chain.data.epochs import Epochs
-from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.ranks import gather_objects, hash_of_bits
 
 
 class ResumableBatches:
@@ -35,15 +35,28 @@ class ResumableBatches:
         self.start = self.state()
 
     def share(self, mesh: Any) -> None:
-        """Learn what the batches of all ranks of a mesh are together; one message."""
-        self.whole = _together(gather_objects(self._part(), mesh))
+        """Learn what the batches of all ranks of a mesh are together; two messages.
+
+        Raises:
+            ValueError: ranks that go through parts of the data in one order, or of which some share batches and some do not.
+        """
+        parts = gather_objects(self._part(), mesh)
+        _require_orders_of_their_own(gather_objects(self._order(), mesh), parts)
+        self.whole = _together(parts)
         self.start = self.state()
 
     def _part(self) -> dict[str, Any]:
         """What this rank's batches are of."""
         if not isinstance(self.batches, Epochs):
             return {}
-        return {"data": self.batches.size, "batch": self.batches.batch_size, "order": self.batches.order}
+        about = {"data": self.batches.size, "batch": self.batches.batch_size, "order": self.batches.order}
+        return {**about, "shared": self.batches.ranks > 1}
+
+    def _order(self) -> Any:
+        """Seed of this rank's batches, and a hash of the data; none where they are not ``bc.epochs`` of tensors."""
+        if not isinstance(self.batches, Epochs) or self.batches.leaves is None or self.batches.order == "fixed":
+            return None
+        return self.batches.seed, [int(hash_of_bits(x)) for x in self.batches.leaves]
 
     def next(self) -> Any:
         """The next batch."""
@@ -129,10 +142,31 @@ class ResumableBatches:
             )
 
 
+def _require_orders_of_their_own(orders: list[Any], parts: list[dict[str, Any]]) -> None:
+    """Refuse parts of the data that all ranks go through by the same permutation.
+
+    Raises:
+        ValueError: naming the seed; or where some ranks have ``mesh=`` and some do not.
+    """
+    shared = {part.get("shared", False) for part in parts}
+    if len(shared) > 1:
+        raise ValueError("sample: some ranks gave bc.epochs a mesh=, and some did not: give it on all of them")
+    seen: dict[Any, list[int]] = {}
+    for seed, data in [order for order in orders if order is not None and shared == {False}]:
+        if seen.setdefault(seed, data) != data:
+            raise ValueError(
+                f"sample: ranks go through different parts of the data with one seed, {seed}, and so in one order; of sorted "
+                "data their batches are alike, and the gradients' noise is up to as many times too large as there are ranks. "
+                "Give bc.epochs the whole data on every rank, the batch size of all ranks together, and mesh="
+            )
+
+
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """How many ranks share the data, and of how many data they have batches of which size."""
     whole: dict[str, Any] = {"ranks": len(parts)}
-    if all(parts):
+    if all(parts) and parts[0]["shared"]:  # each of them knows the whole data
+        whole |= {name: parts[0][name] for name in ("data", "batch", "order")}
+    elif all(parts):
         orders = sorted({part["order"] for part in parts})
         whole |= {name: sum(part[name] for part in parts) for name in ("data", "batch")} | {"order": "/".join(orders)}
     return whole

@@ -189,6 +189,43 @@ def test_a_mesh_of_chains_and_data_runs_the_chains_of_one_process(tmp_path):
 # on the disk
 
 
+def from_one_stream(path, steps, ranks):
+    """A run whose ranks take their parts of the batches of one process."""
+    torch.manual_seed(0)
+    tx, params = bc.sghmc(0.05, temperature=0.01), start()
+    if ranks == 1:
+        return bc.sample(
+            bc.make_step(loss, tx), params, tx.init(params), bc.epochs(batches(1, 48)[0], 8, seed=5), steps=steps
+        ).params["w"]
+    mesh = init_device_mesh("cpu", (ranks,))
+    loader = bc.epochs(batches(1, 48)[0], 8, seed=5, mesh=mesh)
+    step = bc.make_step(loss, tx, mesh=mesh)
+    return bc.sample(step, params, tx.init(params), loader, steps=steps, path=path).params["w"]
+
+
+@pytest.mark.slow
+def test_a_run_on_shared_batches_is_that_of_one_process_and_goes_on_on_another_number_of_ranks(tmp_path):
+    whole = from_one_stream(None, 14, 1)
+    run(from_one_stream, 4, tmp_path, tmp_path / "draws", 8, 4)
+    for mine in run(from_one_stream, 2, tmp_path, tmp_path / "draws", 14, 2):
+        torch.testing.assert_close(mine, whole, rtol=0, atol=1e-12)
+
+
+def parts_in_one_order(path):
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    tx, params = bc.sghmc(0.05, temperature=0.01), start()
+    params, state = bc.distributed.broadcast((params, tx.init(params)), mesh)
+    x, y = batches(1, 48)[0]
+    loader = bc.epochs((x[rank::2], y[rank::2]), 8)
+    step = bc.make_step(loss, tx, mesh=mesh)
+    return message_of(lambda: bc.sample(step, params, state, loader, steps=4, path=path))
+
+
+def test_parts_of_the_data_in_one_order_are_refused_on_every_rank(tmp_path):
+    for said in run(parts_in_one_order, 2, tmp_path, tmp_path / "draws"):
+        assert said is not None and "with one seed, 0" in said and "mesh=" in said
+
+
 def to_disk(path, steps):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     torch.manual_seed(0)

@@ -1,0 +1,195 @@
+r"""The one stream of row numbers from which every order, fold, chain and rank reads its batches.
+
+``N`` data and batches of ``b`` make ``K = floor(N / b)`` steps an epoch. Batch ``k`` of epoch ``e`` of chain ``c`` is
+
+    rows(e, k, c) = pi_{e, c}[k b : (k + 1) b]
+
+for a permutation ``pi`` of the data that is a function of (seed, e, c). It sorts the 62-bit Philox keys of the counters
+(block, c, e), so that no generator is kept. An independent batch is the first ``b`` distinct numbers of the keys of step
+``e K + k``, modulo ``N``. A fold is a part of one more permutation, and data that are left out are taken from the list before
+it is permuted. Rank ``r`` of ``R`` takes the part ``[r b / R, (r + 1) b / R)`` of each batch, so that the ranks' batches
+together are the batch of one process. The same in tensors, ``rows_at(step)``, runs inside a captured or compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.random.philox import philox
+
+Order = Literal["independent", "reshuffled", "palindrome", "fixed"]
+Rule = Callable[[Tensor, int, int, int], Tensor]  # (rows, seed, epoch, chain): the rows in the order of that epoch
+
+_FOLDS = 2**62  # the number of the permutation that folds are cut from; no epoch has it
+_CANDIDATES = (
+    8  # times b: among so many numbers below 4 b and more fewer than b are distinct with probability below 1e-13
+)
+
+
+class IndexStream:
+    """Row numbers as a function of position.
+
+    Args:
+        size: number of data.
+        batch_size: ``b``, of all ranks together.
+        order: one of ``Order``, or a rule of one's own.
+        seed: of the permutations.
+        leave_out: the rows that each chain leaves out; one entry for all chains, or one for each.
+        device: where :meth:`rows_at` works.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        order: Order | Rule,
+        seed: int,
+        leave_out: Sequence[Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.size, self.batch_size, self.order, self.seed = size, batch_size, order, seed
+        everything = torch.arange(size)
+        self.kept = [everything[~torch.isin(everything, rows)] for rows in leave_out] or [everything]
+        self.least = min(len(rows) for rows in self.kept)  # data that the chain with the fewest goes through
+        # constants of a program; an arange inside of one is computed in 32 bits by torch's compiler, and Philox needs 64
+        self._blocks = torch.arange(max(size, _CANDIDATES * batch_size) // 2 + 1, device=device)
+        self._kept_there = [rows.to(self._blocks.device) for rows in self.kept]
+        self._made: dict[int, tuple[int, Tensor]] = {}  # by chain the last permutation and its number
+
+    @property
+    def steps(self) -> int:
+        """Batches an epoch."""
+        return self.least // self.batch_size
+
+    @property
+    def period(self) -> int:
+        """Epochs after which the noise of the batches has summed to zero."""
+        return 2 if self.order == "palindrome" else 1
+
+    def rows(self, epoch: int, offset: int, chain: int) -> Tensor:
+        """The rows of one batch, int64 ``[b]``; the permutation of a chain's last epoch is kept."""
+        if self.order == "independent":
+            kept = self.kept[chain % len(self.kept)]
+            return kept[_subset(self.seed, epoch * self.steps + offset, chain, len(kept), self.batch_size)]
+        if self.order == "palindrome" and epoch % 2:
+            offset = self.steps - 1 - offset
+        made = self._made.get(chain)
+        if made is None or made[0] != epoch // self.period:
+            made = self._made[chain] = epoch // self.period, self.permuted(epoch, chain)
+        return made[1][offset * self.batch_size : (offset + 1) * self.batch_size]
+
+    def permuted(self, epoch: int, chain: int) -> Tensor:
+        """The rows of a chain in the order in which an epoch goes through them (a palindrome's odd epochs: backward).
+
+        Raises:
+            ValueError: a rule of one's own that gives other rows than it was given.
+        """
+        kept = self.kept[chain % len(self.kept)]
+        if self.order == "fixed":
+            return kept
+        if not callable(self.order):
+            return kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
+        given = self.order(kept, self.seed, epoch, chain)
+        if given.dtype != torch.int64 or not torch.equal(given.sort().values, kept):
+            raise ValueError(
+                f"epochs: order gave a tensor {given.dtype} {list(given.shape)} for epoch {epoch} that is no permutation of "
+                f"the {len(kept)} rows it was given; return rows[permutation]"
+            )
+        return given
+
+    def rows_at(self, step: Tensor, chain: int) -> Tensor:
+        """The rows of the batch after ``step`` batches (0-d, int64, on the stream's device), by tensor operations alone.
+
+        A permutation of all data is made in every call.
+
+        Raises:
+            ValueError: an order that is a function of one's own.
+        """
+        if callable(self.order):
+            raise ValueError(
+                "epochs: an order of one's own is made outside of the program; take a named one, or rows(epoch, offset)"
+            )
+        kept = self._kept_there[chain % len(self.kept)]
+        n, b = len(kept), self.batch_size
+        if self.order == "independent":
+            if 4 * b > n:
+                return kept[_keys_of(self._blocks, self.seed, step, chain, n).argsort(stable=True)[:b]]
+            return kept[_first_distinct(_keys_of(self._blocks, self.seed, step, chain, _CANDIDATES * b) % n, b)]
+        epoch = torch.div(step, self.steps, rounding_mode="floor")
+        offset = step - epoch * self.steps
+        if self.order == "palindrome":
+            offset = torch.where(epoch % 2 == 1, self.steps - 1 - offset, offset)
+        places = offset * b + self._blocks[:b]
+        if self.order == "fixed":
+            return kept[places]
+        number = torch.div(epoch, self.period, rounding_mode="floor")
+        return kept[_keys_of(self._blocks, self.seed, number, chain, n).argsort(stable=True)[places]]
+
+
+def folds(size: int, k: int, *, seed: int = 0) -> list[Tensor]:
+    """Share ``size`` data out into ``k`` folds at random, for ``bc.epochs(data, b, chains=k, leave_out=folds)``.
+
+    Args:
+        size: number of data.
+        k: number of folds, from 2 to ``size``.
+        seed: of the permutation that is cut; another one than any epoch's.
+
+    Returns:
+        ``k`` int64 tensors of row numbers, ascending, of sizes that differ by at most one. Each row is in one of them.
+
+    Raises:
+        ValueError: ``k`` outside 2 to ``size``.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> held_out = bc.data.folds(7, 3)
+        >>> [len(rows) for rows in held_out], sorted(torch.cat(held_out).tolist())
+        ([3, 2, 2], [0, 1, 2, 3, 4, 5, 6])
+    """
+    if not 2 <= k <= size:
+        raise ValueError(f"folds: k must lie between 2 and the {size} data, got {k}")
+    return [rows.sort().values for rows in _permutation(seed, _FOLDS, 0, size).tensor_split(k)]
+
+
+def _keys(seed: int, number: int, chain: int, n: int, start: int = 0) -> Tensor:
+    """``n`` integers below 2^62 from ``start`` on, of the stream (seed, number, chain)."""
+    blocks = torch.arange(start // 2, (start + n + 1) // 2)
+    return _keys_of(blocks, seed, torch.tensor(number), chain, n + start % 2)[start % 2 :]
+
+
+def _keys_of(blocks: Tensor, seed: int, number: Tensor, chain: int, n: int) -> Tensor:
+    """The first ``n`` integers of these blocks, two of each."""
+    blocks = blocks[: (n + 1) // 2]
+    zero = torch.zeros_like(blocks)
+    counter = [blocks, zero + chain, zero + (number & 0xFFFFFFFF), zero + (number >> 32)]
+    a, b, c, d = philox(counter, [zero + (seed & 0xFFFFFFFF), zero + (seed >> 32 & 0xFFFFFFFF)])
+    return torch.stack([(a >> 1) << 31 | b >> 1, (c >> 1) << 31 | d >> 1], dim=1).reshape(-1)[:n]
+
+
+def _permutation(seed: int, number: int, chain: int, size: int) -> Tensor:
+    return _keys(seed, number, chain, size).argsort(stable=True)
+
+
+def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
+    """``n`` different numbers below ``size``: the first of the stream, or of a permutation where they are many."""
+    if 4 * n > size:
+        return _permutation(seed, step, chain, size)[:n]
+    found: dict[int, None] = {}
+    start = 0
+    while len(found) < n:
+        found.update(dict.fromkeys((_keys(seed, step, chain, 2 * n, start) % size).tolist()))
+        start += 2 * n
+    return torch.tensor(list(found)[:n])
+
+
+def _first_distinct(numbers: Tensor, n: int) -> Tensor:
+    """The first ``n`` distinct ones of some numbers, in their order."""
+    order = numbers.argsort(stable=True)
+    sorted_numbers = numbers[order]
+    is_new = torch.cat([sorted_numbers.new_ones(1, dtype=torch.bool), sorted_numbers[1:] != sorted_numbers[:-1]])
+    seen_before = torch.ones_like(is_new).index_put((order,), ~is_new)
+    return numbers[seen_before.to(torch.int8).argsort(stable=True)[:n]]
