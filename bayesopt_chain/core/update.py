@@ -37,7 +37,7 @@ class Injected(NamedTuple):
     noise_input: NoiseInput
     leaves: list[int]
     noise: Leaves
-    scale: list[Tensor] | None  # what the velocity is multiplied by before the step
+    scale: Sequence[Tensor | float] | None  # what the velocity is multiplied by before the step
     is_positive_temperature: (
         Tensor | None
     )  # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
@@ -204,7 +204,7 @@ class Update:
         for x in self.noises:
             if x.scale is not None and x.leaves and (i := x.noise_input.transfer.pole_link) is not None:
                 dtypes = self.plan.layout.dtypes
-                factors = [s.to(dtypes[j]) for s, j in zip(x.scale, x.leaves)]
+                factors = [torch.as_tensor(s, dtype=dtypes[j]) for s, j in zip(x.scale, x.leaves)]
                 at = self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 

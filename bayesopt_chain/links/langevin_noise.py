@@ -2,7 +2,7 @@ r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
 
 Its noise is matched to the chain around it (:mod:`bayesopt_chain.matching.noise_inputs`), so that the parameters sample
 ``exp(-loss / temperature)``. The state holds the key and step count of the random stream, the draws that the next step
-still needs and, where they change with time, the temperature and gains of the last step.
+still needs and, where they change with time, the temperature and gains of the last step and the noise's surplus.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from bayesopt_chain.core.update import Injected, Injection, Rates, Update
 from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.matching import law
-from bayesopt_chain.matching.filters import Conditions, Filtered
+from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.matching.response import Linear, Noise, Response, SelfContainedSampler
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.random.stream import STREAMS, Stream
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.schedules import now as value_at
-from bayesopt_chain.tracing import is_plain
+from bayesopt_chain.tracing import is_plain, is_readable
 
 LOW = (torch.bfloat16, torch.float16)
+CONDITIONS = 5  # numbers that are remembered for each leaf where rates or temperature change
 
 
 class LangevinNoiseState(NamedTuple):
     """``key`` and ``count`` (0-d, int64) of the stream; the remembered draws of each leaf, stacked on axis 0.
 
-    ``conditions`` holds last step's temperature and gains, float64 ``[leaves, 3]``, where those can change (else it is empty).
+    ``conditions`` holds, where temperature or gains can change (else it is empty), float64 ``[leaves, 5]``: the last step's
+    temperature, the product of its changing gains (negative if the step moved nothing; then that of the last one that did),
+    those in front of the noise, and the surplus of each branch (:func:`bayesopt_chain.matching.law.scheduled_noise`).
     """
 
     key: Tensor
@@ -120,7 +123,7 @@ class Strength(NamedTuple):
     leaf, and the conditions that the step leaves behind."""
 
     temperature: float | Tensor
-    by_site: list[tuple[Sequence[Any], Sequence[Tensor] | None, Tensor | None]]
+    by_site: list[tuple[Sequence[Any], Sequence[Tensor | float] | None, Tensor | None]]
 
 
 def constant(i: int, leaves: Sequence[int]) -> Tensor:
@@ -153,7 +156,7 @@ class LangevinInjection:
         device = params[self.leaves[0]].device if self.leaves else torch.device("cpu")
         memory = [params[j].new_zeros((p.memory, *params[j].shape)) for j, p in zip(self.leaves, self.processes)]
         changes = any(noise_input.changes for noise_input in self.noise_inputs)
-        conditions = (torch.zeros(len(memory), 3, dtype=torch.float64, device=device),) if changes else ()
+        conditions = (torch.zeros(len(memory), CONDITIONS, dtype=torch.float64, device=device),) if changes else ()
         key = keyed_stream.new_key(self.link.generator, device)
         return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
 
@@ -162,6 +165,12 @@ class LangevinInjection:
         if not state.conditions and any(noise_input.changes for noise_input in self.noise_inputs):
             raise ValueError(
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
+            )
+        if state.conditions and state.conditions[0].shape[-1] != CONDITIONS:
+            raise ValueError(
+                f"state: conditions hold {state.conditions[0].shape[-1]} numbers a leaf, not {CONDITIONS}: it was saved by a "
+                "version whose schedules were not exact; start a sampler from the parameters by init(params), or "
+                "init(params, like=state) to keep the velocity"
             )
         temperature = value_at(self.link.temperature, state.count)
         if not self.link.is_static:
@@ -222,7 +231,7 @@ class LangevinInjection:
                 (e,) = update.apply_powers(noise_input, [j], [e.float().expand(leaves[j].shape).clone()])
                 # what a unit of noise moves in one step
                 gain = noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
-                behind = 1.0 if after is None else float(after[n, 2].sqrt() / after[n, 1])
+                behind = 1.0 if after is None else float((after[n, 1] / after[n, 2]).abs().nan_to_num())
                 if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
                     return
 
@@ -241,21 +250,53 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
 
 
 def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:
-    """By leaf, the filter's coefficients and the velocity's scale; and the conditions that this step leaves behind."""
-    last_heat, last_inverse, last_square = before.unbind(-1)
-    one = torch.ones_like(last_heat)
-    front, behind = (math.prod((rates(i, noise_input.leaves) for i in part), start=one) for part in noise_input.rates)
-    moves = (front != 0) & (behind != 0)  # lr = 0 keeps the velocity at the level it was brought to
-    inverse = torch.where(moves, front / torch.where(moves, behind, one), last_inverse)
-    square, heat = torch.where(moves, front * front, last_square), one * temperature
-    now, last = Conditions(heat, inverse, square), Conditions(last_heat, last_inverse, last_square)
-    values, scale = noise_input.process.coefficients(now, last)
-    if scale is not None:  # a cold velocity is the optimizer's own, and stays
-        scale = torch.where((heat != 0) | (last_heat != 0), scale, one).unbind()
+    """By leaf, the weights of its noise and the velocity's scale; and the conditions that this step leaves behind.
+
+    In numbers where all can be read for nothing, once for leaves whose numbers are the same; else in tensors.
+    """
+    n = len(noise_input.leaves)
+    gains = [[rates(i, noise_input.leaves) for i in part] for part in noise_input.rates]
+    told = [before, *gains[0], *gains[1], *([temperature] if isinstance(temperature, Tensor) else [])]
+    if all([is_readable(x) and not x.requires_grad for x in told]):
+        heat, known = float(temperature), dict[tuple[float, ...], Any]()
+        last = before.T.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        rows: list[tuple[float, ...]] = list(zip(*_products(gains, n), *last))  # pyright: ignore[reportUnknownArgumentType]
+        for row in rows:
+            if row not in known:
+                known[row] = _one_leaf(noise_input.process, heat, *row)
+        values, scales, after = zip(*(known[row] for row in rows))
+        scale = None if all([x is None or x == 1.0 for x in scales]) else scales
+        return values, scale, torch.tensor(after, dtype=torch.float64)
+    one = torch.ones_like(before[..., 0])
+    front, behind = (math.prod(part, start=one) for part in gains)
+    values, scale, after = _one_leaf(noise_input.process, one * temperature, front, behind, *before.unbind(-1))
     numbers: list[Tensor]
     numbers, structure = optree.tree_flatten(values)
     by_leaf = [structure.unflatten(x) for x in zip(*[v.unbind() for v in numbers])]
-    return by_leaf, scale, torch.stack([heat, inverse, square], -1)
+    return by_leaf, None if scale is None else scale.unbind(), torch.stack(after, -1)
+
+
+def _products(gains: Sequence[Sequence[Tensor]], n: int) -> list[list[float]]:
+    """The product of the gains in front of the noise, and behind it, of each of ``n`` leaves."""
+    parts: Any = [[gain.tolist() for gain in part] for part in gains]  # pyright: ignore[reportUnknownMemberType]
+    return [[math.prod(x) for x in zip(*part)] if part else [1.0] * n for part in parts]
+
+
+def _one_leaf(
+    process: Process, heat: Any, front: Any, behind: Any, last_heat: Any, last_rate: Any, last_front: Any, *surplus: Any
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The same for the numbers of one leaf, or for tensors of all; the rest are the conditions that the last step left."""
+    rate, known = front * behind, abs(last_rate)
+    moves = rate != 0
+    rate = pick(moves, rate, known)
+    if process.velocity:  # behind a gain of 0 a velocity would go on moving: the chain stops, and begins anew
+        rate = pick(front != 0, rate, 0.0)
+    now = Conditions(heat, rate, front, moves)
+    values, scale, left = process.coefficients(now, Conditions(last_heat, known, last_front, last_rate >= 0, surplus))
+    if scale is not None:  # a cold velocity is the optimizer's own, and stays
+        scale = pick((heat != 0) | (last_heat != 0), scale, 1.0)
+    after = heat, pick(moves, rate, -rate), pick(front != 0, front, last_front), *left, *surplus[len(left) :]
+    return values, scale, after
 
 
 @checked_as(order=ORDER)

@@ -8,12 +8,17 @@ All turn the fresh draws ``xi`` of one leaf and what they remember of earlier on
   memory ``x`` of those links is multiplied by ``sqrt(lr_{t-1} / lr_t)`` before a step. Where no force acts ``sqrt(lr_t) x_t``
   then does not notice the schedule, so that the memory has the variance that belongs to ``lr_t`` at once.
 * :class:`Scheduled`: ``f = direct + momentum_gain / (1 - mu/z)``, SGD and heavy ball in parallel, each with noise by
-  the rule of :func:`bayesopt_chain.matching.law.scheduled_momentum_noise`. Branch noises ``e1`` and ``e2`` meet at
-  the link's one input as
+  the rule of :func:`bayesopt_chain.matching.law.scheduled_noise`, in units in which the gradient enters with weight 1:
+  behind a changing gain ``G_b`` the noise is ``G_b`` times that, and the last velocity counts ``mu G_b' / G_b``.
+  Branch noises ``e1`` and ``e2`` meet at the link's one input as
 
       (r0 + r1) e_t = r0 e1_t + r1 (e2_t + k delta_{t-1}),      delta_t = k delta_{t-1} + e2_t - e_t,
 
   ``delta`` being what the second branch's velocity still lacks.
+
+A step of rate 0 moves nothing, but its gradient enters the velocity: ``v = q + g``, of the right variance, with
+``Cov(theta, v) = +T / 2``. Reversed it has the stationary law again. So the next step takes ``-v`` for what it finds, exactly;
+noise that was still owed enters at once, and SGD, which has no velocity, keeps its draw.
 """
 
 from __future__ import annotations
@@ -29,11 +34,29 @@ from bayesopt_chain.matching import law
 
 
 class Conditions(NamedTuple):
-    """Temperature and gains of one step: ``inverse = G_b / G_a`` and ``square = G_b^2`` (see ``matching.noise_inputs``)."""
+    """What changes with time, at one step: numbers, or float64 tensors with an entry for each leaf."""
 
-    temperature: Any  # numbers, or float64 tensors with an entry for each leaf
-    inverse: Any = 1.0
-    square: Any = 1.0
+    temperature: Any
+    rate: Any = (
+        1.0  # the product of all changing gains; where it is 0 that of the last step that moved, 0 before the first
+    )
+    front: Any = 1.0  # those in front of the place where the noise enters
+    moves: Any = True  # whether the rate of this step is not 0
+    surplus: tuple[Any, ...] = (0.0, 0.0)  # what this step leaves behind, by branch
+
+
+class Weights(NamedTuple):
+    """One branch's noise of one step, ``current xi_t + previous xi_{t-1}``; what it does to the velocity before."""
+
+    current: Any
+    previous: Any
+    moves: Any  # where False, SGD keeps its old draw
+    velocity_scale: Any
+
+
+def pick(condition: Any, x: Any, y: Any) -> Any:
+    """``torch.where``, for numbers too."""
+    return torch.where(condition, x, y) if isinstance(condition, Tensor) else x if condition else y
 
 
 @dataclass(frozen=True)
@@ -44,19 +67,22 @@ class Filtered:
     d: tuple[float, ...] = (1.0,)
     rescales: bool = False
     draws = 1
+    velocity = False
 
     @property
     def memory(self) -> int:
         """How many tensors like a leaf it remembers."""
         return max(len(self.c), len(self.d)) - 1
 
-    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
-        """The level of this step's noise, and what the links' memory is multiplied by before the step."""
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The level of this step's noise, what the links' memory is multiplied by before the step, and no surplus."""
         if not self.rescales:
-            return law.root(now.temperature, torch.where), None
-        began = before.inverse > 0
-        ratio = torch.where(began, now.inverse / torch.where(began, before.inverse, 1.0), 1.0)
-        return law.root(now.temperature * now.inverse, torch.where), law.root(ratio, torch.where)
+            return law.root(now.temperature, pick), None, ()
+        here, last = (x.front * x.front / pick(x.rate > 0, x.rate, 1.0) for x in (now, before))  # G_b / G_a
+        here = pick(now.moves, here, last)
+        began = (before.rate > 0) & (last > 0)
+        ratio = pick(began, here / pick(last > 0, last, 1.0), 1.0)
+        return law.root(now.temperature * here, pick), law.root(ratio, pick), ()
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], level: Any = None) -> tuple[Tensor, list[Tensor]]:
         """The noise and the new memory; the ``fresh`` draw may be overwritten."""
@@ -79,7 +105,7 @@ class Scheduled:
     branches: tuple[tuple[float, float], ...]  # (gain, mu); SGD's has mu = 0
     head: float
     order: int
-    decay_level: float = 0.0  # what decoupled weight decay adds to 1 / lr
+    decay: float = 0.0  # ``mu s / lr`` of a decoupled weight decay behind the only branch
 
     @classmethod
     def of(cls, b: Sequence[float], a: Sequence[float], head: float, order: int) -> Scheduled | None:
@@ -99,6 +125,11 @@ class Scheduled:
         return cls(tuple([x for x in ((direct, 0.0), (gain, mu)) if x[0] > 0.0]), head, order)
 
     @property
+    def velocity(self) -> bool:
+        """Whether a link remembers a velocity."""
+        return self.branches[-1][1] > 0
+
+    @property
     def draws(self) -> int:
         """Fresh draws in a step."""
         return len(self.branches)
@@ -108,26 +139,47 @@ class Scheduled:
         """How many tensors like a leaf it remembers."""
         return 0 if self.order == 1 else 2 * len(self.branches) - 1
 
-    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Tensor | None]:
-        """Those of each branch, and what the velocity is multiplied by before the step."""
-        out = list[law.ScheduleCoefficients]()
-        for gain, mu in self.branches:
-            level, last = (x.inverse / gain + self.decay_level * x.square for x in (now, before))
-            heat = now.temperature, before.temperature
-            out.append(law.scheduled_momentum_noise(mu, level, last, *heat, order=self.order, where=torch.where))
-        return tuple(out), out[-1].velocity_scale if self.branches[-1][1] else None
+    def coefficients(self, now: Conditions, before: Conditions) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The weights of each branch, what the velocity is multiplied by before the step, and the surpluses it leaves."""
+        runs, began = now.rate != 0, before.rate != 0
+        rate, heat = pick(runs, now.rate, 1.0), pick(runs, now.temperature, 0.0)
+        last, last_heat = pick(began, before.rate, rate), pick(began, before.temperature, heat)
+        last_front = pick(began, before.front, now.front)
+        moved = pick(began, before.moves, began == began)
+        weights, surplus, scale = list[Weights](), list[Any](), None
+        for (gain, mu), c in zip(self.branches, before.surplus):
+            this = law.level(rate * gain, mu, heat, self.decay)
+            that = law.level(last * gain, mu, last_heat, self.decay)
+            own = mu * (last_front / pick(now.front > 0, now.front, 1.0))
+            if self.order == 1:
+                k = law.white_noise(this, that._replace(half=pick(began, that.half, 0.0)), mu, where=pick)
+            else:
+                if mu:  # a step of rate 0 has no draw in common with the position, and is reversed
+                    this = this._replace(half=pick(now.moves, this.half, 0.0))
+                    turned = pick(moved, mu + 0.0 * rate, -1.0)
+                    that = that._replace(half=pick(moved, that.half, 0.0), momentum=turned)
+                c = pick(began, c, 0.0)
+                k = law.scheduled_noise(this, that, c, own, where=pick)
+            surplus.append(k.surplus if mu else pick(now.moves, k.surplus, c))
+            previous = pick(began, k.previous * now.front, 0.0)
+            if mu:
+                front = now.front / pick(last_front > 0, last_front, 1.0)
+                scale = pick(k.velocity == own, 1.0 + 0.0 * front, k.velocity / mu * front)
+            weights.append(Weights(k.current * now.front, previous, now.moves, scale))
+        return tuple(weights), scale, tuple(surplus)
 
     def step(self, fresh: list[Tensor], memory: list[Tensor], c: Any) -> tuple[Tensor, list[Tensor]]:
         """The noise and the new memory."""
         if self.order == 1:
             return fresh[0] * (self.head * c[0].current), []
         e = [x * k.current + m * k.previous for x, m, k in zip(fresh, memory, c)]
+        drawn = [x if mu else pick(k.moves, x, m) for x, m, k, (_, mu) in zip(fresh, memory, c, self.branches)]
         if len(e) == 1:
-            return self.head * e[0], list(fresh)
+            return self.head * e[0], drawn
         (r0, _), (r1, mu) = self.branches
         kept = mu * c[1].velocity_scale * memory[2]
         total = (r0 * e[0] + r1 * (e[1] + kept)) / (r0 + r1)
-        return self.head * total, [*fresh, kept + e[1] - total]
+        return self.head * total, [*drawn, kept + e[1] - total]
 
 
 Process = Filtered | Scheduled

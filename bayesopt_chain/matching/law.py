@@ -170,64 +170,132 @@ def noise_filter(r: Sequence[float], b: Sequence[float], order: int = 2) -> tupl
     return c, tuple([v / b[0] for v in b])
 
 
+class Level(NamedTuple):
+    """What one branch ``gain / (1 - mu/z)`` asks of its noise at one step, with numbers or 0-d tensors.
+
+    ``half`` and ``arrives`` hold per unit temperature: ``alpha^2 / T`` and ``A / T`` of :func:`scheduled_noise`.
+    """
+
+    temperature: Any
+    half: Any
+    arrives: Any
+    momentum: Any  # what multiplies the velocity on its way to the next step
+
+
+def level(rate: Any, momentum: Any, temperature: Any, decay: Any = 0.0) -> Level:
+    """The level of ``v <- mu v + g + e``, ``theta <- (1 - s) theta - rate v``, with ``decay = mu s / rate``.
+
+    With decay the same process as without, of momentum ``mu (1 - s)`` under the curvature ``K + (1 - mu) s / rate``.
+    """
+    return Level(
+        temperature, 0.5 * ((1.0 - momentum) / rate + decay), 0.5 * ((1.0 + momentum) / rate - decay), momentum
+    )
+
+
 class ScheduleCoefficients(NamedTuple):
-    """Coefficients of one step of scheduled momentum: ``e = current * xi + previous * xi_previous``."""
+    """One step of scheduled noise, ``v <- velocity v + g + current w_t + previous w_{t-1}``, and the surplus it leaves."""
 
     current: Any
     previous: Any
-    velocity_scale: Any
+    velocity: Any
+    surplus: Any
 
 
-def scheduled_momentum_noise(
-    momentum: float,
-    level: Any,
-    level_before: Any,
-    temperature: Any,
-    temperature_before: Any,
-    *,
-    order: int,
-    where: Callable[..., Any],
+def scheduled_noise(
+    now: Level, before: Level, surplus: Any, momentum: Any, *, where: Callable[..., Any]
 ) -> ScheduleCoefficients:
-    r"""Noise of a heavy-ball link whose learning rate or temperature just changed.
+    r"""Matched noise of a branch whose rate, momentum or temperature just changed: exact wherever rates fall.
 
-    ``v <- k v + g + e``, ``theta <- theta - lr v``; ``level = 1 / lr`` (0 where no step has moved yet). In the
-    splitting picture (``lr' = 2 lr / (1 + mu)``) the velocity ``u`` must arrive at the variance ``T / lr'``:
+    With ``v_t = k v_{t-1} + g_t + e_t``, ``theta_{t+1} = theta_t - lr_t v_t`` call ``q_t`` what a step finds before its
+    gradient comes, ``v_t = q_t + g_t + alpha_t xi_t``, with
 
-        p = u - g,   theta += lr'/2 (p + k p + s xi),   u <- k p + s' xi,
-        s^2  = (1 - mu^2) T_t / lr'_t,   s'^2 = T_{t+1} / lr'_{t+1} - k^2 T_t / lr'_t   (clamped at 0),
+        alpha_t^2 = T_t (1 - mu_t) / (2 lr_t),    A_t = T_t (1 + mu_t) / (2 lr_t),    q_{t+1} = mu_t v_t + alpha_t xi_t.
 
-    ``k = mu``, except where a rise of lr makes ``mu^2 / lr'_t > 1 / lr'_{t+1}``: there the velocity is first scaled so
-    that ``k = sqrt(lr'_t / lr'_{t+1})``. A falling temperature never rescales. Written for ``v = -(p + s xi / (1 + mu))``,
-    as a chain runs it, one step is
+    **Theorem.** At constant ``T`` every step leaves the law ``Var theta = T / K, Cov(theta, q) = -T / 2, Var q = A_t``
+    invariant, for every curvature ``K``. Only ``A_t`` knows of lr and mu. So where ``A`` grows (a rate falls, a momentum
+    rises) an independent draw of variance ``A_t - A_{t-1}`` added to ``q_t`` makes the next step exact as well. *Proof.*
+    ``Cov(theta, v) = -T/2 + T = T/2`` and ``Var v = A - T K + T K + alpha^2 = T / lr``, hence ``Var theta' = T/K - lr T +
+    lr T = T/K``; ``Cov(theta', v) = T/2 - T = -T/2`` and ``Cov(theta', xi) = -lr alpha`` give ``Cov(theta', q') = -mu T/2
+    - lr alpha^2 = -T/2``; and ``Var q' = mu^2 T / lr + (1 + 2 mu) alpha^2 = A``.
 
-        e_{t+1} = alpha_{t+1} xi_{t+1} + (s' - k alpha_t) xi_t,        alpha = s / (1 + mu),
+    The noise ``e_t = alpha_t xi_t + alpha_{t-1} xi_{t-1} + (A_t - A_{t-1})^(1/2) zeta_t`` correlates with its neighbours
+    only. One draw a step gives the same process,
 
-    and the factor ``k / mu`` for the velocity. At constant lr and T both coefficients are ``sqrt(T (1 - mu) / (2 lr))``.
-    A restart (a rise of lr) is not exact. Cosine cycles of 500 updates, momentum 0.5, 0.9 and 0.99, variance relative to
-    ``T / k`` over a cycle by the largest ``lr k``:
+        e_t = a_t w_t + b_t w_{t-1},    a_t^2 = alpha_t^2 + c_t,    b_t = alpha_{t-1}^2 / a_{t-1},
+        c_t = A_t - A_{t-1} + s_{t-1},    s_t = alpha_t^2 c_t / (alpha_t^2 + c_t),
 
-        0.3   -21 % to  +37 %, root mean square  7 %        2   -22 % to +201 %, root mean square  43 %
-        0.5   -25 % to  +54 %, root mean square 10 %        3   -34 % to +606 %, root mean square 115 %
-        1     -16 % to  +99 %, root mean square 18 %
+    with one number to remember, the ``surplus`` ``c_t >= 0``: how much of ``w_t`` only the velocity needed. At constant
+    rates it stays 0. ``k`` is ``mu_{t-1}``; the optimizer's own ``momentum`` ``m`` serves instead where
 
-    ``order=1`` draws white noise ``e^2 = 2 / (1 + mu) (T_{t+1} / lr_{t+1} - k^2 T_t / lr_t)`` instead.
+        c_t = A_t - A_{t-1} - (alpha_{t-1} d)^2 + (1 - d)^2 s_{t-1} >= 0,    d = (m - mu_{t-1}) / (1 - mu_{t-1}),
 
-    All arguments but ``momentum`` and ``order`` may be numbers or 0-d tensors; ``where(condition, x, y)`` selects.
+    with ``b_t`` times ``1 - d``: ``Cov(theta, q)`` is the same with more of the velocity and less of the old draw.
+
+    **A rise** that the surplus does not cover has no exact noise: ``|Cov(theta, q)|`` would have to stay while ``Var q``
+    falls below ``A_{t-1} - s_{t-1}``, the least that any mixture of velocity and old draw has with that covariance. Of all
+    mixtures of variance ``A_t`` the one whose covariance is largest is ``q`` itself times ``g = (A_t / (A_{t-1} -
+    s_{t-1}))^(1/2)``, and that is taken: ``k = g mu_{t-1}``, ``b_t`` times ``g``, ``c_t = 0``. At once ``Var theta`` is then
+    off by the factor ``1 - (1 - g) lr_t K (1 - lr_t K)``; docs/theory.md has the table.
+
+    **A temperature** that changes cannot be followed exactly, since ``Var theta`` would have to jump. The process at the
+    lower of two temperatures goes on, exactly; what is between them is an independent process that starts from rest (``T``
+    rises) or gets no more noise (``T`` falls), so that ``c_t`` counts ``A_t - A_{t-1}`` at the lower one. At constant lr and mu
+    ``K Var theta`` then goes from the old temperature to the new one without ever turning or overshooting: the variance of
+    what started from rest is a sum of squares that gets longer, and that of what is left alone lacks such a sum. It arrives as
+    fast as the chain forgets; a velocity is never rescaled for a temperature.
+
+    Args:
+        now, before: the levels of this step and of the last one. ``half = 0`` before is a velocity that has no draw in
+            common with the position, and ``momentum = -1`` one to be reversed, as after a step of rate 0.
+        surplus: ``c_{t-1}``.
+        momentum: what the optimizer multiplies the last velocity by, in units in which the gradient enters with weight 1.
+        where: ``where(condition, x, y)`` selects.
+
+    Example:
+        >>> pick = lambda condition, x, y: x if condition else y
+        >>> before, now = level(0.1, 0.5, 1.0), level(0.05, 0.5, 1.0)
+        >>> first = scheduled_noise(now, before, 0.0, 0.5, where=pick)  # the rate halves: A grows by (1 + mu) / (2 lr)
+        >>> [round(x, 6) for x in first]
+        [3.535534, 1.581139, 0.5, 7.5]
+        >>> round(scheduled_noise(now, now, first.surplus, 0.5, where=pick).surplus, 6)  # and is forgotten slowly
+        3.0
     """
-    mu = momentum
-    rises = (level_before > 0) * (level < mu * mu * level_before)
-    safe = where(level_before > 0, level_before, level_before + 1.0)
-    k = where(rises, (level / safe) ** 0.5, mu + 0.0 * level)
-    arrive = temperature * level - k * k * temperature_before * level_before
-    arrive = where(arrive <= 0, 0.0 * arrive, arrive)
-    scale = where(rises, k / mu if mu else 1.0 + 0.0 * level, 1.0 + 0.0 * level)
-    if order == 1:
-        return ScheduleCoefficients(root(2.0 / (1.0 + mu) * arrive, where), None, scale)
-    alpha = root(0.5 * (1.0 - mu) * temperature * level, where)
-    alpha_before = root(0.5 * (1.0 - mu) * temperature_before * level_before, where)
-    return ScheduleCoefficients(alpha, root(0.5 * (1.0 + mu) * arrive, where) - k * alpha_before, scale)
+    heat = before.temperature
+    felt = heat * before.half  # alpha_{t-1}^2
+    drawn = felt + surplus  # a_{t-1}^2
+    share = felt / where(drawn > 0, drawn, 1.0)
+    owed, slack = share * root(drawn, where), surplus * share
+    has = heat * before.arrives - slack  # Var q
+    grows = now.arrives - before.arrives
+    lack = heat * grows + slack
+    mu = before.momentum
+    d = (momentum - mu) / (1.0 - mu)
+    room = lack - d * (d * felt + (2.0 - d) * slack)
+    fits = (room >= 0) & ((felt > 0) | (momentum == mu))  # the optimizer's own momentum will do
+    g = root(where(lack < 0, heat * now.arrives / where(lack < 0, has, 1.0), 1.0), where)
+    cools = where(now.temperature < heat, (heat - now.temperature) * grows, 0.0)
+    c = where(fits, room, lack) - cools
+    c = where(c > 0, c, 0.0)
+    return ScheduleCoefficients(
+        current=root(now.temperature * now.half + c, where),
+        previous=where(fits, 1.0 - d, g) * owed,
+        velocity=where(fits, momentum, g * mu),
+        surplus=c,
+    )
+
+
+def white_noise(now: Level, before: Level, momentum: float, *, where: Callable[..., Any]) -> ScheduleCoefficients:
+    """White noise (order 1) of a branch whose rate or temperature just changed: ``Var v`` arrives at ``T_t / lr_t``.
+
+    Where a rate rises by more than ``1 / mu^2`` the velocity, which would be too hot without any noise, is first rescaled.
+    """
+    arrives, arrived = (2.0 / (1.0 - momentum) * x.half for x in (now, before))  # 1 / lr, and what decay adds
+    rises = (arrived > 0) & (arrives < momentum * momentum * arrived)
+    k = where(rises, root(arrives / where(arrived > 0, arrived, 1.0), where), momentum + 0.0 * arrives)
+    e = 2.0 / (1.0 + momentum) * (now.temperature * arrives - k * k * before.temperature * arrived)
+    return ScheduleCoefficients(root(where(e > 0, e, 0.0), where), 0.0 * e, k, 0.0 * e)
 
 
 def root(x: Any, where: Callable[..., Any]) -> Any:
     """Square root, whose derivative at 0 counts as 0."""
-    return where(x == 0, 0.0 * x, where(x == 0, x + 1.0, x) ** 0.5)
+    return where(x == 0, 0.0, where(x == 0, 1.0, x) ** 0.5)

@@ -300,7 +300,7 @@ def _processes(
             (extra,) = rest.pop(transfer.preconditioners)
             if not transfer.rates and main[0] + extra < 0.0:
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
-            process = replace(process, decay_level=extra / main[0] / process.branches[0][0])
+            process = replace(process, decay=(1.0 - process.branches[0][1]) * extra / main[0] / process.branches[0][0])
         return [(transfer.preconditioners, process), *((met, filtered(r)) for met, r in rest.items())]
     except law.NoMatchedNoise as err:
         hint = ""

@@ -26,10 +26,13 @@ from bayesopt_chain.optim._refusals import warn_of_rounding
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Rescale velocities where the learning rate rises, and add the noise that momentum carries, ``e / mu``."""
+    """Rescale velocities, spend those that momentum 0 forgets, and add the noise that momentum carries, ``e / mu``."""
     for w, noise in plan.rescaled:
         if (velocity := w.state.get(w.linear.velocity or "")) is not None:
             velocity.mul_(noise.velocity_scale)
+    for w, noise in plan.coasting:
+        if (velocity := w.state.get("momentum_buffer")) is not None:
+            w.param.add_(velocity, alpha=-noise.coasts)
     for leaf in plan.early_large:
         _sweep(rule, normals, leaf, leaf.work.linear.momentum)
     if plan.early is None:
@@ -50,7 +53,7 @@ def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
             plan.late = [_batch(rule, normals, leaves) for leaves in _alike(plan.late_small)]
         for batch in plan.late:
             _add_batch(batch)
-    if plan.kept:  # every number is what it was
+    if plan.kept:  # every number is what it was, or has been followed
         return
     for leaf in plan.noisy:
         if leaf.noise.before is not None:
@@ -118,14 +121,14 @@ def _sweep(rule: Rule, normals: Normals, leaf: Noisy, momentum: float | None = N
 
 
 def _sweep_direct(rule: Rule, normals: Normals, leaf: Noisy) -> None:
-    """Add the noise of the gradient's direct way to the parameter, ``xi_t + xi_{t-1}`` with draws of its own, no velocity."""
+    """Add the noise of the gradient's direct way to the parameter, with draws of its own, past the velocity."""
     w, noise = leaf
     draw, fill = _draw_of(rule, leaf, "noise_direct"), normals.of(w, branch=1)
-    size = -w.linear.direct * noise.direct
     for block in blocks_of(w.param, w.state, normals.splits(w)):
         theta, xi = block(w.param), block(draw)
         root = w.denominator(rule, block).sqrt_() if rule.adaptive else None
-        for is_new in (False, True):
+        for is_new, weight in ((False, noise.direct_previous), (True, noise.direct)):
+            size = -w.linear.direct * weight
             if is_new:
                 fill(xi)
             theta.add_(xi, alpha=size) if root is None else theta.addcdiv_(xi, root, value=size)

@@ -23,6 +23,7 @@ BLOCK = 2**18  # elements of a large leaf that are treated together, while they 
 BEFORE = tuple(
     [f"noise_{name}" for name in Before._fields]
 )  # what the last step was, by names in ``optimizer.state[p]``
+SURPLUSES = (Before._fields.index("surplus"), Before._fields.index("direct_surplus"))
 REMEMBERED = ("noise", "noise_direct", *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that are no numbers of the step
 
@@ -159,18 +160,24 @@ class Plan:
         self.frozen = [w for w in work if w.is_frozen]
         self.groups = list({id(w.group): w.group for w, _ in noisy}.values())
         self.rescaled = [x for x in noisy if x.noise.velocity_scale != 1.0]
+        self.coasting = [x for x in noisy if x.noise.coasts]
         self.direct = [x for x in noisy if x.work.linear.direct > 0.0]
-        late = [x for x in noisy if x.work.linear.step_size > 0.0 and not x.work.early]
+        late = [x for x in noisy if (x.noise.current or x.noise.previous) and not x.work.early]
         self.late_large, self.late_small = _by_size(late)
         self.early_large, self.early_small = _by_size([x for x in noisy if x.work.early])
         self.early: list[Batch] | None = None  # of the small ones; made when a step first comes to them
         self.late: list[Batch] | None = None
         self.moves: list[FusedMove] | None = None
-        self.kept = False
+        self.kept = self.changes = False
 
     def keep(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take note of what the plan was made of, after its step; false if the next step would be planned otherwise."""
-        if self.frozen or any(x.noise.before != x.work.before for x in self.noisy):
+        """Take note of what the plan was made of, after its step; false if the next step would be planned otherwise.
+
+        Only surpluses may go on changing; :meth:`follow` keeps up with them.
+        """
+        if self.frozen or self.rescaled or self.coasting:
+            return False
+        if any([_settled(x.noise.before) != _settled(x.work.before) for x in self.noisy]):
             return False
         self.state, self.settings = optimizer.state, []
         for group in optimizer.param_groups:
@@ -185,8 +192,18 @@ class Plan:
         mine = {id(w.param) for w, _ in self.noisy}
         groups = {id(group) for group in self.groups}
         self.absent = [p for g in optimizer.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
+        self.changes = any([x.noise.before and any(x.noise.before[n] for n in SURPLUSES) for x in self.noisy])
         self.kept = True
         return True
+
+    def follow(self) -> None:
+        """Go on to the next step's noise, where surpluses of earlier steps are still running out."""
+        rules = {id(x.noise): x for x in self.noisy}
+        for work, noise in rules.values():
+            noise.follow(work.linear)
+        for (_, noise), (_, state, names, values) in zip(self.noisy, self.remembered):
+            remember(state, noise.before)
+            values[:] = map(state.get, names)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a plan made now would be this one."""
@@ -204,10 +221,23 @@ class Plan:
         return all([p.grad is None for p in self.absent])
 
 
-def last_step(state: dict[str, Any]) -> Before | None:
-    """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none."""
-    if "noise" not in state or BEFORE[0] not in state:
+def last_step(name: str, state: dict[str, Any]) -> Before | None:
+    """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none.
+
+    Args:
+        name: of the optimizer, for messages.
+        state: the leaf's entry of the optimizer's state.
+
+    Raises:
+        ValueError: the entry is of a version that remembered less.
+    """
+    if "noise" not in state:
         return None
+    if absent := [key for key in BEFORE if key not in state]:
+        raise ValueError(
+            f"{name}: optimizer.state[p] has 'noise' but no {absent[0]!r}: it was saved by a version whose noise was not exact "
+            "along schedules; delete 'noise' and 'noise_direct' from it to go on from its parameters and velocities"
+        )
     numbers = Before._make(map(state.__getitem__, BEFORE))
     return None if math.isnan(numbers[0]) else numbers
 
@@ -218,6 +248,11 @@ def remember(state: dict[str, Any], before: Before | None) -> None:
     NaN stands for ``None``, so that an entry that has drawn nothing yet has the names of one that has.
     """
     state.update(zip(BEFORE, [math.nan] * len(BEFORE) if before is None else before))
+
+
+def _settled(before: Before | None) -> Any:
+    """What is remembered of a step, but for its surpluses."""
+    return before and before._replace(surplus=0.0, direct_surplus=0.0)
 
 
 def _by_size(leaves: list[Noisy]) -> tuple[list[Noisy], list[Noisy]]:

@@ -13,40 +13,47 @@ decay. Behind it comes
 The displacement ``theta' - theta`` is a sum of a momentum branch and a direct branch; the spectrum that matched noise
 asks of a sum of branches is the sum of what it asks of each (:mod:`bayesopt_chain.matching.law`, where it reads
 ``T cot(w/2) Im[(z - 1 + s) F*]``, linear in ``F``), so that ``e`` and ``e_1`` are matched each by itself and drawn
-independently.
+independently, both by :func:`bayesopt_chain.matching.law.scheduled_noise`. In its units the momentum branch is ``v = V / b``
+at the rate ``h b``; its last velocity counts ``mu_t b_{t-1} / b_t``, and where the rule asks for another momentum than that
+the buffer is multiplied by their ratio before torch's step. At constant numbers ``e = b alpha (w_t + w_{t-1})``.
 
-A branch at constant ``mu, b, h, s, T`` has
-
-    e_t = alpha (xi_t + xi_{t-1}),    alpha^2 = T (1 - mu) / 2 * level,    level = b / h * (1 + mu s / (1 - mu)),
-
-the mean of two draws, exact for every quadratic loss. In the splitting picture behind it the velocity *arrives* at the
-variance ``A_t = T_t (1 + mu_t) / 2 * level_t``. Where anything changes from step to step, the velocity has to arrive at
-the next step's variance:
-
-    e_t = alpha_t xi_t + (s' - k alpha_{t-1}) xi_{t-1},      s'^2 = A_t - k^2 A_{t-1}   (clamped at 0),      k = mu_t,
-
-except where ``A / T`` falls by more than ``mu^2`` (a rise of lr, such as a warm restart): there the velocity is first
-multiplied by ``k / mu``, ``k^2 = (A_t / T_t) / (A_{t-1} / T_{t-1})``. A falling temperature never rescales. This is
-:func:`bayesopt_chain.matching.law.scheduled_momentum_noise` with a momentum that may move too (``OneCycleLR``,
-``CyclicLR``); where it moves, the position's half of the noise is that of ``mu_{t-1}`` and the velocity's that of
-``mu_t``, an error of the order of the change of mu in one step. Without momentum nothing needs to be known of the step
-before.
-
-A step with ``h = 0`` moves nothing. Its velocity decays undisturbed, so the rule goes on from ``T_{t-1} mu^2``.
+Where ``mu_t`` is 0 torch forgets the velocity: what the rule still wants of it goes to the parameter in front of torch's
+step, ``theta -= h_t k_t V_{t-1} / b_{t-1}``, and the next step starts from a buffer of zeros. A step with ``h = 0`` moves
+nothing; its velocity is reversed before the next step, and SGD keeps its draw.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from bayesopt_chain.matching import law
 
 
 class Before(NamedTuple):
-    """The last step that drew. Each number has a name of its own in ``optimizer.state[p]``: ``noise_level`` and so on."""
+    """The last step that drew. Each number has a name of its own in ``optimizer.state[p]``: ``noise_half`` and so on.
 
-    level: float
-    momentum: float
+    Attributes:
+        temperature, half, arrives, momentum: its :class:`bayesopt_chain.matching.law.Level`.
+        gain: ``b``.
+        surplus: what it leaves to the next step.
+        direct_half: ``half`` of the direct branch, 0 where there was none.
+        direct_surplus: what that leaves.
+    """
+
     temperature: float
+    half: float
+    arrives: float
+    momentum: float
+    gain: float
+    surplus: float
+    direct_half: float
+    direct_surplus: float
+
+    @property
+    def level(self) -> law.Level:
+        """That of the momentum branch."""
+        return law.Level(*self[:4])
 
 
 class Linear(NamedTuple):
@@ -60,14 +67,24 @@ class Linear(NamedTuple):
     shrink: float = 0.0
 
 
-class Noise(NamedTuple):
-    """``e = current xi_t + previous xi_{t-1}``, ``e_1 = direct (xi_t + xi_{t-1})`` with draws of its own."""
+@dataclass(slots=True)
+class Noise:
+    """``e = current w_t + previous w_{t-1}``, ``e_1`` likewise with draws of its own, and what happens to the velocity."""
 
-    current: float
-    previous: float
-    velocity_scale: float
-    direct: float
-    before: Before | None
+    current: float = 0.0
+    previous: float = 0.0
+    velocity_scale: float = 1.0  # of the buffer, before torch's step
+    coasts: float = 0.0  # how much of the buffer goes to the parameter before a step that forgets it
+    direct: float = 0.0
+    direct_previous: float = 0.0
+    before: Before | None = None  # what the next step has to know
+
+    def follow(self, linear: Linear) -> None:
+        """Turn into the noise of the next step, where no setting changed since the last one."""
+        assert self.before is not None
+        after = noise_of(linear, self.before.temperature, self.before)
+        for name in Noise.__slots__:
+            setattr(self, name, getattr(after, name))
 
 
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
@@ -76,24 +93,56 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     Example:
         >>> step = Linear(step_size=0.1, momentum=0.9, velocity="momentum_buffer")
         >>> first = noise_of(step, 0.5, None)
-        >>> noise_of(step, 0.5, first.before)[:3]       # sqrt(T (1 - mu) / (2 lr)), twice
+        >>> second = noise_of(step, 0.5, first.before)
+        >>> second.current, second.previous, second.velocity_scale  # sqrt(T (1 - mu) / (2 lr)), twice
         (0.5, 0.5, 1.0)
     """
-    h, mu = linear.step_size, linear.momentum
-    direct = math.sqrt(temperature / (2.0 * linear.direct)) if linear.direct > 0.0 else 0.0
-    if h == 0.0:
-        kept = before._replace(temperature=before.temperature * mu * mu) if before is not None else None
-        return Noise(0.0, 0.0, 1.0, direct, kept)
-    level = linear.gain / h * (1.0 + mu * linear.shrink / (1.0 - mu))
-    alpha = math.sqrt(0.5 * temperature * (1.0 - mu) * level)
-    now = Before(level, mu, temperature)
+    noise = Noise(before=before)
+    if linear.step_size * linear.gain > 0.0:
+        _moving(noise, linear, temperature, before)
+    elif before is not None and linear.momentum:
+        _standing(noise, linear, before)
+    if linear.direct > 0.0 and noise.before is not None:
+        now = law.level(linear.direct, 0.0, temperature)
+        then, surplus = now, 0.0
+        if before is not None and before.direct_half:
+            then, surplus = (
+                law.Level(before.temperature, before.direct_half, before.direct_half, 0.0),
+                before.direct_surplus,
+            )
+        k = law.scheduled_noise(now, then, surplus, 0.0, where=_pick)
+        noise.direct, noise.direct_previous = k.current, k.previous
+        noise.before = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
+    return noise
+
+
+def _moving(noise: Noise, linear: Linear, temperature: float, before: Before | None) -> None:
+    """The momentum branch of a step that moves."""
+    mu, b, rate = linear.momentum, linear.gain, linear.step_size * linear.gain
+    now = law.level(rate, mu, temperature, mu * linear.shrink / rate)
     if before is None:
-        return Noise(alpha, 0.0, 1.0, direct, now)
-    if mu == 0.0:
-        return Noise(alpha, alpha, 1.0, direct, now)
-    level_before, mu_before, temperature_before = before
-    arrives, arrived = 0.5 * (1.0 + mu) * level, 0.5 * (1.0 + mu_before) * level_before
-    k = mu if arrives >= mu * mu * arrived else math.sqrt(arrives / arrived)
-    fresh = max(temperature * arrives - k * k * temperature_before * arrived, 0.0)
-    alpha_before = math.sqrt(0.5 * temperature_before * (1.0 - mu_before) * level_before)
-    return Noise(alpha, math.sqrt(fresh) - k * alpha_before, k / mu, direct, now)
+        k = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
+    else:
+        # behind a step of momentum 0 the buffer is an old one, of which nothing is wanted
+        own = mu * before.gain / b if before.momentum else 0.0
+        k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
+        noise.previous = b * k.previous
+        if not mu:
+            noise.coasts = linear.step_size * k.velocity / before.gain
+        elif not (before.momentum and k.velocity == own):
+            noise.velocity_scale = k.velocity * b / (mu * before.gain)
+    noise.current = b * k.current
+    noise.before = Before(*now, b, k.surplus, 0.0, 0.0)
+
+
+def _standing(noise: Noise, linear: Linear, before: Before) -> None:
+    """The momentum branch of a step of rate 0: its velocity gets what noise it is owed, and is reversed next."""
+    last = before.level
+    k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
+    noise.current, noise.previous = linear.gain * k.current, linear.gain * k.previous
+    noise.velocity_scale = last.momentum * linear.gain / (linear.momentum * before.gain)
+    noise.before = before._replace(half=0.0, momentum=-1.0, gain=linear.gain, surplus=k.surplus)
+
+
+def _pick(condition: bool, x: float, y: float) -> float:
+    return x if condition else y

@@ -329,6 +329,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Make a step as planned."""
         cache = self._cache
         cache.plan = None  # a step that raises leaves none
+        if plan.changes:
+            plan.follow()
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].work.param)
@@ -395,7 +397,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             if temperature > 0.0:
                 if "noise" not in state:
                     _refusals.check_leaf(self._name, p, group)
-                before = last_step(state)
+                before = last_step(self._name, state)
                 noise = noises.get((clock, before))
                 if noise is None:
                     noise = noises[clock, before] = self._noise(linear, temperature, before)
@@ -411,7 +413,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         _refusals.check_lr(self._name, linear)
-        return noise_of(linear, temperature, before)
+        noise = noise_of(linear, temperature, before)
+        if noise.coasts and self.adaptive:
+            raise ValueError(
+                f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
+            )
+        return noise
 
     def _leaf_numbers(self) -> list[list[int]]:
         """The numbers of each group's parameters: of their names, or their indices where there are no names."""

@@ -6,8 +6,7 @@ Within a cycle of ``C`` updates, ``t`` being the count,
 
 a large step at T = 0 finds a new mode, the small steps after ``burn_in`` sample around it. Two noise rules:
 
-* ours, the default: the noise of SGHMC's velocity is drawn so that it *arrives* at the temperature that the next
-  learning rate asks for (see ``matching.law.scheduled_momentum_noise``), second order where lr is constant. A restart
+* ours, the default: matched noise (``matching.law.scheduled_noise``), whose variance is exact while lr falls. A restart
   brings the thermal velocity to the new lr's scale; that step has no limit as T -> 0, where the velocity is kept.
 * the paper's, ``lr_inside=True``: lr inside the momentum and white noise of the level ``lr(t)`` would have for ever,
 

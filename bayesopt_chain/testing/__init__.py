@@ -2,13 +2,14 @@
 
 ``assert_laws`` runs every law a link must obey; ``assert_zero_temperature_limit`` checks that a sampler is its optimizer at
 T = 0 and moves away from it as the square root of T; ``stationary_covariance`` solves exactly for what a linear sampler
-samples; :mod:`bayesopt_chain.testing.strategies` draws trees, gradients and hyperparameters for Hypothesis.
+samples, and ``variance_along`` for what it samples at every step of a schedule; :mod:`bayesopt_chain.testing.strategies` draws
+trees, gradients and hyperparameters for Hypothesis.
 """
 
 from bayesopt_chain.testing._composition import assert_composes
 from bayesopt_chain.testing._laws import LAWS, assert_laws
 from bayesopt_chain.testing._linear_system import NormalProbe
-from bayesopt_chain.testing._lyapunov import Unstable, stationary_covariance
+from bayesopt_chain.testing._lyapunov import Unstable, stationary_covariance, variance_along
 from bayesopt_chain.testing._zero_temperature import assert_bitwise_equal, assert_zero_temperature_limit
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "assert_laws",
     "assert_zero_temperature_limit",
     "stationary_covariance",
+    "variance_along",
 ]

@@ -1,8 +1,9 @@
-r"""What a linear sampler samples, solved exactly.
+r"""What a linear sampler samples, at rest and along a schedule, solved exactly.
 
 On a quadratic loss with curvature ``K`` the update of a linear sampler is ``x' = A x + B xi``, ``x`` holding the parameters
 and every floating-point tensor of the state (:func:`bayesopt_chain.testing._linear_system.closed_loop` reads ``A`` and
-``B``). The stationary covariance solves ``X = A X A^T + B B^T``, and its parameter block is returned.
+``B``). The stationary covariance solves ``X = A X A^T + B B^T``, and its parameter block is returned. Where rates change with
+time the covariance follows ``X_{t+1} = A_t X_t A_t^T + B_t B_t^T``, with maps that are read anew at every step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.testing._linear_system import closed_loop
+from bayesopt_chain.testing._linear_system import NormalProbe, closed_loop
 
 
 class Unstable(ValueError):
@@ -58,6 +59,84 @@ def stationary_covariance(
     full = torch.zeros_like(system.A)
     full[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
     return full[:d, :d]
+
+
+def variance_along(
+    tx: Any,
+    curvature: Tensor,
+    steps: int,
+    params: Any = None,
+    *,
+    state: Any = None,
+    settle: int = 3,
+    tolerance: float = 1e-9,
+) -> Tensor:
+    """Covariance of the parameters after each of the next steps of ``tx`` on ``loss = theta^T K theta / 2``, exactly.
+
+    The twin of :func:`stationary_covariance` for learning rates and temperatures that are schedules. The parameters
+    start in the stationary law of the first step: the one that they would have if its rates had held for ever. All integers
+    of the state (the counts of updates) stand still until then. By default the first step is the second update of the chain,
+    since the first is not dampened.
+
+    Args:
+        tx: a sampler whose update is linear in the gradients, the state and the noise (frozen preconditioners included).
+        curvature: ``K``, shape ``[d, d]``, symmetric, float64.
+        steps: number of steps to follow, 1 or more.
+        params: tree with ``d`` elements in all, float64 (default: one vector). Only its structure matters.
+        state: state whose counts are those of the first step (default: that of ``init``, its counts one higher).
+        settle: number of noiseless updates at zero gradient, with the counts held, before the stationary law is solved for.
+        tolerance: how far from linear an update may be, relative to its size.
+
+    Returns:
+        Covariances, shape ``[steps, d, d]``, float64: entry ``t`` holds after ``t + 1`` updates; elements in optree order.
+
+    Raises:
+        ValueError: an update is not linear, or ``params`` has not ``d`` elements.
+        Unstable: the first step's rates, held, have no stationary distribution here.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> tx = bc.sghmc(bc.schedules.piecewise([3], [0.1, 0.01]), momentum=0.9, temperature=0.5)  # falls after 3 updates
+        >>> [round(x.item(), 10) for x in variance_along(tx, torch.tensor([[2.0]], dtype=torch.float64), 5).flatten()]
+        [0.25, 0.25, 0.25, 0.25, 0.25]
+    """
+    curvature = curvature.to(torch.float64)
+    d = len(curvature)
+    params = torch.zeros(d, dtype=torch.float64) if params is None else params
+    size = sum(p.numel() for p in optree.tree_leaves(params))
+    if size != d:
+        raise ValueError(f"variance_along: curvature is for {d} parameters, params has {size}")
+    at_rest = optree.tree_map(lambda p: torch.zeros(p.shape, dtype=torch.float64), params)
+    if state is None:
+        with torch.random.fork_rng(devices=[]):
+            state = tx.init(at_rest)
+        with NormalProbe():
+            _, second = tx.update(at_rest, state, params=at_rest, inplace=False)
+        state = _with_integers(state, second)
+    first = state
+    for _ in range(settle):
+        state = _with_integers(closed_loop(tx, curvature, params, state, tolerance=tolerance).next_state, first)
+    system = closed_loop(tx, curvature, params, state, tolerance=tolerance)
+    varies = system.varies.nonzero().squeeze(1)
+    A, B = system.A[varies][:, varies], system.B[varies]
+    X = torch.zeros_like(system.A)
+    X[varies[:, None], varies] = solve_lyapunov(A, B @ B.T)
+    varied, out = system.varies, list[Tensor]()
+    for _ in range(steps):
+        system = closed_loop(tx, curvature, params, state, varied=varied, tolerance=tolerance)
+        X = system.A @ X @ system.A.T + system.B @ system.B.T
+        varied, state = system.varies, system.next_state
+        out.append(X[:d, :d])
+    return torch.stack(out)
+
+
+def _with_integers(state: Any, first: Any) -> Any:
+    """The same state with the integers of another."""
+    leaves, spec = optree.tree_flatten(state)
+    mine = [
+        y if torch.is_tensor(x) and not x.is_floating_point() else x for x, y in zip(leaves, optree.tree_leaves(first))
+    ]
+    return optree.tree_unflatten(spec, mine)
 
 
 def solve_lyapunov(A: Tensor, Q: Tensor) -> Tensor:

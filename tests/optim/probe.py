@@ -20,6 +20,7 @@ class Probed:
         self.optimizer = make([self.theta])
         for _ in range(warmup):  # states come into being; adaptive rules are frozen here
             self.step()
+        self.settle()
         names = ("momentum_buffer", "exp_avg", "noise", "noise_direct")
         state = self.optimizer.state[self.theta]
         self.slots = [self.theta.data, *(state[name] for name in names if name in state)]
@@ -30,6 +31,11 @@ class Probed:
         with NormalProbe(normals) as probe:
             self.optimizer.step()
         return probe.drawn
+
+    def settle(self) -> None:
+        """Forget the surplus of earlier falls, which runs out as 1 / n, so that the step is that of constant rates."""
+        state = self.optimizer.state[self.theta]
+        state.update({name: 0.0 for name in ("noise_surplus", "noise_direct_surplus") if name in state})
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``A`` and ``B`` of the next step; the optimizer's hyperparameters and memory of them go on by one step."""
@@ -52,7 +58,9 @@ class Probed:
         origin, drawn = image(zero, None)
         assert torch.equal(origin, zero)
         a = torch.stack([image(e, None)[0] for e in torch.eye(n, dtype=torch.float64)], dim=1)
-        b = torch.stack([image(zero, e)[0] for e in torch.eye(drawn, dtype=torch.float64)], dim=1)
+        b = torch.zeros(n, drawn, dtype=torch.float64)
+        for k, e in enumerate(torch.eye(drawn, dtype=torch.float64)):
+            b[:, k] = image(zero, e)[0]
         image(here, None)
         return a, b
 

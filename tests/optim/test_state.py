@@ -97,7 +97,7 @@ def test_a_key_survives_loading_into_parameters_of_any_dtype():
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     assert optimizer.param_groups[0]["noise_key"] == key > 2**32
     after = optimizer.state[theta]
-    assert all(after[name] == before[name] for name in ("noise_level", "noise_momentum", "noise_temperature"))
+    assert all(after[name] == before[name] for name in ("noise_half", "noise_surplus", "noise_temperature"))
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"])

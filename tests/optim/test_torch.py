@@ -453,8 +453,8 @@ def test_a_parameter_that_sat_out_goes_on_from_its_own_last_step():
         optimizer.param_groups[0]["lr"] = lr
         always.grad, sometimes.grad = torch.ones(2), torch.ones(2) if present else None
         optimizer.step()
-    levels = [optimizer.state[p]["noise_level"] for p in (always, sometimes)]
-    assert levels == pytest.approx([1 / 0.02, 1 / 0.1])
+    arrives = [optimizer.state[p]["noise_arrives"] for p in (always, sometimes)]
+    assert arrives == pytest.approx([0.5 * 1.9 / 0.02, 0.5 * 1.9 / 0.1])
 
 
 def test_sharded_or_wrapped_parameters_are_refused_at_a_temperature():
