@@ -22,7 +22,7 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.core.state import Layout, edited
 from bayesopt_chain.distributed.shards import Sharding
-from bayesopt_chain.matching.response import Linear, Response
+from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import broadcast_prefix, paths_of
 
@@ -262,8 +262,8 @@ class Link:
 
     @property
     def response(self) -> Response | None:
-        """What the link does to the gradient; ``None`` where nobody declared it, so that no noise can be matched to it."""
-        return Linear()
+        """What the link does to the gradient; ``None`` where nobody said, so that no noise can be matched to it."""
+        return None
 
     @property
     def shown(self) -> str:

@@ -23,7 +23,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.weight_decay import add_decayed_weights
-from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, SelfContainedSampler
+from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, Response, SelfContainedSampler
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
 
@@ -58,6 +58,10 @@ class Prior(Link):
     mean: Any = field(hash=False)
     precision: Any = field(hash=False)
     traits = Traits(on_shards="elementwise", needs_params=True)
+
+    @property
+    def response(self) -> Response:
+        return Linear()  # the prior is a part of the loss
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Prior):

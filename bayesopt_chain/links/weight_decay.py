@@ -10,7 +10,7 @@ from bayesopt_chain.arguments import checked_types
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext, Traits
 from bayesopt_chain.core.op import IN_PLACE, Leaves, TensorOps
-from bayesopt_chain.matching.response import Decay, Response
+from bayesopt_chain.matching.response import Decay, Linear, Response
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class FlipSign(Link):
     """Negate the gradient: what follows maximises. The target becomes ``exp(+loss / temperature)``."""
 
     traits = ELEMENTWISE
+
+    @property
+    def response(self) -> Response:
+        return Linear()  # of the loss that is descended, which is the negative of the given one
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state

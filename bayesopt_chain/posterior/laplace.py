@@ -32,6 +32,7 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
 from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
@@ -66,6 +67,10 @@ class Accumulate(Link):
 
     traits = Traits(all_leaves=True)
     state = LaplaceState
+
+    @property
+    def response(self) -> Response:
+        return Linear()  # gradients pass through
 
     @property
     def extra_kwargs(self) -> frozenset[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, device_of, require_finite, require_these
 from bayesopt_chain.precision import Diagonal, low_rank_covariance
@@ -92,6 +93,10 @@ class Collect(Link):
     variance_floor: float
     traits = Traits(needs_params=True, checks_gradients=True, all_leaves=True)
     state = SwagState
+
+    @property
+    def response(self) -> Response:
+        return Linear()  # gradients pass through
 
     def init(self, leaves: Leaves, context: LinkContext) -> SwagState:
         if self.rank > size(leaves):
