@@ -81,12 +81,8 @@ def _opens(leaf: Any) -> bool:
 def _register(kind: type) -> None:
     _known.add(kind)
     open_it, close_it = (_open_mapping, _close_mapping) if issubclass(kind, Mapping) else (_open_fields, _close_fields)
-    optree.register_pytree_node(
-        kind,  # pyright: ignore[reportArgumentType]
-        open_it,  # pyright: ignore[reportArgumentType]
-        lambda names, values: close_it(kind, names, values),  # pyright: ignore[reportArgumentType]
-        namespace=NAMESPACE,
-    )
+    register: Any = optree.register_pytree_node  # its stubs ask for a class that says itself how it is opened
+    register(kind, open_it, lambda names, values: close_it(kind, names, values), namespace=NAMESPACE)
 
 
 def _open_mapping(batch: Mapping[Any, Any]) -> Any:

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 UNSUPPORTED = (RuntimeError, NotImplementedError)
 """What torch raises where an operation lacks a derivative or a batching rule."""
 
-_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))  # pyright: ignore[reportAttributeAccessIssue]
+_torch: Any = torch  # whose stubs leave out the recurrent functions
+_RECURRENT = frozenset((_torch.lstm, _torch.gru, _torch.rnn_tanh, _torch.rnn_relu))
 
 
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:

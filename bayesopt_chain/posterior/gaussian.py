@@ -8,7 +8,7 @@ log Z = log p(D, mean) + P/2 log 2 pi - 1/2 log |Lambda|        (Laplace's appro
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
@@ -42,7 +42,7 @@ class Gaussian(NamedTuple):
 
     mean: Tree
     precision: Precision
-    undecomposed: Any = ()
+    undecomposed: Precision | tuple[()] = ()
 
     def factorised(self) -> Gaussian:
         """Decompose the precision, so that several questions pay for it once.
@@ -113,7 +113,7 @@ class Gaussian(NamedTuple):
         """The diagonal of the covariance, a tree like the mean."""
         return self.precision.factorised().inverse_diag()
 
-    def log_evidence(self, log_joint: Any) -> Tensor:
+    def log_evidence(self, log_joint: float | Tensor) -> Tensor:
         """Laplace's approximation of the log evidence, in nats, for a Bayesian posterior (``temperature=None``).
 
         Args:

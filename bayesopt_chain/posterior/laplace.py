@@ -157,7 +157,7 @@ class Laplace(PosteriorTransformation):
         self,
         state: Any,
         params: Tree,
-        log_likelihood: Any,
+        log_likelihood: float | Tensor,
         *,
         prior_precision: Any = None,
         prior: Gaussian | None = None,
@@ -290,7 +290,8 @@ def with_prior(data: Any, prior: Gaussian) -> Any:
             f"laplace: prior has the structure {type(other).__name__}, the state Kronecker: pass a posterior that laplace made "
             "from increments of structure='kronecker' (it keeps the factors as undecomposed), or prior_precision="
         )
-    return data.add(other)  # pyright: ignore[reportArgumentType] - add itself refuses another structure
+    total: Any = data
+    return total.add(other)  # which refuses another structure
 
 
 def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tensor:

@@ -15,7 +15,8 @@ Four of these questions need the precision decomposed: ``solve``, ``sqrt_solve``
 questions are about what a structure can do: ``as_rows()`` and ``layer_bases()``. A new structure is a class here, an entry in
 the table of :mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
 
-A precision is held in float32 at least; an answer that is a tree like ``x`` has the dtypes of ``x``.
+A precision is held in float32 at least; an answer that is a tree like ``x`` has the dtypes of ``x``. Each class is a named
+tuple whose fields are given as pairs, since in a class body a field ``count`` would override the method that tuples have.
 """
 
 from __future__ import annotations

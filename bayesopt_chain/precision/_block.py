@@ -15,12 +15,7 @@ from bayesopt_chain.precision._algebra import Precision, require_same_structure,
 from bayesopt_chain.trees import Tree, shape_only, spread
 
 
-class _Block(NamedTuple):
-    blocks: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class Block(_Block, Precision):
+class Block(NamedTuple("_Block", [("blocks", Tree), ("count", Tensor)]), Precision):
     """A block-diagonal precision.
 
     Attributes:

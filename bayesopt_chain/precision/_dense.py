@@ -17,19 +17,7 @@ from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, as_tensor, flatten, paths, require_like, size, spread, unflatten, widened
 
 
-class _Dense(NamedTuple):
-    matrix: Tensor
-    like: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class _Cholesky(NamedTuple):
-    factor: Tensor
-    like: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class Dense(_Dense, Precision):
+class Dense(NamedTuple("_Dense", [("matrix", Tensor), ("like", Tree), ("count", Tensor)]), Precision):
     """A dense precision.
 
     Attributes:
@@ -96,7 +84,7 @@ class Dense(_Dense, Precision):
         return self.matrix
 
 
-class Cholesky(_Cholesky, Precision):
+class Cholesky(NamedTuple("_Cholesky", [("factor", Tensor), ("like", Tree), ("count", Tensor)]), Precision):
     """A dense precision held by its lower Cholesky factor.
 
     Attributes:

@@ -22,12 +22,7 @@ from bayesopt_chain.precision._algebra import (
 from bayesopt_chain.trees import Tree, flatten, inner, paths, require_like, scaled, spread
 
 
-class _Diagonal(NamedTuple):
-    values: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class Diagonal(_Diagonal, Precision):
+class Diagonal(NamedTuple("_Diagonal", [("values", Tree), ("count", Tensor)]), Precision):
     """A diagonal precision.
 
     Attributes:

@@ -43,14 +43,6 @@ class _Kronecker(NamedTuple):
     weight: Tensor
 
 
-class _Eigenbasis(NamedTuple):
-    left: Tree
-    right: Tree
-    values: Tree
-    like: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
 class Kronecker(_Kronecker, Precision):
     """Kronecker factors being accumulated.
 
@@ -173,7 +165,10 @@ class Kronecker(_Kronecker, Precision):
         return torch.block_diag(*map(block, *map(optree.tree_leaves, self[:3])))
 
 
-class Eigenbasis(_Eigenbasis, Precision):
+class Eigenbasis(
+    NamedTuple("_Eigenbasis", [("left", Tree), ("right", Tree), ("values", Tree), ("like", Tree), ("count", Tensor)]),
+    Precision,
+):
     """A Kronecker precision in its eigenbasis, decomposed once.
 
     Sums are exact between precisions in the same basis (EKFAC increments); another basis is refused.

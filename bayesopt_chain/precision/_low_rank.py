@@ -27,25 +27,7 @@ from bayesopt_chain.precision._diagonal import Diagonal
 from bayesopt_chain.trees import Tree, combine, first, flatten, gram, project, require_like, scaled, wide
 
 
-class _Root(NamedTuple):
-    rows: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class _LowRank(NamedTuple):
-    diagonal: Tree
-    rows: Tree
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class _Woodbury(NamedTuple):
-    diagonal: Tree
-    rows: Tree
-    strengths: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class Root(_Root, Precision):
+class Root(NamedTuple("_Root", [("rows", Tree), ("count", Tensor)]), Precision):
     """The rows of a square root. Sums concatenate the rows.
 
     A root alone is singular wherever ``M < P``; ``add_diagonal`` makes it a :class:`LowRank`.
@@ -95,7 +77,7 @@ class Root(_Root, Precision):
         return rows.mT @ rows
 
 
-class LowRank(_LowRank, Precision):
+class LowRank(NamedTuple("_LowRank", [("diagonal", Tree), ("rows", Tree), ("count", Tensor)]), Precision):
     """Low rank plus diagonal. A sum is compressed back to the left operand's rank, the overflow into the diagonal.
 
     Attributes:
@@ -148,7 +130,9 @@ class LowRank(_LowRank, Precision):
         return Diagonal(self.diagonal, self.count).to_dense() + Root(self.rows, self.count).to_dense()
 
 
-class Woodbury(_Woodbury, Precision):
+class Woodbury(
+    NamedTuple("_Woodbury", [("diagonal", Tree), ("rows", Tree), ("strengths", Tensor), ("count", Tensor)]), Precision
+):
     """A low-rank precision decomposed for solving.
 
     Attributes:

@@ -19,13 +19,6 @@ from bayesopt_chain.precision._algebra import Precision, require_positive
 from bayesopt_chain.trees import Tree, combine, flatten, gram, inner, paths, project, require_like, scaled
 
 
-class _LowRankCovariance(NamedTuple):
-    diagonal: Tree
-    rows: Tree
-    strengths: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
 def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCovariance:
     """Return the precision whose inverse is ``diag(diagonal) + rows^T rows``.
 
@@ -53,7 +46,10 @@ def low_rank_covariance(diagonal: Tree, rows: Tree, count: Tensor) -> LowRankCov
     return LowRankCovariance(diagonal, combine(rotation.mT, whitened), strengths.clamp_min(0), count)
 
 
-class LowRankCovariance(_LowRankCovariance, Precision):
+class LowRankCovariance(
+    NamedTuple("_LowRankCovariance", [("diagonal", Tree), ("rows", Tree), ("strengths", Tensor), ("count", Tensor)]),
+    Precision,
+):
     """The inverse of a low-rank plus diagonal covariance; made by :func:`low_rank_covariance`.
 
     Sums with other precisions leave the structure and are refused.

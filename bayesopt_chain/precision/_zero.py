@@ -12,11 +12,7 @@ from torch import Tensor
 from bayesopt_chain.precision._algebra import Precision
 
 
-class _Zero(NamedTuple):
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-class Zero(_Zero, Precision):
+class Zero(NamedTuple("_Zero", [("count", Tensor)]), Precision):
     """No data, no structure: the neutral element of ``add``.
 
     Attributes:

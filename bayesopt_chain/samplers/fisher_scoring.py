@@ -82,8 +82,8 @@ class FisherScoring(Keyed):
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
         steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
-        new = FisherState(state.key, *op.count([state.count]), tuple(op.put(state.variance, variance)))  # pyright: ignore[reportCallIssue]
-        return op.put(g, moves), new
+        (count,) = op.count([state.count])
+        return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
 
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""

@@ -112,13 +112,11 @@ class ReplicaExchange(Keyed):
             v = v[here] * _along(heat, x) * self.momentum + x[here] + xi * _along(strength, x)
             velocity.append(v)
             moves.append(p[here] - p - self.lr * v)
-        return op.put(g, moves), ReplicaExchangeState(
-            state.key,
-            *op.count([state.count]),
-            tuple(op.put(state.velocity, velocity)),  # pyright: ignore[reportCallIssue]
-            temperature,  # pyright: ignore[reportCallIssue]
-            *op.put((state.accepted, state.proposed), [accepted, proposed]),
-        )
+        (count,) = op.count([state.count])
+        accepted, proposed = op.put((state.accepted, state.proposed), [accepted, proposed])
+        velocity = tuple(op.put(state.velocity, velocity))
+        new = ReplicaExchangeState(state.key, count, velocity, temperature, accepted, proposed)
+        return op.put(g, moves), new
 
     def exchange(self, loss: Tensor, state: ReplicaExchangeState) -> tuple[Tensor, Tensor, Tensor]:
         """Which chain each temperature continues, ``[n]``, and the counts of accepted and proposed swaps."""

@@ -70,7 +70,8 @@ def step_growth(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise ValueError(f"step_growth: steps must be a whole number, at least 2, got {steps!r}")
-    leaves, spec = optree.tree_flatten((params, state))  # pyright: ignore[reportArgumentType]
+    both: Any = (params, state)
+    leaves, spec = optree.tree_flatten(both)
     moving = [i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point() and x.numel()]
     if not moving:
         raise ValueError("step_growth: neither params nor state has a floating-point tensor, so that nothing can grow")
@@ -86,7 +87,8 @@ def step_growth(
         p, s = optree.tree_unflatten(spec, full)
         updates, s = tx.update(torch.func.grad(value)(p), s, params=p, inplace=False)
         p = optree.tree_map(lambda x, u: x + u, p, updates)
-        after = optree.tree_leaves((p, s))  # pyright: ignore[reportArgumentType]
+        moved: Any = (p, s)
+        after = optree.tree_leaves(moved)
         return [after[i] for i in moving]
 
     here = [leaves[i].detach() for i in moving]
@@ -94,7 +96,8 @@ def step_growth(
     dx = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in here]
     logs = []
     for _ in range(steps):
-        _, dx = torch.func.jvp(step, (here,), (dx,))  # pyright: ignore[reportAssignmentType]
+        pair: Any = torch.func.jvp(step, (here,), (dx,))
+        dx = pair[1]
         size = math.sqrt(sum(float(x.double().square().sum()) for x in dx))
         if not 0.0 < size < math.inf:
             return 0.0 if size == 0.0 else math.inf

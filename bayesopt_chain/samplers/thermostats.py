@@ -121,12 +121,9 @@ class Thermostat(Keyed):
         moves, velocity, friction = self.advance(
             g, list(state.velocity), list(state.friction), xi, temperature, context
         )
-        return op.put(g, moves), ThermostatState(
-            state.key,
-            *op.count([state.count]),
-            tuple(op.put(state.velocity, velocity)),  # pyright: ignore[reportCallIssue]
-            tuple(op.put(state.friction, friction)),  # pyright: ignore[reportCallIssue]
-        )
+        (count,) = op.count([state.count])
+        velocity, friction = tuple(op.put(state.velocity, velocity)), tuple(op.put(state.friction, friction))
+        return op.put(g, moves), ThermostatState(state.key, count, velocity, friction)
 
     def advance(self, g: list, v: list, friction: list, n: list, temperature, context: LinkContext):
         """Moves, velocities and frictions after one step of the leaves that have a gradient."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import gradients_of_columns
+from bayesopt_chain.curvature._autodiff import vjp
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.state import times
@@ -209,8 +210,8 @@ def _evaluated(
 
     detached = [leaf.detach() for leaf in leaves]
     if is_transformed():
-        f, vjp = torch.func.vjp(outputs, detached)  # pyright: ignore[reportAssignmentType]
-        return f, lambda v: torch.vmap(lambda x: vjp(x)[0])(v)
+        f, back = vjp(outputs, detached)
+        return f, lambda v: torch.vmap(lambda x: back(x)[0])(v)
     with torch.enable_grad():
         chosen = [leaf.requires_grad_() for leaf in detached]
         f = outputs(chosen)

@@ -29,7 +29,7 @@ class Motion(NamedTuple):
 
     transition: Tensor | list[Tensor] | None
     noise: Tensor | list[Tensor] | None
-    forgetting: Any
+    forgetting: float | Tensor
 
     @property
     def forgets_nothing(self) -> bool:

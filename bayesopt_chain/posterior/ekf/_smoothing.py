@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.posterior.ekf._motion import Motion
-from bayesopt_chain.posterior.ekf._structures import DenseRoot, DiagonalInformation
+from bayesopt_chain.posterior.ekf._structures import DenseRoot, DiagonalInformation, Structure
 from bayesopt_chain.precision._triangular import lower_root
 from bayesopt_chain.trees import flatten
 
 Moments = tuple[Tensor, Tensor]  # mean [P] and a root of the covariance, [P, P] or [P]: its diagonal
 
 
-def last(structure: Any, state: Any, mean: list[Tensor]) -> Moments:
+def last(structure: Structure, state: Any, mean: list[Tensor]) -> Moments:
     """The filtered moments."""
     flat = flatten(mean, mean)
     if isinstance(structure, DenseRoot):
@@ -34,7 +34,7 @@ def last(structure: Any, state: Any, mean: list[Tensor]) -> Moments:
     return flat, flatten(list(state.precision), mean).rsqrt()
 
 
-def smoothed(structure: Any, state: Any, mean: list[Tensor], motion: Motion, after: Moments) -> Moments:
+def smoothed(structure: Structure, state: Any, mean: list[Tensor], motion: Motion, after: Moments) -> Moments:
     """The smoothed moments of one step from those of the step after."""
     m, root = last(structure, state, mean)
     if isinstance(structure, DiagonalInformation):
@@ -73,11 +73,11 @@ def _inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, identity, upper=False)
 
 
-def _as_matrix(transition: Any, mean: list[Tensor], identity: Tensor) -> Tensor:
+def _as_matrix(transition: Tensor | list[Tensor] | None, mean: list[Tensor], identity: Tensor) -> Tensor:
     if transition is None:
         return identity
     return transition.to(identity.dtype) if isinstance(transition, Tensor) else torch.diag(flatten(transition, mean))
 
 
-def _noise_root(noise: Any, mean: list[Tensor], identity: Tensor) -> Tensor:
+def _noise_root(noise: Tensor | list[Tensor], mean: list[Tensor], identity: Tensor) -> Tensor:
     return noise.to(identity.dtype) if isinstance(noise, Tensor) else torch.diag(flatten(noise, mean).sqrt())

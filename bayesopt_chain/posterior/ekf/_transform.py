@@ -23,7 +23,7 @@ from bayesopt_chain.core.op import TensorOps
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.ekf import _smoothing
-from bayesopt_chain.posterior.ekf._information import information, of_moving, weighed
+from bayesopt_chain.posterior.ekf._information import Information, information, of_moving, weighed
 from bayesopt_chain.posterior.ekf._motion import Motion, noise_of, transition_at
 from bayesopt_chain.posterior.ekf._structures import (
     DenseRoot,
@@ -34,7 +34,7 @@ from bayesopt_chain.posterior.ekf._structures import (
 )
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_these, require_values
-from bayesopt_chain.precision import Cholesky, Diagonal, shape_only, unflatten
+from bayesopt_chain.precision import Cholesky, Diagonal, Precision, shape_only, unflatten
 from bayesopt_chain.schedules import is_schedule
 from bayesopt_chain.tracing import is_hidden, is_readable
 from bayesopt_chain.trees import paths, spread
@@ -61,12 +61,12 @@ class Filter(Link):
     """The link behind the filters."""
 
     structure: Structure
-    lr: Any = 1.0
-    prior: Any = field(default=None, hash=False, compare=False)
+    lr: Number = 1.0
+    prior: Gaussian | None = field(default=None, hash=False, compare=False)
     prior_precision: Any = field(default=1.0, hash=False, compare=False)
     transition: Any = field(default=None, hash=False, compare=False)
     transition_noise: Any = field(default=0.0, hash=False, compare=False)
-    forgetting: Any = 1.0
+    forgetting: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
         if self.prior is None:
@@ -115,7 +115,7 @@ class Filter(Link):
             self.motion(self.transition_noise, count, params)
         return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
 
-    def _prior(self, params: Any) -> Any:
+    def _prior(self, params: Any) -> Precision:
         """The precision to start from."""
         if self.prior is not None:
             require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
@@ -170,9 +170,9 @@ class Filter(Link):
         )
         return [move if m else None for move, m in zip(moves, moving)], new
 
-    def _lr(self, value: Any, updates: Tensor) -> float | Tensor:
+    def _lr(self, value: Number, updates: Tensor) -> float | Tensor:
         """The learning rate now."""
-        lr = value(updates) if is_schedule(value) else value
+        lr: Any = value(updates) if is_schedule(value) else value
         if is_schedule(self.lr) or value is not self.lr:
             checks.number(f"{self.name}: lr", lr, "[0, inf)", tensor=True)
         return lr
@@ -205,7 +205,9 @@ class Filter(Link):
         return isinstance(value, (int, float)) and value == default
 
 
-def evidence(batch: Any, lr: Any, growth: Tensor, misfit: Tensor) -> tuple[Any, Any]:
+def evidence(
+    batch: Information, lr: float | Tensor, growth: Tensor, misfit: Tensor
+) -> tuple[float | Tensor, float | Tensor]:
     """What a batch adds to the log evidence, and how many data are scored by that."""
     if batch.foretold is not None:
         known = torch.as_tensor(lr == 1, device=batch.count.device)
@@ -213,7 +215,7 @@ def evidence(batch: Any, lr: Any, growth: Tensor, misfit: Tensor) -> tuple[Any, 
     if batch.log_likelihood is None:
         return 0.0, 0.0
     gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)
-    if batch.force is None:
+    if batch.force is None and batch.innovation is not None:
         gained = gained + 0.5 * batch.innovation.to(torch.float64).square().sum()
     return gained, batch.count
 

@@ -101,7 +101,7 @@ class Natural(Drawing):
     temperature: ScalarOrSchedule
     betas: tuple[float, float]
     weight_decay: float = 0.0
-    prior: Any = field(default=None, hash=False, compare=False)
+    prior: Gaussian | None = field(default=None, hash=False, compare=False)
     init_hessian: float = 1.0
     n_samples: int = 1
     antithetic: bool = False
@@ -181,7 +181,7 @@ class Natural(Drawing):
         if self.prior is None:
             return [self.weight_decay] * len(state.momentum)
         temperature = now(self.temperature, state.count)
-        return [times(v, temperature) for v in optree.tree_leaves(self.prior.precision.values)]
+        return [times(v, temperature) for v in optree.tree_leaves(self.prior.precision.diag())]
 
     def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
         """``v-bar + delta (m - mu_0)``, ``None`` without a gradient, and the next momentum."""

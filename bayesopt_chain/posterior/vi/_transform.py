@@ -104,7 +104,7 @@ class Variational(Drawing):
     antithetic: bool = False
     stick_the_landing: bool = True
     weight_decay: float = 0.0
-    prior: Any = field(default=None, hash=False, compare=False)
+    prior: Gaussian | None = field(default=None, hash=False, compare=False)
     scale_optimizer: Any = None
     state = VariationalState
 
@@ -227,12 +227,12 @@ class Variational(Drawing):
             raise ValueError(
                 f"{self.family.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
             )
+        drawn = [] if draw is None else optree.tree_leaves(draw.params)
         if self.prior is not None:
-            density = self.prior.log_prob(like_prior(self.prior, optree.tree_leaves(draw.params))).mean()  # pyright: ignore[reportOptionalMemberAccess]
+            density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
             loss = loss - times(density.to(loss), now(self.temperature, state.count - 1))
         if self.weight_decay:
-            assert draw is not None
-            squares = torch.stack([x.square().sum().to(loss) for x in optree.tree_leaves(draw.params)]).sum()
+            squares = torch.stack([x.square().sum().to(loss) for x in drawn]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
         if self.is_deterministic:
             return loss
@@ -258,7 +258,7 @@ class Variational(Drawing):
         return f"{self.family.name}({', '.join(words)})"
 
 
-def require_one_prior(who: str, prior: Any, weight_decay: float, temperature: Any) -> None:
+def require_one_prior(who: str, prior: Gaussian | None, weight_decay: float, temperature: ScalarOrSchedule) -> None:
     """Refuse a weight decay that is no precision, and a prior that is no Gaussian or stands beside another one."""
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"{who}: weight_decay must be finite and not negative, got {weight_decay!r}")
@@ -274,7 +274,7 @@ def require_one_prior(who: str, prior: Any, weight_decay: float, temperature: An
         )
 
 
-def require_prior(prior: Any, params: Any, who: str) -> None:
+def require_prior(prior: Gaussian | None, params: Any, who: str) -> None:
     """Refuse a prior over other parameters."""
     if prior is not None:
         require_like(prior.mean, params, f"{who}: prior.mean")
