@@ -22,7 +22,7 @@ NO_GRADIENT = (
     "(a module by torch.func.functional_call(module, params, ...))"
 )
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # neither DTensors nor other subclasses, which may have rules of their own
 _HAS_RANKS = dist.is_available()
 
 
@@ -130,7 +130,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         ValueError: a loss that is no scalar or depends on none of the parameters; a sparse gradient.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
-    if not all([type(p) in _PLAIN and p.is_floating_point() for p in leaves]):
+    if not all([type(p) in PLAIN and p.is_floating_point() for p in leaves]):
         checks.differentiable(leaves, params)
     here = [p for p in leaves if p is not None]
     if tracing.is_transformed():
@@ -146,7 +146,8 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             _torch.set_grad_enabled(was_enabled)
         if not grads or any([g is None for g in grads]):
             grads = _with_zeros(points, grads)
-        info = Info(shards.whole(out.detach()), detach(aux))
+        out = out.detach()
+        info = Info(out if type(out) is Tensor else shards.whole(out), detach(aux))
     grads = _among(leaves, grads)
     if not all([g is None or g.layout is torch.strided for g in grads]):
         checks.dense(grads, params)

@@ -30,7 +30,7 @@ from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
 from bayesopt_chain.loop.interrupts import uninterrupted
-from bayesopt_chain.loop.loss import Evaluation, GradientSource, Info, Loss
+from bayesopt_chain.loop.loss import PLAIN, Evaluation, GradientSource, Info, Loss
 from bayesopt_chain.loop.module_state import Memory, ModuleMemory, ModuleState
 from bayesopt_chain.loop.monitor import monitored
 from bayesopt_chain.random.model_draws import model_draws
@@ -315,7 +315,12 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
     """Add updates to parameters; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
-    new = shards.add(leaves, moves, inplace)
+    if not all([type(p) in PLAIN for p in leaves]):
+        new = shards.add(leaves, moves, inplace)
+    elif inplace:
+        new = [p if u is None else p.add_(u) for p, u in zip(leaves, moves)]
+    else:
+        new = [p if u is None else p.add(u) for p, u in zip(leaves, moves)]
     return params if inplace else optree.tree_unflatten(spec, new)
 
 
