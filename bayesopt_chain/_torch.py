@@ -183,6 +183,7 @@ def storage_of(x: Tensor) -> int:
 # for lists of tensors: x += alpha y;  x *= factor, a number or a 0-d tensor;  x <- y
 foreach_add_: Callable[..., None] = _functions._foreach_add_
 foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._foreach_mul_
+foreach_norm: Callable[[list[Tensor]], list[Tensor]] = _functions._foreach_norm
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_
 
 

@@ -3,6 +3,7 @@
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
 from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
+from bayesopt_chain.diagnostics.heat_guard import Heat, HeatGuard
 from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
 from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
@@ -21,6 +22,8 @@ __all__ = [
     "Estimate",
     "Finding",
     "GradientNoise",
+    "Heat",
+    "HeatGuard",
     "Heating",
     "LearningCoefficient",
     "LrBias",

@@ -192,7 +192,7 @@ def temperatures(
         raise ValueError("temperatures: the configurational ones need draws, tx, loss and batches")
     if len(draws) < 4:
         raise ValueError(f"temperatures: needs at least 4 draws, got {len(draws)}; run longer")
-    judge = _OptimizerForces(tx) if isinstance(tx, Thermal) else _ChainForces(_unwrapped(tx, None)[0])
+    judge = forces_of(tx)
     batches = list(batches)
     if not batches:
         raise ValueError("temperatures: batches is empty")
@@ -492,6 +492,11 @@ def squares(b: Sequence[float], a: Sequence[float]) -> float:
         if j >= len(b) and max(map(abs, past)) < 1e-14 * abs(level):
             break
     return 2 * total / (b[0] / a[0] * level)
+
+
+def forces_of(tx: Any) -> _ChainForces | _OptimizerForces:
+    """What knows the temperatures of the leaves, and the gradient that a chain or an optimizer follows."""
+    return _OptimizerForces(tx) if isinstance(tx, Thermal) else _ChainForces(_unwrapped(tx, None)[0])
 
 
 class _ChainForces:

@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain._torch import uncompiled
+from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
-from bayesopt_chain.optim import _noise, _refusals, _shards
+from bayesopt_chain.optim import _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_behind, add_in_front
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Noisy, Plan, Work, last_step
@@ -74,6 +76,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step are those of its group, whatever the count of steps.
         torch_class: the class of ``torch.optim``.
+        heat_guard: watches the gradients for the heat of minibatches; ``None`` does not.
     """
 
     refusal: ClassVar[str | None] = None
@@ -87,6 +90,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     _is_constructing: bool = False
     _generator: torch.Generator | None = None
     _scales_in_kernel: bool = False
+    heat_guard: HeatGuard | None = None
     _cache: Cache
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -99,6 +103,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return
         theirs = list(inspect.signature(bases[0]).parameters.values())
         names = ["temperature", "generator", "stream", *(["freeze_after"] if cls.adaptive else [])]
+        names += ["heat_guard", "steps_per_epoch"]
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
 
@@ -110,6 +115,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         generator: torch.Generator | None = None,
         stream: _noise.Stream | None = None,
         freeze_after: int | None = None,
+        heat_guard: Literal["warn"] | HeatGuard | None = "warn",
+        steps_per_epoch: int | None = None,
         **kwargs: Any,
     ) -> None:
         if stream is not None and stream not in _noise.STREAMS:
@@ -118,6 +125,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
         if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
             raise ValueError(f"{self._name}: freeze_after must be a positive number of updates, got {freeze_after!r}")
+        if heat_guard == "warn":
+            heat_guard = HeatGuard(steps_per_epoch, who=self._name)
+        elif heat_guard is not None and not isinstance(heat_guard, HeatGuard):
+            raise ValueError(
+                f"{self._name}: heat_guard must be 'warn', None or a bc.diagnostics.HeatGuard, got {heat_guard!r}"
+            )
+        elif steps_per_epoch is not None:
+            raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
+        self.heat_guard = heat_guard
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
         self._noise_defaults = {"temperature": temperature, "noise_stream": stream, **learns}
         self._is_constructing, self._generator = True, generator
@@ -312,6 +328,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     @uncompiled
     def _noisy_step(self) -> None:
+        if self.heat_guard is not None:
+            self.heat_guard.look(partial(_heat.leaves_of, self), float(self.param_groups[0]["lr"]))
         cache = self._cache
         self._leaf_numbers()  # of the parameters themselves, not of their local parts
         if cache.plan is not None and cache.plan.holds(self):  # one of DTensors holds only inside ``entered``

@@ -15,7 +15,7 @@ PACKAGE = Path(bc.__file__).parent
 BUDGETS = {  # files, functions, lines run
     "update": (8, 36, 144),
     "make_step": (12, 62, 250),
-    "optim": (6, 18, 88),
+    "optim": (7, 20, 100),  # one file of them is the heat guard
 }
 
 

@@ -1,0 +1,253 @@
+"""What draws alone can tell: whether they are finite, different, moving, at rest as a whole, and in agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.diagnostics._agreement import agreement, mean_and_error
+
+if TYPE_CHECKING:
+    from bayesopt_chain.runs.draws import Draws
+
+DISAGREE = 1.05  # R-hat that disagreement must reach besides being no accident
+STUCK = 0.05  # share of the other chains' variance below which a chain hardly moves
+FEW = 4.0  # effective draws a chain below which a run is short
+GROWTH = 10.0  # by how much the loss, over its spread at first, must have grown to call a run diverging
+MOST = 1000  # elements of all leaves together that agreement is judged on
+
+
+class Finding(NamedTuple):
+    """One fault of a run.
+
+    Attributes:
+        kind: diverged, nonfinite, scale, duplicate, dead, heated, prior, burn-in, cold, modes, mixing or short.
+        says: what was seen, a sentence with its number.
+        do: what to do about it, a sentence.
+    """
+
+    kind: str
+    says: str
+    do: str
+
+
+# What costs most comes first: a run that has a fault above has no need of an answer below.
+RANK = (
+    "diverged",
+    "nonfinite",
+    "scale",
+    "duplicate",
+    "dead",
+    "heated",
+    "prior",
+    "burn-in",
+    "cold",
+    "modes",
+    "mixing",
+    "short",
+)
+
+
+def no_draws(draws: Draws) -> Finding:
+    """The finding of a run without draws."""
+    if "loss" in draws.why:
+        return Finding(
+            "diverged", f"The run has no draws: {draws.why}.", "Lower lr by ten, or look for NaN in the data."
+        )
+    return Finding("short", f"The run has no draws{': ' + draws.why if draws.why else ''}.", "Run longer.")
+
+
+def losses_of(draws: Draws) -> Tensor | None:
+    """The recorded losses, ``[draws, chains]`` in float64; ``None`` where none were."""
+    try:
+        x = draws.loss.double()
+    except KeyError:
+        return None
+    return x[:, None] if x.ndim == 1 else x
+
+
+def named(draws: Draws) -> Sequence[tuple[str, Tensor]]:
+    """Every leaf with its path."""
+    paths, leaves, _ = optree.tree_flatten_with_path(draws.params)
+    return [("/".join(map(str, path)) or "tensor", x) for path, x in zip(paths, leaves)]
+
+
+def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> list[Finding]:
+    """Numbers that are not finite, and runs that ran away."""
+    out: list[Finding] = []
+    bad = [name for name, x in named(draws) if not bool(torch.isfinite(x).all())]
+    if bad:
+        out.append(
+            Finding(
+                "nonfinite",
+                f"Draws of {', '.join(bad[:4])} hold NaN or infinity.",
+                "bc.make_step(..., check_finite=True) names the step and leaf; bc.skip_nonfinite(tx) leaves bad batches out.",
+            )
+        )
+    stopped = "the loss of" in draws.why
+    if stopped and losses is not None and len(losses) >= 4 and not _exploded(losses):
+        out.append(
+            Finding(
+                "nonfinite",
+                f"The run stopped: {draws.why}, and nothing before it grew.",
+                "Look for NaN in the data or the loss: bc.make_step(..., check_finite=True) names the step and leaf.",
+            )
+        )
+    elif stopped or _grown(losses):
+        says = draws.why if stopped else "the loss grows without end"
+        out.append(
+            Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_chain gives one that is stable.")
+        )
+    if losses is not None:
+        numbers["loss, last quarter"] = float(losses[-max(1, len(losses) // 4) :].mean())
+    return out
+
+
+def _exploded(losses: Tensor) -> bool:
+    """Whether the last loss is many times what it was at first."""
+    return float(losses[-1].abs().max()) > GROWTH * float(losses[: len(losses) // 4].abs().max())
+
+
+def _grown(losses: Tensor | None) -> bool:
+    """Whether the loss ends many times its first spread above where it began."""
+    if losses is None or len(losses) < 4 or not bool(torch.isfinite(losses).all()):
+        return losses is not None and not bool(torch.isfinite(losses).all())
+    quarter = len(losses) // 4
+    first, last = losses[:quarter], losses[-quarter:]
+    spread = float(first.std()) if first.numel() > 1 else 0.0
+    rises = float(last.min()) > float(first.max())
+    return rises and float(last.mean() - first.mean()) > GROWTH * max(spread, 1e-3 * float(first.abs().mean()))
+
+
+def duplicates(draws: Draws) -> list[Finding]:
+    """Chains that are the same numbers: one seed given twice."""
+    n = draws.chains or 1
+    leaves = [x for _, x in named(draws)]
+    for j in range(n):
+        for i in range(j):
+            if all(torch.equal(x[:, i], x[:, j]) for x in leaves) and any(bool((x != x[:1]).any()) for x in leaves):
+                return [
+                    Finding(
+                        "duplicate",
+                        f"Chains {i} and {j} are the same numbers, so that they count as one.",
+                        "Give every chain its own key, as bc.parallel does; on ranks bc.distributed.generator(seed, chain=i).",
+                    )
+                ]
+    return []
+
+
+def immobile(draws: Draws) -> list[Finding]:
+    """Leaves whose draws are all one, and chains that hardly move."""
+    out: list[Finding] = []
+    leaves = named(draws)
+    still = [name for name, x in leaves if len(x) > 1 and x.numel() and bool((x == x[:1]).all())]
+    if still:
+        out.append(
+            Finding(
+                "dead",
+                f"{', '.join(still[:4])} did not move in {len(draws)} draws.",
+                "It gets neither gradient nor noise: look at masks and partitions, lr, and bfloat16 parameters.",
+            )
+        )
+    if (draws.chains or 1) > 2 and len(draws) >= 8:
+        variance = torch.cat([x.double().var(0).reshape(x.shape[1], -1) for name, x in leaves if name not in still], 1)
+        share = (variance / variance.median(0).values.clamp(min=1e-300)).median(1).values
+        stuck = [i for i in range(len(share)) if float(share[i]) < STUCK]
+        if stuck:
+            out.append(
+                Finding(
+                    "dead",
+                    f"Chain {stuck[0]} hardly moves: {float(share[stuck[0]]):.2g} of the variance of the others.",
+                    "It sits in a narrow place, or lost its noise: look at its loss, and start it elsewhere.",
+                )
+            )
+    return out
+
+
+def watched(draws: Draws, of: Callable[[Any], Tensor] | None) -> Tensor:
+    """What must have mixed, ``[draws, chains, elements]``, without elements that never move."""
+    n = draws.chains or 1
+    if of is None:
+        columns = [x.double().reshape(len(draws), n, -1) for _, x in named(draws)]
+        stride = max(1, math.ceil(sum(x.shape[-1] for x in columns) / MOST))
+        values = torch.cat([x[..., ::stride] for x in columns], -1)
+    else:
+        rows: list[Tensor] = []
+        for draw in draws:
+            each = [draw] if draws.chains is None else [optree.tree_map(lambda x, i=i: x[i], draw) for i in range(n)]
+            rows.append(torch.stack([of(params).detach().reshape(-1) for params in each]))
+        values = torch.stack(rows).double()
+    return values[..., (values != values[:1]).any(0).any(0)].cpu()
+
+
+def unmixed(
+    values: Tensor, numbers: dict[str, float], traces: dict[str, Tensor], level: float, named_by_user: bool
+) -> list[Finding]:
+    """Chains that disagree with each other, or each with itself, by more than chance at this level."""
+    if len(values) < 8:
+        return [
+            Finding("short", f"{len(values)} draws are too few to tell whether they mix.", "Run longer, or thin less.")
+        ]
+    if not values.shape[-1]:
+        return []
+    found = agreement(values)
+    w, worst = found.worst, float(found.r_hat.max())
+    chains = values.shape[1]
+    traces["what mixed least"] = values[..., w]
+    numbers["R-hat, worst"] = worst
+    numbers["R-hat, probability"] = found.p_value
+    numbers["effective draws, least"] = float(found.effective.min())
+    few = float(found.effective.min()) < FEW * chains
+    if found.p_value < level and worst > DISAGREE:
+        alone = [agreement(values[:, [c], w : w + 1]) for c in range(chains)]
+        if chains > 1 and all(one.p_value >= level or float(one.r_hat) <= 1.1 for one in alone) and not few:
+            weights = "" if named_by_user else " For a network pass of=predictions: its weights have many equal modes."
+            return [
+                Finding(
+                    "modes",
+                    f"The chains are in different modes: R-hat {worst:.2f} between them, and none within a chain.",
+                    "Average predictions over all chains; or cross between modes: bc.samplers.cyclical, replica "
+                    f"exchange.{weights}",
+                )
+            ]
+        return [
+            Finding(
+                "mixing",
+                f"The draws have not mixed: R-hat {worst:.2f}, by chance with probability {found.p_value:.1g}.",
+                "Run longer, with a longer burn-in, a larger lr or momentum, or a preconditioner.",
+            )
+        ]
+    if few:
+        return [
+            Finding(
+                "short",
+                f"The slowest number has about {float(found.effective.min()):.0f} independent draws.",
+                "Run longer: means then have an error of a standard deviation over the root of that number.",
+            )
+        ]
+    return []
+
+
+def unfinished(losses: Tensor | None, numbers: dict[str, float]) -> list[Finding]:
+    """A loss whose first and last third differ: burn-in that was too short."""
+    if losses is None or len(losses) < 12 or float(losses.std()) == 0.0:
+        return []
+    third = len(losses) // 3
+    (first, e1), (last, e2) = mean_and_error(losses[:third]), mean_and_error(losses[-third:])
+    error, spread = math.hypot(e1, e2), float(losses[-third:].std())
+    moved = abs(first - last)
+    numbers["loss, first to last third, in errors"] = moved / max(error, 1e-300)
+    if moved <= 4 * error or moved <= 0.5 * spread:
+        return []
+    return [
+        Finding(
+            "burn-in",
+            f"The loss still moves: its first and last third differ by {moved / error:.1f} standard errors.",
+            "Lengthen burn_in until it does not; draws from before lie where the chain started, not where it samples.",
+        )
+    ]

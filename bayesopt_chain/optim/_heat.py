@@ -1,0 +1,41 @@
+r"""What the heat guard sees of a torch optimizer: each gradient times ``sqrt(lr_eff P / (2 T))``.
+
+In the symbols of :mod:`bayesopt_chain.optim._rule`, ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a
+constant gradient, and ``P = 1 / D`` the preconditioner of an adaptive rule as it stands now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bayesopt_chain.diagnostics.heat_guard import Leaf
+from bayesopt_chain.optim._plan import Rule
+from bayesopt_chain.optim._refusals import temperature_of
+
+
+def leaves_of(rule: Rule) -> Iterator[Leaf]:
+    """The gradients of this step that noise goes with; those of an adaptive rule from its second step on."""
+    for group in rule.param_groups:
+        temperature = temperature_of(rule._name, group)
+        if temperature == 0.0:
+            continue
+        for p in group["params"]:
+            g = p.grad
+            if g is None or g.layout is not torch.strided or isinstance(g, DTensor):
+                continue
+            state: dict[str, Any] = rule.state.get(p, {})
+            if rule.adaptive and "step" not in state:
+                continue
+            clock = rule._clock(state)
+            linear = rule._linear(group, clock)
+            effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
+            scale: Any = math.sqrt(effective / (2.0 * temperature))
+            if rule.adaptive:
+                held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
+                scale = scale * rule._denominator(group, held, state.__getitem__).rsqrt()
+            yield Leaf(g, scale, linear.momentum)

@@ -1,0 +1,222 @@
+"""The heat guard warns where minibatches heat a chain, is silent where they do not, and changes nothing."""
+
+import itertools
+import math
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.diagnostics.heat_guard import Leaf, read_heat, reshuffled_excess
+
+N, WIDTH = 1000, 5
+G = torch.Generator().manual_seed(0)
+X = torch.randn(N, WIDTH, generator=G)
+Y = X @ torch.randn(WIDTH, 1, generator=G) + torch.randn(N, 1, generator=G)
+LIMIT = 1 / float(
+    torch.linalg.eigvalsh(torch.cat([X, torch.ones(N, 1)], 1).T @ torch.cat([X, torch.ones(N, 1)], 1))[-1] / N
+)
+
+
+def epoch_by_enumeration(rho, K, mu):
+    """Mean excess over an epoch of one direction, over all orders of K noises that sum to zero."""
+    y = 2 * rho * (1 - mu) / K
+    values = torch.linspace(-1, 1, K, dtype=torch.float64)
+    values *= (
+        (K - 1) * y * y / (values**2).mean()
+    ).sqrt()  # the variance lr^2 C (1 - 1/K) of one draw, in units of T / k
+    M = torch.tensor([[1 - y, -mu], [y, mu]], dtype=torch.float64)
+    push = torch.tensor([-1.0, 1.0]).double()
+    covariances = torch.zeros(K, 2, 2).double()
+    orders = list(itertools.permutations(range(K)))
+    for order in orders:
+        r = torch.zeros(2).double()
+        for t, i in enumerate(order):
+            r = M @ r + push * values[i]
+            covariances[t] += torch.outer(r, r) / len(orders)
+    P = torch.linalg.matrix_power(M, K)
+    S = torch.linalg.solve(torch.eye(4).double() - torch.kron(P, P), covariances[-1].reshape(4)).reshape(2, 2)
+    total = 0.0
+    for t in range(K):
+        S = M @ S @ M.T
+        total += float(S[0, 0] + covariances[t][0, 0]) / K
+    return total
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("rho", [0.1, 1.0])
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_the_excess_of_reshuffled_epochs_is_that_of_all_orders_enumerated(K, rho, mu):
+    y = 2 * rho * (1 - mu) / K
+    if y < 2 * (1 + mu):
+        assert reshuffled_excess(rho, K, mu) == pytest.approx(epoch_by_enumeration(rho, K, mu), rel=1e-9)
+
+
+def test_one_batch_an_epoch_and_no_noise_heat_nothing_and_an_unstable_chain_without_end():
+    assert reshuffled_excess(3.0, 1, 0.9) == 0.0 and reshuffled_excess(0.0, 50, 0.9) == 0.0
+    assert reshuffled_excess(10.0, 4, 0.0) == math.inf
+
+
+def chain(curvatures, lr, mu, noise, steps, seed):
+    """Gradients, times ``sqrt(lr_eff / 2 T)``, of the matched chain at T = 1 on a quadratic, with white gradient noise."""
+    g = torch.Generator().manual_seed(seed)
+    k = torch.tensor(curvatures).double()
+    theta = torch.randn(len(k), generator=g).double() / k.sqrt()
+    v, before = torch.zeros_like(k), torch.zeros_like(k)
+    rows = []
+    for _ in range(steps):
+        grad = k * theta + noise**0.5 * torch.randn(len(k), generator=g).double() * torch.eye(len(k))[0]
+        rows.append(grad)
+        fresh = torch.randn(len(k), generator=g).double()
+        v = mu * v + grad + (2 * (1 - mu) / lr) ** 0.5 * (fresh + before) / 2
+        before, theta = fresh, theta - lr * v
+    return torch.stack(rows)[-97:] * (lr / (1 - mu) / 2) ** 0.5
+
+
+@pytest.mark.parametrize("mu", [0.9, 0.99])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
+def test_a_full_batch_reads_no_heat_at_any_stable_rate(share, mu):
+    """Fixed seeds, median of five windows; beyond half of the limit the own swing alone would read up to 44."""
+    read = [read_heat(chain([1.0, 0.3, 0.1], share * 2 * (1 + mu), mu, 0.0, 500, s), mu) for s in range(5)]
+    assert sorted(max(0.0, heat.rho) for heat in read)[2] < 0.5, read
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.9, 0.99])
+@pytest.mark.parametrize("rho", [1.0, 4.0, 16.0])
+def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
+    """Fixed seeds; the median of five windows."""
+    lr = 0.02 * (1 - mu)
+    rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(5)]
+    read = sorted(read_heat(r, mu).rho for r in rows)[2]
+    assert rho / 2 < read < rho * 2
+
+
+def loop(steps, batch, lr, *, heat_guard="warn", seed=0, clip=None, make=bc.optim.SGHMC, **kwargs):
+    """A user's loop on linear regression; its weights, and what was warned about."""
+    torch.manual_seed(seed)
+    model = nn.Linear(WIDTH, 1)
+    with torch.no_grad():  # at the mode
+        solution = torch.linalg.lstsq(torch.cat([X, torch.ones(N, 1)], 1), Y).solution
+        model.weight.copy_(solution[:-1].T)
+        model.bias.copy_(solution[-1])
+    optimizer = make(model.parameters(), lr, temperature=1 / N, heat_guard=heat_guard, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = torch.randperm(N)
+        for t in range(steps):
+            if batch < N and t % (N // batch) == 0:
+                rows = torch.randperm(N)
+            chosen = rows[(t * batch) % N :][:batch] if batch < N else slice(None)
+            optimizer.zero_grad()
+            loss = (model(X[chosen]) - Y[chosen]).square().mean() / 2
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model.weight.detach(), [str(w.message) for w in caught if "SGHMC" in str(w.message)], optimizer
+
+
+def eager(K=None):
+    return bc.diagnostics.HeatGuard(K, share=math.inf, who="SGHMC")
+
+
+def test_the_change_of_one_line_in_a_minibatch_loop_is_warned_about_once_with_numbers_and_advice():
+    _, said, _ = loop(400, 32, 0.1, heat_guard=eager())
+    assert len(said) == 1
+    assert "times the variance asked for" in said[0] and "Use lr" in said[0] and "larger batches" in said[0]
+
+
+def test_full_batches_and_cool_ones_are_silent():
+    for batch, lr, K in ((N, 0.1, None), (N, 0.6 * 3.8 * LIMIT, None), (100, 0.002, 10)):
+        assert not loop(700, batch, lr, heat_guard=eager(K))[1]
+
+
+def test_what_reshuffling_takes_away_is_taken_into_account_where_the_steps_of_an_epoch_are_known():
+    """The same loop, told and untold: at lr 0.003 independent batches of 32 would double the variance."""
+    _, _, untold = loop(700, 32, 0.003, heat_guard=eager())
+    _, warned, told = loop(700, 32, 0.003, heat_guard=eager(N // 32))
+    assert untold.heat_guard.readings[-1].excess > 2 * told.heat_guard.readings[-1].excess
+    assert not warned and told.heat_guard.readings[-1].order == "reshuffled"
+
+
+def test_a_clip_that_acts_at_every_step_is_named():
+    _, said, _ = loop(300, 32, 0.01, heat_guard=eager(), clip=1e-3)
+    assert len(said) == 1 and "same norm" in said[0]
+
+
+def test_a_sum_in_place_of_a_mean_is_named():
+    guard, noise = eager(), torch.Generator().manual_seed(0)
+    with pytest.warns(UserWarning, match="may be a sum over the data"):
+        for _ in range(250):
+            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), 1e3, 0.9)], 0.1)
+
+
+def test_it_changes_no_bit_of_the_draws():
+    """On a gradient without matrix products, whose last bit may depend on where a tensor lies in memory."""
+
+    def run(guard):
+        w = torch.ones(50, requires_grad=True)
+        generator, noise = (torch.Generator().manual_seed(k) for k in (0, 1))
+        optimizer = bc.optim.SGHMC([w], 0.05, temperature=1.0, heat_guard=guard, generator=generator)
+        for _ in range(300):
+            w.grad = w.detach() + torch.randn(50, generator=noise)
+            optimizer.step()
+        return w.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        watched = eager()
+        assert torch.equal(run(watched), run(None)) and watched.readings
+
+
+def test_it_takes_its_share_of_the_time_and_no_more():
+    """The first window waits until it can be afforded: none within the first steps of a fast loop."""
+    guard = bc.diagnostics.HeatGuard(share=0.015)
+    began = time.perf_counter()
+    calls = 0
+
+    def leaves():
+        nonlocal calls
+        calls += 1
+        return [Leaf(torch.ones(10), 1.0, 0.9)]
+
+    for _ in range(3000):
+        guard.look(leaves, 0.1)
+    assert calls <= 1 + 97 * (1 + (time.perf_counter() - began) * 0.015 / 5e-3)
+
+
+def test_a_new_learning_rate_begins_anew():
+    guard = eager()
+    noise = torch.Generator().manual_seed(0)
+    for lr in (0.1, 0.01, 0.001):
+        for _ in range(150):
+            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), 2.0, 0.9)], lr)
+    assert len(guard.readings) == 3 and not guard.has_warned  # never two windows of one rate
+
+
+def test_the_gradients_of_adaptive_rules_are_seen_through_their_preconditioner():
+    model = nn.Linear(WIDTH, 1)
+    optimizer = bc.optim.Adam(model.parameters(), 0.01, temperature=1 / N, heat_guard=eager())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(300):
+            rows = torch.randint(N, (20,), generator=G)
+            optimizer.zero_grad()
+            (model(X[rows]) - Y[rows]).square().mean().backward()
+            optimizer.step()
+    assert optimizer.heat_guard.readings and optimizer.heat_guard.readings[-1].rho > 1
+
+
+def test_bad_arguments_are_named():
+    p = [torch.zeros(1, requires_grad=True)]
+    with pytest.raises(ValueError, match="heat_guard must be 'warn', None"):
+        bc.optim.SGLD(p, 0.1, temperature=1.0, heat_guard="yes")
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        bc.optim.SGLD(p, 0.1, temperature=1.0, steps_per_epoch=0)
+    with pytest.raises(ValueError, match="steps_per_epoch= is for"):
+        bc.optim.SGLD(p, 0.1, temperature=1.0, heat_guard=None, steps_per_epoch=3)
+    with pytest.raises(ValueError, match="window must be at least"):
+        bc.diagnostics.HeatGuard(window=3)
