@@ -39,6 +39,7 @@ LARGEST = 2**34  # elements of a draw: four in each of 2^32 blocks
 Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf's elements, ascending
 
 _MASK = 0xFFFFFFFF
+_TOGETHER = 2**15  # elements that tensor operations treat at once: few calls for short runs, and long ones stay in cache
 _SQRT3 = 3.0**0.5
 _functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
 
@@ -199,7 +200,7 @@ def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype,
     starts = elements.starts or (0,) * len(elements.lengths)
     alike: list[list[tuple[int, int, int]]] = []
     for run in zip(starts, elements.lengths, elements.draws):
-        if alike and alike[-1][0][1] == run[1]:
+        if alike and alike[-1][0][1] == run[1] and len(alike[-1]) * run[1] < _TOGETHER:
             alike[-1].append(run)
         else:
             alike.append([run])
@@ -224,34 +225,35 @@ def _of_one_length(
         group, lanes, count = offsets[0] + length, 1, 1  # the first normals of a few blocks, and nothing else
 
     def by_run(values: Sequence[int]) -> Any:
-        """A number, or a tensor of one for each run that broadcasts with ``[*chains, runs, groups, blocks]``."""
+        """A number, or a column with one for each run."""
         alone = len(values) == 1
-        return values[0] if alone else torch.tensor(values, dtype=torch.int64, device=key.device).view(-1, 1, 1)
+        return values[0] if alone else torch.tensor(values, dtype=torch.int64, device=key.device).view(-1, 1)
 
-    key, step = key[..., None, None, None], step[..., None, None, None]
-    block = torch.arange(count * group, dtype=torch.int64, device=key.device).view(count, group)
-    block = (block + by_run([head * group for head in heads])) & _MASK
+    first = heads[0] * group
+    block = torch.arange(first, first + count * group, dtype=torch.int64, device=key.device)
+    if len(runs) > 1:  # else there is no axis for them
+        block = block + by_run([head * group - first for head in heads])
+    key, step = (x[(..., *[None] * block.ndim)] if x.ndim else x for x in (key, step))
     low, high = (step & _MASK) + 0 * block, (step >> 32 & _MASK) + 0 * block
-    words = philox(
-        (block, by_run([draw for *_, draw in runs]) + 0 * block, low, high), (key & _MASK, key >> 32 & _MASK)
-    )
+    draw = by_run([number for *_, number in runs]) + 0 * block
+    words = philox((block, draw, low, high), (key & _MASK, key >> 32 & _MASK))
     if kind == "gaussian":
-        values = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
-    else:
-        values = [_OTHERS[kind](word, real) for word in words]
-    every = torch.stack(values, dim=-2).flatten(-3)
+        words = [x for i in range(0, lanes, 2) for x in box_muller(words[i], words[i + 1], real)][:lanes]
+    every = torch.stack([word.unflatten(-1, (count, group)) for word in words], dim=-2).flatten(-3)
+    if kind != "gaussian":
+        every = _OTHERS[kind](every, real)
     if len({*offsets}) == 1:
         mine = every[..., offsets[0] : offsets[0] + length]
     else:
-        index = by_run(offsets).view(-1, 1) + torch.arange(length, device=key.device)
+        index = by_run(offsets) + torch.arange(length, device=key.device)
         mine = every.gather(-1, index.expand(*every.shape[:-1], length))
-    return mine.flatten(-2)
+    return mine.flatten(-2) if len(runs) > 1 else mine
 
 
-_OTHERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {  # from a word; exact in float32 but for the root of 3
-    "uniform": lambda word, real: (word >> 8).to(real) * 2.0**-24,
-    "three_point": lambda word, real: three_point(word * 6 >> 32),
-    "rademacher": lambda word, real: (word & 2).to(real) - 1.0,
+_OTHERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {  # of words; exact in float32 but for the root of 3
+    "uniform": lambda words, real: (words >> 8).to(real) * 2.0**-24,
+    "three_point": lambda words, real: three_point(words * 6 >> 32),
+    "rademacher": lambda words, real: (words & 2).to(real) - 1.0,
 }
 
 _library: Any = torch.library  # its functions carry no types
