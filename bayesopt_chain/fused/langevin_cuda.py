@@ -1,9 +1,9 @@
 r"""SGD with momentum and matched noise as one Triton kernel: 20 bytes a float32 parameter, nothing besides the velocity.
 
-    v = keep s + g + weight_decay theta + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
+    v = keep s + g + weight_decay theta + c xi,    theta <- theta - lr v,    s <- momentum v + deferred c xi,
 
-for heavy ball ``(keep, momentum, carried) = (mu, 1, 1 / mu)``, the velocity with the half of the noise that acts in the next
-step (:mod:`bayesopt_chain.matching.noise_inputs`); for SGD ``(1, 0, 1)``, the draw itself; white noise has ``carried = 0``.
+for heavy ball ``(keep, momentum, deferred) = (mu, 1, 1 / mu)``, the velocity with the half of the noise that acts in the next
+step (:mod:`bayesopt_chain.matching.noise_inputs`); for SGD ``(1, 0, 1)``, the draw itself; white noise has ``deferred = 0``.
 Read theta, g and s, write theta and s, draw one normal that nobody has to remember.
 
 With ``c = s' / (1 + mu)``, ``s'^2 = T (1 - mu^2) / lr'``, ``lr' = 2 lr / (1 + mu)`` this is the Ornstein-Uhlenbeck form
@@ -36,14 +36,14 @@ def _move(
     keep: Value,
     momentum: Value,
     level: Value,
-    carried: Value,
+    deferred: Value,
 ) -> None:
     position = tl.load(theta + at, mask=live, other=0.0)
     noise = level * xi
     v = keep * tl.load(s + at, mask=live, other=0.0) + tl.load(g + at, mask=live, other=0.0)
     v += weight_decay * position + noise
     tl.store(theta + at, position - lr * v, mask=live)
-    tl.store(s + at, momentum * v + carried * noise, mask=live)
+    tl.store(s + at, momentum * v + deferred * noise, mask=live)
 
 
 @jit(do_not_specialize=["draw"])
@@ -60,17 +60,17 @@ def _kernel(
     keep: Value,
     momentum: Value,
     level: Value,
-    carried: Value,
+    deferred: Value,
     BLOCKS: constexpr,
     RUN: constexpr,
 ) -> None:
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     z0, z1, z2, z3 = four_normals(block, draw, key, count)
     at = first_element(block, size, RUN)
-    _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, carried)
-    _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, carried)
-    _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, carried)
-    _move(theta, g, s, z3, at + 3 * RUN, at + 3 * RUN < size, lr, weight_decay, keep, momentum, level, carried)
+    _move(theta, g, s, z0, at, at < size, lr, weight_decay, keep, momentum, level, deferred)
+    _move(theta, g, s, z1, at + RUN, at + RUN < size, lr, weight_decay, keep, momentum, level, deferred)
+    _move(theta, g, s, z2, at + 2 * RUN, at + 2 * RUN < size, lr, weight_decay, keep, momentum, level, deferred)
+    _move(theta, g, s, z3, at + 3 * RUN, at + 3 * RUN < size, lr, weight_decay, keep, momentum, level, deferred)
 
 
 def langevin_step_(
@@ -85,16 +85,16 @@ def langevin_step_(
     keep: float,
     momentum: float,
     level: float,
-    carried: float,
+    deferred: float,
     draw: int = 0,
     blocks: int = 512,
 ) -> None:
     """One step on one leaf, in place.
 
     Args:
-        theta, g, s: parameters, gradient and what is carried from step to step (zeros at the start), contiguous float32.
+        theta, g, s: parameters, gradient and what is deferred from step to step (zeros at the start), contiguous float32.
         key, count: 0-d int64 on the same device: the stream's key and the step number. The caller counts.
-        lr, weight_decay, keep, momentum, level, carried: the coefficients of the equations above, ``level`` being ``c``.
+        lr, weight_decay, keep, momentum, level, deferred: the coefficients of the equations above, ``level`` being ``c``.
         draw: number of the leaf's draw.
         blocks: Philox blocks for each program, a multiple of 64; four parameters a block, and with 512 of them each of
             128 threads moves four neighbours at a time.
@@ -120,7 +120,7 @@ def langevin_step_(
             keep,
             momentum,
             level,
-            carried,
+            deferred,
             BLOCKS=blocks,
             RUN=RUN,
         )

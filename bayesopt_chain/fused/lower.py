@@ -10,7 +10,7 @@ gives the bits of its links one by one, pure and in place, with the kernel of :m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps, are_small
-from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
+from bayesopt_chain.fused.sweep_cpu import Pointers, pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum, TraceState
 from bayesopt_chain.matching.filters import Filtered
+from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_plain, is_transformed
 
@@ -115,7 +116,7 @@ class Noisy(Link):
     momentum: float | None
     factor: float
     level: float  # of the noise
-    carried: float  # what the velocity holds back of it
+    deferred_gain: float  # what the velocity holds of it for the next step
     shapes: tuple[torch.Size, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype | None  # of all leaves, if it is one
@@ -125,34 +126,53 @@ class Noisy(Link):
     def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
-        move = self._at_once if self._is_plain(g, kept, noise) else self._by_links
+        plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.count) and noise.key.is_cpu
+        move = self._at_once if plain and _are_plain(g, kept, self.sizes, self.dtype) else self._by_links
         u, kept = move(g, kept, noise, op)
         (count,) = op.count([noise.count])
         if self.momentum is None:
             return u, (noise._replace(count=count, memory=kept), states[1])
         return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))
 
-    def _is_plain(self, g: Sequence[Any], kept: Sequence[Tensor], noise: LangevinNoiseState) -> bool:
-        if self.noise.noise != "gaussian" or any([x is None for x in g]) or not is_plain(noise.key, noise.count, g[0]):
-            return False
-        return noise.key.is_cpu and _are_plain(g, kept, self.sizes, self.dtype)
-
     def _at_once(
         self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
-        """Chunk by chunk the draw, and one pass for the rest while it is in cache."""
-        mu, dtype, kernel = self.momentum, g[0].dtype, sweep_kernel()
-        parts = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, dtype)
-        if kernel is None:
-            flat = torch.cat([e.clone() for _, e in parts])
-            flat = flat.mul_(self.level) if mu is None else flat
+        """Span by span the draw, and one pass for the rest while it is in cache."""
+        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype)
+        if self.momentum is None:  # it remembers the draw, and scales it as its links do
+            drawn = ((span, e.mul_(self.level)) for span, e in drawn)
+        if sweep_kernel() is None:
+            flat = torch.cat([e.clone() for _, e in drawn])
             return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
         u, t = _results(op, g, kept)
-        for part, e in parts:
-            e = e.mul_(self.level) if mu is None else e
-            places = [pointers(xs, part) for xs in (g, kept, u, t)]
-            kernel(dtype, part.sizes, *places, self.factor, mu, e, self.carried)
+        self.sweep(drawn, g, kept, u, t)
         return u, tuple(t)
+
+    def sweep(
+        self,
+        drawn: Iterable[tuple[keyed_stream.Span, Tensor]],
+        g: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        u: Sequence[Tensor],
+        t: Sequence[Tensor],
+        moves: bool = False,
+        known: Sequence[Sequence[Pointers]] | None = None,
+    ) -> None:
+        """The run by the kernel of :mod:`bayesopt_chain.fused.sweep_cpu`, which checks nothing: lists of contiguous tensors.
+
+        Args:
+            drawn: spans and their noise, flat.
+            g: gradients.
+            kept: the velocities, or without momentum the remembered draws.
+            u, t: where the results go, and what is kept for the next step.
+            moves: the results are parameters, to which the updates are added.
+            known: for every span where ``kept``, ``u`` and ``t`` lie in memory, if that has been looked up before.
+        """
+        kernel: Any = sweep_kernel()
+        for n, (span, e) in enumerate(drawn):
+            places = known[n] if known else [pointers(xs, span) for xs in (kept, u, t)]
+            numbers = (self.factor, self.momentum, e, self.deferred_gain, moves)
+            kernel(e.dtype, span.sizes, pointers(g, span), *places, *numbers)
 
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
@@ -178,8 +198,8 @@ class Noisy(Link):
         g = op.add(g, e)
         v = op.average(kept, self.momentum, g)
         u = op.mul(op.put(g, v), self.factor)
-        if self.carried:
-            v = op.add(v, [x * self.carried for x in e])
+        if self.deferred_gain:
+            v = op.add(v, [x * self.deferred_gain for x in e])
         return u, tuple(v)
 
 
@@ -209,22 +229,33 @@ def _constant(link: Link) -> float | None:
     return link.sign * link.step_size
 
 
+def level_of(noise: Link, noise_input: NoiseInput, remembers: bool) -> float | None:
+    """The level of the noise that a run draws itself; ``None`` for noise that its link draws.
+
+    Args:
+        noise: the link that it comes from.
+        noise_input: where it enters, with what coefficients.
+        remembers: whether half of the noise is the last step's draw, as in SGD; else it is white, as under a momentum.
+    """
+    process = noise_input.process
+    if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_SPANS:
+        return None
+    if noise_input.changes or noise_input.powers or not isinstance(process, Filtered) or process.d != (1.0,):
+        return None
+    level, *before = process.c
+    return level if before == ([level] if remembers else []) else None
+
+
 def _noisy(links: Sequence[Link], plan: Any, n: int, injection: Any) -> tuple[tuple[int, ...], Noisy] | None:
     """The run that the noise of link ``n`` enters, if it is one of these."""
     (noise_input,) = injection.noise_inputs
-    noise, process, i, layout = links[n], noise_input.process, noise_input.entry_link, plan.layout
-    if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_SPANS:
-        return None  # any other is drawn by its link
-    if noise_input.changes or noise_input.powers or not isinstance(process, Filtered) or process.d != (1.0,):
-        return None
-    first = [k for k in plan.order if k >= i and not set(noise_input.leaves).isdisjoint(plan.where[k])]
+    i, layout = noise_input.entry_link, plan.layout
     mu = _heavy_ball(links[i]) if i != n and noise_input.transfer.pole_link == i else None
-    if mu is not None and not process.memory:
-        run = (*first[:2], n)
-    elif i == n and len(process.c) == 2 and process.c[0] == process.c[1]:
-        run = (n, *first[:1])
-    else:
+    level = level_of(links[n], noise_input, remembers=mu is None)
+    if level is None or (mu is None and i != n):
         return None
+    behind = [k for k in plan.order if k >= i and not set(noise_input.leaves).isdisjoint(plan.where[k])]
+    run = (n, *behind[:1]) if mu is None else (*behind[:2], n)
     if len(run) < 2 + (mu is not None) or (factor := _constant(links[run[1]])) is None:
         return None
     shapes = tuple([layout.shapes[j] for j in noise_input.leaves])
@@ -232,5 +263,6 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, injection: Any) -> tuple[tu
         return None
     sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in noise_input.leaves}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    variables = injection.variables  # scaled while they are drawn where nothing remembers the draw itself
-    return run, Noisy(noise, mu, factor, process.c[0], noise_input.deferred_gain, shapes, sizes, dtype, variables)
+    # the noise is scaled while it is drawn where nothing remembers the draw itself
+    gain, noise = noise_input.deferred_gain, links[n]
+    return run, Noisy(noise, mu, factor, level, gain, shapes, sizes, dtype, injection.variables)  # pyright: ignore[reportArgumentType]

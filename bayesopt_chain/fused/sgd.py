@@ -1,36 +1,38 @@
-r"""One pass over parameters, gradients and velocities: what ``make_step(..., inplace=True)`` runs for the common chains.
+r"""Steps that move the parameters themselves: what ``make_step(..., inplace=True)`` runs for the common chains.
 
-SGD with everything torch's fused kernel knows, and matched noise in front of it:
+SGD with everything that torch's fused kernel knows, and matched noise in front of it:
 
     g <- +-g + wd theta + e,    v <- mu v + g,    theta <- theta - lr (v, or g + mu v with Nesterov).
 
 :func:`recognise` reads a chain's links and says whether it is of this form. It is not, and takes the links one by one
 as ``update`` does, if it holds any other link (adaptive, clipping, masked, declared), a dampening, a second momentum or
 scale, a learning rate or temperature that is a tensor or a schedule, or noise together with ``maximize``.
-:meth:`FusedSGD.move` declines tensors the kernels cannot take. The arithmetic is that of the links, with a
+:meth:`FusedSGD.move` declines tensors that the kernels cannot take. The arithmetic is that of the links, with a
 multiplication and the addition behind it rounded once: equal to one unit in the last place for each operation.
 
-Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` carries over from the last one, the velocity or, without
+Matched noise is a fresh draw ``c xi`` and what a tensor ``s`` holds of the last one, which is the velocity or, without
 momentum, the remembered draw (:mod:`bayesopt_chain.matching.noise_inputs`):
 
-    v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + carried c xi,
+    v = keep s + g + c xi,    theta <- theta - lr v,    s <- momentum v + deferred c xi,
 
-``(keep, momentum, carried) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``carried = 0``.
-Four ways to run it, all the same stream:
+``(keep, momentum, deferred) = (mu, 1, 1 / mu)`` or ``(1, 0, 1)``; white noise has ``deferred = 0``. The first call with
+some tensors picks the fastest of these, all of one stream, and keeps it for as long as the same tensors come:
 
-* on a CPU, for SGD and heavy ball where every leaf has a gradient, chunk by chunk a draw and one pass of
-  :mod:`bayesopt_chain.fused.sweep_cpu` while all of it is in cache; gradients stay as they are;
-* on a CPU otherwise a draw next to torch's fused kernel, block after block of a large leaf while all of it is in cache;
-* on a CUDA device :mod:`bayesopt_chain.fused.langevin_cuda`, which draws in the kernel: 20 bytes a float32 parameter;
-* any other noise drawn by its link, then torch's fused kernel.
+* :class:`_Lowered`: the run of links that ``update`` sweeps (:mod:`bayesopt_chain.fused.lower`), with the parameters as the
+  place where its results are added. On a CPU, for chains that are such a run and nothing else;
+* :class:`_InSpans`: on a CPU otherwise, a draw and torch's fused kernel, span after span while all of it is in cache;
+* :class:`_OnDevice`: on a CUDA device :mod:`bayesopt_chain.fused.langevin_cuda`, which draws in the kernel and moves 20 bytes
+  a float32 parameter;
+* :class:`_ByItsLink`: any other noise is drawn by its link, and torch's fused kernel does the rest;
+* :class:`_WithoutNoise`: torch's fused kernel alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -41,20 +43,18 @@ from bayesopt_chain._torch import foreach_add_, foreach_copy_, fused_sgd_
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.op import IN_PLACE, owned
 from bayesopt_chain.core.state import State
+from bayesopt_chain.fused.lower import Noisy, level_of
 from bayesopt_chain.fused.sweep_cpu import pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.learning_rate import Scale
 from bayesopt_chain.links.momentum import Momentum
 from bayesopt_chain.links.weight_decay import AddDecayedWeights, FlipSign
-from bayesopt_chain.matching.filters import Filtered
-from bayesopt_chain.matching.noise_inputs import NoiseInput
 from bayesopt_chain.random import philox
-from bayesopt_chain.random import stream as keyed_stream
+from bayesopt_chain.random.stream import Span, Variables
 
 _KINDS = (Tensor, torch.nn.Parameter)  # subclasses may keep their numbers elsewhere
 _DTYPES = (torch.float32, torch.float64)  # in bfloat16 torch 2.13's CPU kernel moves by the gradient, not the velocity
-BLOCK = 2**18  # elements drawn at a time: in cache, and few enough calls
-_VECTOR = 16  # a CPU generator's normals come in groups of 16: pieces of such sizes draw what one piece would
+Way = Callable[[list[Any], State], State]  # moves the parameters by their gradients, of which some may be missing
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,30 @@ class FusedSGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
-    last: list = field(default_factory=list, repr=False, compare=False)  # the last call's buffers, to be found again
+    last: list[_Tensors] = field(default_factory=list, repr=False, compare=False)  # those of the last call, if any
 
-    def __reduce__(self):
-        return recognise, (self.chain,)
+    def __reduce__(self) -> Any:
+        return recognise, (self.chain,)  # tensors stay behind
 
     def move(self, params: Any, grads: Any, state: State) -> State | None:
-        """Move ``params`` and ``state`` in place, and return the state; gradients may be overwritten.
+        """Move ``params`` and ``state`` in place.
 
-        ``None``, with nothing changed, where the kernels, which check nothing, cannot take these tensors: they must be dense
-        and contiguous, of one device and dtype, the state's shaped like the parameters, and not traced.
+        Args:
+            params, grads: trees of one structure; gradients may be missing, and may be overwritten.
+            state: of the chain.
+
+        Returns:
+            The state; or ``None``, with nothing changed, where the kernels, which check nothing, cannot take these tensors:
+            they must be dense and contiguous, of one device and dtype, the state's shaped like the parameters, and not traced.
         """
         p, g, spec = self._leaves(params, grads)
         live = [x for x in g if x is not None]
         if not live or not tracing.is_plain(live[0]):
             return None
-        buffers = self._buffers(p, g, state, spec)
-        if not buffers.usable:
-            return None
-        if buffers.places is not None:  # addresses, of which autograd knows nothing
-            self._sweep_at_once(buffers, live, state[self.noise])  # pyright: ignore[reportArgumentType, reportCallIssue]
-            return state
-        with torch.no_grad():
-            return self._advance(buffers, owned(g), state)
+        way = self._tensors(p, g, state, spec).way
+        return None if way is None else way(g, state)
 
-    def _leaves(self, params: Any, grads: Any) -> tuple[list, list, Any]:
+    def _leaves(self, params: Any, grads: Any) -> tuple[list[Any], list[Any], Any]:
         """The leaves of both trees and their structure, which is looked for only where it is not the last one."""
         if self.last:
             spec = self.last[0].spec
@@ -104,51 +103,8 @@ class FusedSGD:
         p, spec = optree.tree_flatten(params, none_is_leaf=True)
         return p, spec.flatten_up_to(grads), spec
 
-    def _advance(self, buffers: _Buffers, g: list, state: State) -> State:
-        """By torch's kernels, or with the noise drawn on the device."""
-        live = [x if x.is_contiguous() else x.contiguous() for x in g if x is not None]
-        if self.noise is None:
-            self._sweep(buffers.theta, live, buffers.velocity)
-            return state
-        noise = state[self.noise]
-        if buffers.own is None:
-            noise_input, injection = buffers.noise_input, buffers.plan.noise[self.noise]
-            (x,), after = injection.draw(noise, injection.strength(noise), g, IN_PLACE)
-            self._sweep(buffers.theta, IN_PLACE.add(live, x.noise), buffers.velocity)
-            if noise_input.deferred_gain:
-                IN_PLACE.add(buffers.velocity, x.noise, noise_input.deferred_gain)
-            return state.replace(self.noise, after)
-        if buffers.by_kernel:
-            self._kernels(buffers, live, noise)
-        else:
-            fill, carried = buffers.filler(noise), buffers.own.carried
-            if buffers.splits:
-                for x, number, sizes, blocks in zip(live, buffers.draws, buffers.sizes, buffers.blocks):
-                    for grad, (theta, kept, fresh) in zip(x.view(-1).split(sizes), blocks):
-                        fill(fresh, sizes, [number])
-                        self._with_noise([theta], [grad], [kept], [fresh], carried)
-            else:
-                fill(buffers.flat, buffers.sizes, buffers.numbers)
-                self._with_noise(buffers.theta, live, buffers.carried, buffers.fresh, carried)
-        noise.count.add_(1)
-        return state
-
-    def _sweep_at_once(self, buffers: _Buffers, g: list[Tensor], noise: Any) -> None:
-        """The draw, and one pass for the rest; gradients are only read."""
-        kernel, own, dtype = sweep_kernel(), buffers.own, g[0].dtype
-        assert kernel is not None and own is not None and buffers.places is not None
-        if not all(map(Tensor.is_contiguous, g)):
-            g = [x.contiguous() for x in g]
-        parts = buffers.variables.draw_in_spans(noise.key, noise.count, buffers.elements, dtype)
-        for (part, e), (theta, kept) in zip(parts, buffers.places):
-            x = pointers(g, part)
-            kernel(dtype, part.sizes, x, kept, theta, kept, -self.lr, self.momentum or None, e, own.carried, True)
-        torch.autograd.graph.increment_version([*buffers.theta, *buffers.carried])
-        noise.count.add_(1)
-
-    def _buffers(self, params: list, g: list, state: tuple, spec: Any) -> _Buffers:
-        """The tensors as the kernels take them: those of the last call where they are the same objects, and nobody has replaced
-        the ``.data`` of one."""
+    def _tensors(self, params: list[Any], g: list[Any], state: State, spec: Any) -> _Tensors:
+        """Those of the last call where they are the same objects, and nobody has replaced the ``.data`` of one."""
         trace = state[self.velocity].trace if self.velocity is not None else ()
         memory = state[self.noise].memory if self.noise is not None else ()
         key = (*params, *trace, *memory)
@@ -160,42 +116,14 @@ class FusedSGD:
             or last.absent != [x is None for x in g]
             or not all(map(Tensor.is_set_to, last.viewed, last.views))
         ):
-            last = _Buffers(self, params, g, self.chain.plan(state), trace, memory, spec)
+            last = _Tensors(spec, key, params, g, trace, memory)
+            last.way = _way(self, last, state) if last.are_usable(self, g) else None
+            last.view([last.params[j] for j in last.live] if last.way else [])
             self.last[:] = [last]
         return last
 
-    def _with_noise(
-        self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor], carried: float
-    ) -> None:
-        """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + carried fresh`` (see the module's note)."""
-        if self.momentum:
-            foreach_add_(g, fresh)
-            self._sweep(p, g, s)
-            if carried:
-                foreach_add_(s, fresh, alpha=carried)
-        else:
-            foreach_add_(g, s)
-            foreach_add_(g, fresh)
-            foreach_copy_(s, fresh)
-            self._sweep(p, g, [])
-
-    def _kernels(self, buffers: _Buffers, g: list[Tensor], noise) -> None:
-        """The same on the device, one launch a leaf."""
-        from bayesopt_chain.fused.langevin_cuda import langevin_step_
-
-        keep, momentum = (self.momentum, 1.0) if self.momentum else (1.0, 0.0)
-        numbers = {
-            "lr": self.lr,
-            "weight_decay": self.weight_decay,
-            "keep": keep,
-            "momentum": momentum,
-            **buffers.own._asdict(),  # pyright: ignore[reportOptionalMemberAccess]
-        }
-        with torch.cuda.device_of(noise.key):
-            for p, x, s, draw in zip(buffers.theta, g, buffers.carried, buffers.draws):
-                langevin_step_(p, x, s, noise.key, noise.count, draw=draw - (draw >> 31 << 32), **numbers)
-
-    def _sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
+    def sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
+        """torch's fused kernel."""
         fused_sgd_(
             p,
             g,
@@ -208,118 +136,229 @@ class FusedSGD:
         )
 
 
-class _Own(NamedTuple):
-    """Matched noise that the sweeps draw themselves: its level ``c`` and the factor of what is carried over."""
+class _Tensors:
+    """Parameters, velocities and remembered draws as a call gave them, and the way to move them."""
 
-    level: float
-    carried: float
-
-
-class _Buffers:
-    """Parameters, velocities and remembered draws of the leaves that have a gradient, as lists of dense tensors."""
+    way: Way | None
 
     def __init__(
-        self, form: FusedSGD, params: list, g: list, plan: Any, trace: tuple, memory: tuple, spec: Any
+        self, spec: Any, key: tuple[Any, ...], params: list[Any], g: list[Any], trace: Any, memory: Any
     ) -> None:
-        self.plan, self.spec = plan, spec
-        here = [j for j, p in enumerate(params) if p is not None]
-        place = {j: k for k, j in enumerate(here)}
-        self.key = (*params, *trace, *memory)
-        self.viewed: list[Tensor] = []
-        self.views: list[Tensor] = []
+        self.spec, self.key, self.params = spec, key, params
         self.absent = [x is None for x in g]
         self.live = [j for j, x in enumerate(g) if x is not None]
-        first = g[self.live[0]]
-        self.usable = (
+        self.here = [j for j, p in enumerate(params) if p is not None]
+        place = {j: k for k, j in enumerate(self.here)}
+        self.trace, self.memory = trace, memory
+        mine = [place[j] for j in self.live if j in place]
+        self.velocity: list[Tensor] = [trace[k] for k in mine] if len(trace) == len(self.here) else []
+        self.drawn: list[Tensor] = [memory[k] for k in mine] if len(memory) == len(self.here) else []
+        self.viewed: list[Tensor] = []
+        self.views: list[Tensor] = []
+
+    def are_usable(self, form: FusedSGD, g: list[Any]) -> bool:
+        """Whether the kernels can take them."""
+        first, kept = g[self.live[0]], [t for t in (*self.trace, *self.memory) if t.numel()]
+        return (
             first.dtype in _DTYPES
-            and all(x is None or (_like(x, first) and _like(p, first)) for x, p in zip(g, params))
-            and all(params[j].is_contiguous() for j in self.live)
-            and all(
-                _like(t, first) and t.is_contiguous() and not t.requires_grad for t in (*trace, *memory) if t.numel()
-            )
-            and (form.velocity is None or [t.shape for t in trace] == [params[j].shape for j in here])
-            and (form.noise is None or [t.shape[1:] for t in memory] == [params[j].shape for j in here])
+            and all(x is None or (_like(x, first) and _like(p, first)) for x, p in zip(g, self.params))
+            and all(self.params[j].is_contiguous() for j in self.live)
+            and all(_like(t, first) and t.is_contiguous() and not t.requires_grad for t in kept)
+            and (form.velocity is None or [t.shape for t in self.trace] == [self.params[j].shape for j in self.here])
+            and (form.noise is None or [t.shape[1:] for t in self.memory] == [self.params[j].shape for j in self.here])
         )
-        self.own = self.places = None
-        if not self.usable:
-            return
-        self.theta = [params[j].detach() for j in self.live]
-        self.viewed, self.views = [params[j] for j in self.live], list(self.theta)
-        self.velocity = [trace[place[j]] for j in self.live] if trace else []
-        if form.noise is None:
-            return
-        link, noise_inputs = plan.noise[form.noise].link, plan.noise[form.noise].noise_inputs
-        if not noise_inputs:  # a learning rate of zero
-            self.usable = False
-            return
-        (self.noise_input,) = noise_inputs
-        self.own = _own(self.noise_input, link, first, bool(form.momentum))  # pyright: ignore[reportArgumentType]
-        if self.own is None:
-            return
-        self.carried = self.velocity or [memory[place[j]][0] for j in self.live]
-        if not self.velocity:
-            self._view([memory[place[j]] for j in self.live])
-        self.by_kernel = has_kernel(first)
-        self.draws = [plan.numbers[j] for j in self.live]
-        if self.by_kernel:
-            return
-        sizes = [params[j].numel() for j in here]
-        plain = not (form.nesterov or form.weight_decay or form.maximize) and len(self.live) == len(here)
-        if plain and sweep_kernel() is not None:
-            self._view(self.velocity)
-            stream = link.stream  # pyright: ignore[reportAttributeAccessIssue]
-            self.elements = tuple(sizes)
-            self.variables = keyed_stream.Variables(tuple(self.draws), stream=stream, scale=self.own.level)
-            parts = keyed_stream.spans(self.elements, stream == "philox")
-            self.places = [(pointers(self.theta, part), pointers(self.carried, part)) for part in parts]
-            return
-        self.philox = link.stream == "philox"  # pyright: ignore[reportAttributeAccessIssue]
-        if self.philox:  # each leaf has its own draw
-            self.splits = max(sizes) >= BLOCK
-        else:  # leaves draw one after the other what one draw would give
-            whole = len(self.live) == len(here) and all(n % _VECTOR == 0 for n in sizes[:-1]) and sizes[-1] >= _VECTOR
-            self.splits = whole and max(sizes) >= BLOCK
-        if self.splits:
-            self._view(self.velocity)
-            self.sizes = [[params[j].numel()] if self.philox else _block_sizes(params[j].numel()) for j in self.live]
-            scratch = torch.empty(max(map(max, self.sizes)), dtype=first.dtype)
-            self.blocks = [
-                list(zip(p.view(-1).split(n), s.view(-1).split(n), [scratch[:k] for k in n]))
-                for p, s, n in zip(self.theta, self.carried, self.sizes)
-            ]
-        else:
-            self.sizes, self.numbers = sizes, [plan.numbers[j] for j in here]
-            self.flat = torch.empty(sum(sizes), dtype=first.dtype)
-            views = self.flat.split(sizes)
-            self.fresh = [views[place[j]].view(g[j].shape) for j in self.live]
 
-    def filler(self, noise) -> Callable:
-        """``fill(out, sizes, numbers)``: this step's noise for draws of these sizes and numbers."""
-        level = self.own.level  # pyright: ignore[reportOptionalMemberAccess]
-        if self.philox:
+    @property
+    def theta(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
+        return [self.params[j].detach() for j in self.live]
 
-            def fill(out: Tensor, sizes: list[int], numbers: list[int]) -> None:
-                torch.ops.bayesopt_chain.philox_normals_(out, noise.key, noise.count, [], sizes, numbers)
-                out.mul_(level)
-
-            return fill
-        generator = keyed_stream.seeded_generator(int(noise.key), int(noise.count))
-        return lambda out, sizes, numbers: out.normal_(0.0, level, generator=generator)
-
-    def _view(self, tensors: list[Tensor]) -> None:
-        """Take note of tensors that views of are kept."""
+    def view(self, tensors: list[Tensor]) -> None:
+        """Take note of tensors whose memory a way keeps."""
         self.viewed += tensors
         self.views += [t.detach() for t in tensors]
 
+    def kept(self) -> list[Tensor]:
+        """What holds the last step's noise: the velocities, or without momentum the remembered draws."""
+        if self.velocity:
+            return self.velocity
+        self.view(self.drawn)
+        return [t[0] for t in self.drawn]
 
-def _block_sizes(n: int) -> list[int]:
-    """Blocks of ``BLOCK`` elements; the last takes the rest, so that none is shorter than 16."""
-    blocks = max(n - _VECTOR, 0) // BLOCK
-    return [BLOCK] * blocks + [n - blocks * BLOCK]
+
+def _way(form: FusedSGD, tensors: _Tensors, state: State) -> Way | None:
+    """The fastest way to move these tensors; ``None`` where nothing moves, since the learning rate is zero."""
+    if (noise := form.noise) is None:
+        return _WithoutNoise(form, tensors)
+    plan = form.chain.plan(state)
+    injection: Any = plan.noise[noise]
+    if not injection.noise_inputs:
+        return None
+    (noise_input,) = injection.noise_inputs
+    theta, remembers = tensors.theta, not form.momentum
+    level = level_of(injection.link, noise_input, remembers) if injection.link.noise == "gaussian" else None
+    deferred = 1.0 if remembers else noise_input.deferred_gain
+    if level is None:
+        return _ByItsLink(form, noise, tensors, injection, noise_input.deferred_gain)
+    if has_kernel(theta[0]):
+        return _OnDevice(form, noise, tensors, [plan.numbers[j] for j in tensors.live], level, deferred)
+    if theta[0].device.type != "cpu":
+        return _ByItsLink(form, noise, tensors, injection, noise_input.deferred_gain)
+    variables = replace(injection.variables, scale=level)
+    sizes = tuple([tensors.params[j].numel() for j in tensors.here])
+    (_, run), *more = plan.stages
+    if isinstance(run, Noisy) and not more and len(tensors.live) == len(tensors.here) and sweep_kernel() is not None:
+        return _Lowered(noise, tensors, run, variables, sizes)
+    return _InSpans(form, noise, tensors, variables, sizes, deferred)
+
+
+class _WithoutNoise:
+    def __init__(self, form: FusedSGD, tensors: _Tensors) -> None:
+        self.form, self.theta, self.velocity = form, tensors.theta, tensors.velocity
+
+    @torch.no_grad()
+    def __call__(self, g: list[Any], state: State) -> State:
+        self.form.sweep(self.theta, _dense(owned(g)), self.velocity)
+        return state
+
+
+class _Lowered:
+    def __init__(self, noise: int, tensors: _Tensors, run: Noisy, variables: Variables, sizes: tuple[int, ...]) -> None:
+        self.noise, self.run, self.variables, self.sizes = noise, run, variables, sizes
+        self.theta, self.kept = tensors.theta, tensors.kept()
+        tensors.view(tensors.velocity)
+        lists = (self.kept, self.theta, self.kept)
+        self.known = [[pointers(xs, span) for xs in lists] for span in variables.spans(sizes)]
+
+    def __call__(self, g: list[Any], state: State) -> State:
+        noise, g = state[self.noise], _dense(g)
+        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype)
+        self.run.sweep(drawn, g, self.kept, self.theta, self.kept, moves=True, known=self.known)
+        torch.autograd.graph.increment_version([*self.theta, *self.kept])  # addresses, of which autograd knows nothing
+        noise.count.add_(1)
+        return state
+
+
+class _InSpans:
+    def __init__(
+        self,
+        form: FusedSGD,
+        noise: int,
+        tensors: _Tensors,
+        variables: Variables,
+        sizes: tuple[int, ...],
+        deferred: float,
+    ) -> None:
+        self.noise, self.form, self.variables, self.sizes, self.deferred = noise, form, variables, sizes, deferred
+        theta, kept = tensors.theta, tensors.kept()
+        spans = variables.spans(sizes)
+        self.scratch = torch.empty(max(span.total for span in spans), dtype=theta[0].dtype)
+        number = {tensors.here.index(j): k for k, j in enumerate(tensors.live)}
+        pieces = [[*_pieces(span, number, theta, kept, self.scratch)] for span in spans]
+        self.spans = [[[*column] for column in zip(*each)] for each in pieces]
+        self.all = [(k, None) for k in range(len(theta))]
+        if any(cut is not None for each in pieces for *_, (_, cut) in each):
+            tensors.view(tensors.velocity)
+
+    @torch.no_grad()
+    def __call__(self, g: list[Any], state: State) -> State:
+        noise, g = state[self.noise], _dense(owned(g))
+        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype, self.scratch)
+        for _, columns in zip(drawn, self.spans):
+            if columns:
+                theta, kept, fresh, where = columns
+                here = g if where == self.all else [g[k] if cut is None else g[k].view(-1)[cut] for k, cut in where]
+                self._move(theta, here, kept, fresh)
+        noise.count.add_(1)
+        return state
+
+    def _move(self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor]) -> None:
+        """``v = keep s + g + fresh; theta <- theta - lr v; s <- momentum v + deferred fresh`` (see the module's note)."""
+        if not self.form.momentum:
+            foreach_add_(g, s)
+        foreach_add_(g, fresh)
+        if not self.form.momentum:
+            foreach_copy_(s, fresh)
+        self.form.sweep(p, g, s)
+        if self.form.momentum and self.deferred:
+            foreach_add_(s, fresh, alpha=self.deferred)
+
+
+class _OnDevice:
+    def __init__(
+        self, form: FusedSGD, noise: int, tensors: _Tensors, draws: list[int], level: float, deferred: float
+    ) -> None:
+        self.noise, self.theta, self.kept = noise, tensors.theta, tensors.kept()
+        self.draws = [draw - (draw >> 31 << 32) for draw in draws]  # the same 32 bits, signed
+        keep, momentum = (form.momentum, 1.0) if form.momentum else (1.0, 0.0)
+        self.numbers: dict[str, Any] = {
+            "lr": form.lr,
+            "weight_decay": form.weight_decay,
+            "keep": keep,
+            "momentum": momentum,
+        }
+        self.numbers |= {"level": level, "deferred": deferred}
+
+    @torch.no_grad()
+    def __call__(self, g: list[Any], state: State) -> State:
+        from bayesopt_chain.fused.langevin_cuda import langevin_step_
+
+        noise = state[self.noise]
+        with torch.cuda.device_of(noise.key):
+            for p, x, s, draw in zip(self.theta, _dense(g), self.kept, self.draws):
+                langevin_step_(p, x, s, noise.key, noise.count, draw=draw, **self.numbers)
+        noise.count.add_(1)
+        return state
+
+
+class _ByItsLink:
+    def __init__(self, form: FusedSGD, noise: int, tensors: _Tensors, injection: Any, deferred: float) -> None:
+        self.noise = noise
+        self.form, self.injection, self.deferred = form, injection, deferred
+        self.theta, self.velocity = tensors.theta, tensors.velocity
+
+    @torch.no_grad()
+    def __call__(self, g: list[Any], state: State) -> State:
+        noise, g = state[self.noise], owned(g)
+        (x,), after = self.injection.draw(noise, self.injection.strength(noise), g, IN_PLACE)
+        self.form.sweep(self.theta, IN_PLACE.add(_dense(g), x.noise), self.velocity)
+        if self.deferred:
+            IN_PLACE.add(self.velocity, x.noise, self.deferred)
+        return state.replace(self.noise, after)
+
+
+def _pieces(
+    span: Span, number: dict[int, int], theta: list[Tensor], kept: list[Tensor], scratch: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, slice | None]]]:
+    """The leaves in a span that have a gradient: parameter, what is kept of it, its noise; and which leaf and part it is.
+
+    A leaf that is all in the span keeps its shape, so that nothing of its gradient has to be cut out.
+    """
+    offset = 0
+    for leaf, start, size in zip(span.leaves, span.starts, span.sizes):
+        fresh = scratch[offset : offset + size]
+        offset += size
+        if (k := number.get(leaf)) is None:
+            continue
+        if size == theta[k].numel():
+            yield theta[k], kept[k], fresh.view_as(theta[k]), (k, None)
+        else:
+            part = slice(start, start + size)
+            yield theta[k].view(-1)[part], kept[k].view(-1)[part], fresh, (k, part)
+
+
+def _dense(g: list[Any]) -> list[Tensor]:
+    """The gradients that are there, contiguous."""
+    return [x if x.is_contiguous() else x.contiguous() for x in g if x is not None]
 
 
 def _like(x: Tensor | None, first: Tensor) -> bool:
     return x is not None and type(x) in _KINDS and x.dtype == first.dtype and x.device == first.device
+
+
+def has_kernel(g: Tensor) -> bool:
+    """Whether :mod:`bayesopt_chain.fused.langevin_cuda` takes tensors like ``g``."""
+    return g.device.type == "cuda" and g.dtype == torch.float32 and philox.has_triton()
 
 
 def recognise(tx) -> FusedSGD | None:
@@ -351,23 +390,3 @@ def recognise(tx) -> FusedSGD | None:
     if "noise" in found and found.get("maximize"):
         return None
     return FusedSGD(tx, **found)
-
-
-def _own(noise_input: NoiseInput, link: LangevinNoise, g: Tensor, has_velocity: bool) -> _Own | None:
-    """The noise as the sweeps and the kernel draw it; ``None`` for any other."""
-    process = noise_input.process
-    if link.noise != "gaussian" or noise_input.changes or not isinstance(process, Filtered) or process.d != (1.0,):
-        return None
-    if link.stream not in keyed_stream.IN_SPANS:  # any other is drawn by its link
-        return None
-    if not (g.device.type == "cpu" or has_kernel(g)):
-        return None
-    level, *more = process.c
-    if has_velocity:
-        return None if more else _Own(level, noise_input.deferred_gain)
-    return _Own(level, 1.0) if more == [level] else None
-
-
-def has_kernel(g: Tensor) -> bool:
-    """Whether :mod:`bayesopt_chain.fused.langevin_cuda` takes tensors like ``g``."""
-    return g.device.type == "cuda" and g.dtype == torch.float32 and philox.has_triton()

@@ -39,7 +39,9 @@ LARGEST = 2**34  # elements of a draw: four in each of 2^32 blocks
 Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf's elements, ascending
 
 _MASK = 0xFFFFFFFF
-_TOGETHER = 2**15  # elements that tensor operations treat at once: few calls for short runs, and long ones stay in cache
+_TOGETHER = (
+    2**15
+)  # elements that tensor operations treat at once: few calls for short runs, and long ones stay in cache
 _SQRT3 = 3.0**0.5
 _functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
 

@@ -112,7 +112,7 @@ class Variables:
         return out
 
     def draw_in_spans(
-        self, key: Tensor, step: Tensor, sizes: tuple[int, ...], dtype: torch.dtype
+        self, key: Tensor, step: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
     ) -> Iterator[tuple[Span, Tensor]]:
         """What :meth:`draw` gives of one Gaussian a leaf on a CPU that nothing traces, span by span, flat.
 
@@ -120,22 +120,30 @@ class Variables:
             key, step: likewise.
             sizes: elements of each leaf that are here.
             dtype: float32 or float64.
+            into: memory of that dtype for the elements of the longest span (default: new memory).
 
         Returns:
-            Pairs of a span and its elements, which may be overwritten, and are by the next span.
+            Pairs of one of :meth:`spans` and its elements, which may be overwritten, and are by the next span.
         """
         if self.counts:
-            numbers = self.numbers or tuple(range(len(sizes)))
+            ops, numbers = torch.ops.bayesopt_chain, self.numbers or tuple(range(len(sizes)))
             for span, elements in _spans_of_elements(sizes, numbers, self.runs):
-                e: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, *elements[:3], dtype)
+                if into is None:
+                    e: Tensor = ops.philox_normals(key, step, *elements[:3], dtype)
+                else:
+                    e = into[: span.total]
+                    ops.philox_normals_(e, key, step, *elements[:3])
                 yield span, (e.mul_(self.scale) if self.scale != 1.0 else e)
             return
-        parts = spans(sizes)
-        generator = seeded_generator(int(key), int(step))
-        scratch = torch.empty(max([part.total for part in parts]), dtype=dtype)
+        parts, generator = spans(sizes), seeded_generator(int(key), int(step))
+        scratch = torch.empty(max([part.total for part in parts]), dtype=dtype) if into is None else into
         for part in parts:
             e = scratch if len(parts) == 1 else scratch[: part.total]
             yield part, e.normal_(0.0, self.scale, generator=generator)
+
+    def spans(self, sizes: tuple[int, ...]) -> list[Span]:
+        """The spans in which leaves of these sizes are drawn."""
+        return spans(sizes, all_of_a_leaf=self.counts)
 
     @property
     def counts(self) -> bool:

@@ -20,8 +20,8 @@ from bayesopt_chain.fused import sgd as fused
 device = sys.argv[1]
 if device == "cpu":
     fused.has_kernel = lambda g: True  # the interpreter takes tensors on the CPU
-taken, launch = [], fused.FusedSGD._kernels
-fused.FusedSGD._kernels = lambda *args: (taken.append(args), launch(*args))
+taken, launch = [], fused._OnDevice.__call__
+fused._OnDevice.__call__ = lambda *args: (taken.append(args), launch(*args))[1]
 
 def loss(params, batch):
     return sum(torch.cos(p).sum() for p in params if p is not None)
@@ -87,7 +87,7 @@ def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     neither the approximate sine, cosine and logarithm, whose errors exceed 1e-6, nor scratch memory."""
     from bayesopt_chain.fused.langevin_cuda import _kernel
 
-    floats = ("lr", "weight_decay", "keep", "momentum", "level", "carried")
+    floats = ("lr", "weight_decay", "keep", "momentum", "level", "deferred")
     types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
     types |= {**dict.fromkeys(("size", "draw"), "i32"), **dict.fromkeys(floats, "fp32")}
     ptx = code_for_hopper(_kernel, types, {"BLOCKS": 512, "RUN": 64}, 6, 4)  # addresses and size
@@ -106,7 +106,7 @@ def test_what_the_kernel_cannot_take_is_refused():
     program = (
         "import torch\nfrom bayesopt_chain.fused.langevin_cuda import langevin_step_ as f\n"
         "x, k = torch.zeros(4), torch.tensor(0)\n"
-        "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, carried=1.1)\n"
+        "numbers = dict(lr=0.1, keep=0.9, momentum=1.0, level=0.1, deferred=1.1)\n"
         "for bad, kw in ((x.double(), {}), (torch.zeros(2, 4).t(), {}), (x, {'blocks': 100})):\n"
         "    try:\n        f(bad, x, x, k, k, **numbers, **kw)\n"
         "    except ValueError:\n        continue\n    raise SystemExit(f'{bad} was taken')\n"

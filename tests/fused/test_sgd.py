@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import bayesopt_chain as bc
 from bayesopt_chain.fused import sgd as fused
+from bayesopt_chain.random.stream import SPAN
 from bayesopt_chain.testing import strategies as own
 from bayesopt_chain.testing._zero_temperature import smooth_gradient
 
@@ -71,7 +72,7 @@ def test_random_chains_move_as_their_links_do(
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_leaves_larger_than_a_block_draw_the_same_stream(momentum, stream):
     g = torch.Generator().manual_seed(0)
-    for sizes in ([2 * fused.BLOCK + 48, 64, 3 * fused.BLOCK + 7], [fused.BLOCK + 5, 40]):
+    for sizes in ([2 * SPAN + 48, 64, 3 * SPAN + 7], [SPAN + 5, 40]):
         params = [torch.randn(n, generator=g) for n in sizes]
         tx = bc.sgd(0.05, momentum, temperature=0.1)
         tx = bc.with_stream(tx, "philox") if stream else tx
@@ -198,7 +199,7 @@ def test_gradients_are_what_testing_says():
     torch.testing.assert_close(g, smooth_gradient([params[0].detach()])[0])
 
 
-@pytest.mark.parametrize("size", [5, 2 * fused.BLOCK])
+@pytest.mark.parametrize("size", [5, 2 * SPAN])
 @pytest.mark.parametrize(
     "tx", [bc.sgd(0.1, 0.9), bc.sghmc(0.1, temperature=0.1), bc.sgd(0.1, temperature=0.1)], ids=str
 )

@@ -99,7 +99,7 @@ def test_a_leaf_of_more_than_two_to_the_31_entries():
         pytest.skip("needs 27 GB on the device")
     theta, g, s = (torch.zeros(n, device="cuda") for _ in range(3))
     key, count = torch.tensor(123456789, device="cuda"), torch.tensor(7, device="cuda")
-    langevin_step_(theta, g, s, key, count, lr=1.0, keep=1.0, momentum=0.0, level=1.0, carried=1.0)
+    langevin_step_(theta, g, s, key, count, lr=1.0, keep=1.0, momentum=0.0, level=1.0, deferred=1.0)
     element = torch.arange(2**31, n, device="cuda")
     block = 64 * (element // 256) + element % 64
     zero = 0 * block
