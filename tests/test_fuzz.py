@@ -156,10 +156,7 @@ def keywords(name, tx, state, params):
 def hot(name, tx):
     """A link that has no temperature of its own, in a chain that samples."""
     name = name.removeprefix("links.")
-    if (
-        name.startswith(("scale_by", "samplers.scale_by", "add_", "flip_sign", "inject", "scale"))
-        and "contour" not in name
-    ):
+    if name in bc.links.__all__ or (name.startswith("samplers.scale_by") and "contour" not in name):
         parts = [] if name.startswith("inject") else [bc.inject_langevin_noise(0.1)]
         rate = [] if name in ("scale_by_neg_lr",) else [bc.scale_by_neg_lr(0.01)]
         return bc.chain(tx, *parts, *rate)

@@ -85,8 +85,12 @@ class TensorOps:
         """``new``, which something else may hold, in the place of ``old``."""
         return self.put(old, new) if self.inplace else [y.clone() for y in new]
 
+    def next_count(self, count: Tensor) -> Tensor:
+        """A counter one higher."""
+        return self._add(count, 1)
+
     def count(self, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Counters one higher."""
+        """The counters of all leaves, one higher."""
         return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:

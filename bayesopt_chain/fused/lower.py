@@ -129,7 +129,7 @@ class Noisy(Link):
         plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.count) and noise.key.is_cpu
         move = self._at_once if plain and _are_plain(g, kept, self.sizes, self.dtype) else self._by_links
         u, kept = move(g, kept, noise, op)
-        (count,) = op.count([noise.count])
+        count = op.next_count(noise.count)
         if self.momentum is None:
             return u, (noise._replace(count=count, memory=kept), states[1])
         return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))

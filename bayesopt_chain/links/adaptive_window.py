@@ -44,7 +44,7 @@ class AdaptiveWindow(Link):
         return Preconditioner(learns=True)
 
     def init(self, leaves: Leaves, context: LinkContext) -> AdaptiveWindowState:
-        return AdaptiveWindowState(*(zeros(leaves) for _ in range(3)), new_counts(leaves))  # pyright: ignore[reportCallIssue]
+        return AdaptiveWindowState(zeros(leaves), zeros(leaves), zeros(leaves), new_counts(leaves))
 
     def update(
         self, g: Leaves, state: AdaptiveWindowState, op: TensorOps, context: LinkContext
@@ -59,9 +59,11 @@ class AdaptiveWindow(Link):
             tau.append(torch.where(learns, 1.0 + t * (1.0 - signal.clamp(max=1.0)), t))
             mean.append(torch.where(learns, new_mean, m))
             square.append(torch.where(learns, new_square, v))
-        new = [tuple(op.put(old, x)) for old, x in zip(state[:3], (tau, mean, square))]
-        d = [v.sqrt().add(self.eps) for v in new[2]]
-        return op.div(context.with_noise(lambda: d), d), AdaptiveWindowState(*new, op.count(state.count))  # pyright: ignore[reportCallIssue]
+        held = tuple(op.put(state.square, square))
+        d = [v.sqrt().add(self.eps) for v in held]
+        moves = op.div(context.with_noise(lambda: d), d)
+        window, average = tuple(op.put(state.tau, tau)), tuple(op.put(state.mean, mean))
+        return moves, AdaptiveWindowState(window, average, held, op.count(state.count))
 
     def __str__(self) -> str:
         return f"scale_by_adaptive_window(freeze_after={self.freeze_after}, eps={self.eps})"

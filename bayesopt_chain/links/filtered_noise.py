@@ -78,7 +78,7 @@ class FilteredNoise(Keyed):
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:
             g = op.add(g, e)
-        return g, FilteredNoiseState(state.key, *op.count([state.count]), memory)  # pyright: ignore[reportCallIssue]
+        return g, FilteredNoiseState(state.key, op.next_count(state.count), memory)
 
     def __str__(self) -> str:
         return f"noise({checks.show(self.temperature)})"

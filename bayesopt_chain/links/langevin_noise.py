@@ -213,7 +213,7 @@ class LangevinInjection:
                 conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
                 scale = None if scale is None else [scale[n] for n in live]
             out.append(Injected(noise_input, [noise_input.leaves[n] for n in live], e, scale, is_positive_temperature))  # pyright: ignore[reportArgumentType]
-        return out, LangevinNoiseState(key, *op.count([count]), tuple(memory), tuple(conditions))  # pyright: ignore[reportCallIssue]
+        return out, LangevinNoiseState(key, op.next_count(count), tuple(memory), tuple(conditions))
 
     def started(self, state: LangevinNoiseState, update: Update) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.

@@ -46,14 +46,14 @@ class Scale(Link):
         return ScaleByScheduleState(new_counts(leaves)) if is_schedule(self.step_size) else EmptyState()
 
     def rate(self, state: Any, n: int) -> list[Any]:
-        if is_schedule(self.step_size):
-            return by_count(lambda c: scalar(self.step_size(c), c.device), state.count)  # pyright: ignore[reportCallIssue]
+        if is_schedule(schedule := self.step_size):
+            return by_count(lambda c: scalar(schedule(c), c.device), state.count)
         return [self.step_size] * n
 
     def factors(self, state: Any, n: int) -> Any:
         """What each of ``n`` leaves is multiplied by."""
-        if is_schedule(self.step_size):
-            return by_count(lambda c: self._signed(self.step_size(c)), state.count)  # pyright: ignore[reportCallIssue]
+        if is_schedule(schedule := self.step_size):
+            return by_count(lambda c: self._signed(schedule(c)), state.count)
         return self._signed(self.step_size)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

@@ -97,7 +97,7 @@ class Contour(Link):
         gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
         moves = [x * factor.to(x.dtype) for x in g]
-        return op.put(g, moves), ContourState(*op.count([state.count]), *op.put([state.mass], [mass]))
+        return op.put(g, moves), ContourState(op.next_count(state.count), *op.put([state.mass], [mass]))
 
     def __str__(self) -> str:
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"

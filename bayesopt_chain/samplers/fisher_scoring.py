@@ -82,7 +82,7 @@ class FisherScoring(Keyed):
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
         steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
-        (count,) = op.count([state.count])
+        count = op.next_count(state.count)
         return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
 
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
@@ -128,7 +128,7 @@ class DenseFisherScoring(FisherScoring):
         inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
         move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
         moves = [part.reshape(x.shape) for part, x in zip(move.split([x.numel() for x in g]), g)]
-        return op.put(g, moves), FisherState(state.key, *op.count([state.count]), *op.put([old], [new]))
+        return op.put(g, moves), FisherState(state.key, op.next_count(state.count), *op.put([old], [new]))
 
 
 @checked_as(lr=POSITIVE, batch_size=AT_LEAST_ONE, decay=MOMENTUM)

@@ -66,7 +66,7 @@ class Lattice(Keyed):
         moves = [
             torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)
         ]  # the comparison above would hide it
-        return op.put(g, moves), LatticeState(state.key, *op.count([state.count]))
+        return op.put(g, moves), LatticeState(state.key, op.next_count(state.count))
 
     def __str__(self) -> str:
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"

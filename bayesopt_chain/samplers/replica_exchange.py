@@ -112,7 +112,7 @@ class ReplicaExchange(Keyed):
             v = v[here] * _along(heat, x) * self.momentum + x[here] + xi * _along(strength, x)
             velocity.append(v)
             moves.append(p[here] - p - self.lr * v)
-        (count,) = op.count([state.count])
+        count = op.next_count(state.count)
         accepted, proposed = op.put((state.accepted, state.proposed), [accepted, proposed])
         velocity = tuple(op.put(state.velocity, velocity))
         new = ReplicaExchangeState(state.key, count, velocity, temperature, accepted, proposed)

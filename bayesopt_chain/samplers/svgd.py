@@ -71,7 +71,7 @@ class Stein(Link):
             smooth = smooth + temperature * (kernel @ x - kernel.sum(1, keepdim=True) * x) / h2
         parts = (smooth / n).split([y[0].numel() for y in g], dim=1)
         moves = [part.reshape(y.shape) for part, y in zip(parts, g)]
-        return op.put(g, moves), SteinState(*op.count([state.count]))
+        return op.put(g, moves), SteinState(op.next_count(state.count))
 
     def squared_bandwidth(self, square: Tensor) -> Tensor | float:
         if self.bandwidth != "median":

@@ -121,7 +121,7 @@ class Thermostat(Keyed):
         moves, velocity, friction = self.advance(
             g, list(state.velocity), list(state.friction), xi, temperature, context
         )
-        (count,) = op.count([state.count])
+        count = op.next_count(state.count)
         velocity, friction = tuple(op.put(state.velocity, velocity)), tuple(op.put(state.friction, friction))
         return op.put(g, moves), ThermostatState(state.key, count, velocity, friction)
 
