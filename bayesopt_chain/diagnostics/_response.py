@@ -79,9 +79,16 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
     """The response of ``tx`` as it stands in ``state`` (default: two steps after ``init``).
 
     Raises:
+        TypeError: an optimizer of :mod:`bayesopt_chain.optim`.
         ValueError: ``tx`` is not linear at that state, or its elements act on each other in ways that no gain
             describes.
     """
+    if isinstance(tx, torch.optim.Optimizer):
+        group = {k: v for k, v in tx.param_groups[0].items() if k in ("lr", "momentum", "weight_decay", "temperature")}
+        raise TypeError(
+            f"a chain is asked for, and {type(tx).__name__} is an optimizer, which moves its own parameters: pass the chain "
+            f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
+        )
     probe = _Probe(tx, params, state)
     first, second = probe.response("gradient", 0), probe.response("gradient", 1)
     decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)

@@ -17,10 +17,18 @@ from bayesopt_chain.distributed.replicated import refusing_replicated
 
 Loss = Callable[..., Any]  # loss(params, batch), or loss(params, batch, buffers) of a module with buffers
 
-NO_GRADIENT = (
+_NO_GRADIENT = (
     "loss: does not depend on params, so that no gradient would hold the chain: compute it from the params it is given "
     "(a module by torch.func.functional_call(module, params, ...))"
 )
+
+
+def no_gradient() -> str:
+    """Why a loss has no gradient, and what to do."""
+    if torch.is_inference_mode_enabled():
+        return "make_step: a step takes a gradient, and torch.inference_mode() is on, which records none; call it outside of it"
+    return _NO_GRADIENT
+
 
 PLAIN = (Tensor, torch.nn.Parameter)  # neither DTensors nor other subclasses, which may have rules of their own
 _HAS_RANKS = dist.is_available()
@@ -159,7 +167,7 @@ def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> lis
     found = found or [None] * len(points)
     shards.require_reached(points, found)
     if all(g is None for g in found):
-        raise ValueError(NO_GRADIENT)
+        raise ValueError(no_gradient())
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
 
 
@@ -178,7 +186,7 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
     def checked(points: list[Tensor]) -> tuple[Tensor, Any]:
         out, aux = at(points)
         if not tracing.depends_on(out, points):
-            raise ValueError(NO_GRADIENT)
+            raise ValueError(no_gradient())
         tensors, kept[:] = split(aux)
         return out, tensors
 

@@ -175,6 +175,11 @@ def _refused(why: str) -> str:
             "make_step(loss, tx, buffers=buffers) with the buffers of bc.make_functional, and chains.init(tx, params). "
             "Anything else that draws (an LSTM's dropout) runs with bc.parallel(step, n, loop=True)"
         )
+    if "running_mean should contain" in why:
+        return (
+            f"parallel: the model's BatchNorm sees another number of channels than it has ({why}): if an axis of the batch counts "
+            "the chains, say which: bc.parallel(step, n, batch_dim=0); the step then gets each chain's own part"
+        )
     if "running_mean" in why or "captured Tensor" in why:
         return (
             f"parallel: the model writes into a tensor of its own, one for all chains ({why}). For BatchNorm's statistics take "

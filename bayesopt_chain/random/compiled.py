@@ -81,7 +81,10 @@ def cache_folder() -> Path:
         raise PermissionError("this system has no owners of files that could be checked")
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():  # unset, or not to be used, says the specification of base directories
-        root = Path.home() / ".cache"
+        try:
+            root = Path.home() / ".cache"
+        except RuntimeError:  # no HOME, and no entry in the table of users
+            raise PermissionError("this user has no home directory; set XDG_CACHE_HOME") from None
     folder = root.resolve() / "bayesopt_chain"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = folder.lstat()

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
+from torch import Tensor
+
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.draws import Draws
@@ -121,6 +124,13 @@ def sample(
         (5, torch.Size([5, 2]))
     """
     _check(steps, burn_in, thinning)
+    both: Any = (params, state)
+    if wrong := [n for n, x in zip(optree.tree_paths(both), optree.tree_leaves(both)) if _is_meta(x)]:
+        where = "/".join(map(str, wrong[0]))
+        raise ValueError(
+            f"sample: leaf {where} of (params, state) is on the device meta, and has no values: call init under "
+            "torch.device('cpu'), or another default device than meta"
+        )
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))
@@ -148,6 +158,10 @@ def _in_store(run: Run, place: Place | None, interval: float) -> Draws:
                     store.shards(), store.spec, store.names, chains=run.chains, complete=False, why=caught_up.why
                 )
         return go(run, store)
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
 
 
 def _check(steps: int, burn_in: int, thinning: int) -> None:

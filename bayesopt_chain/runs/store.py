@@ -123,7 +123,7 @@ class Store:
             return
         row = {LEAF + name: x.clone() for name, x in checkpoint.flat(it.params)[0].items()}
         row |= {BUFFER + name: x.detach().clone() for name, x in buffers_of(it.state).items()}
-        row[STEP] = torch.tensor(it.step)
+        row[STEP] = torch.tensor(it.step, device="cpu")
         if torch.is_tensor(getattr(it.info, "loss", None)):
             row[LOSS] = it.info.loss.detach().clone()
         if self.held and row.keys() != self.held.keys():

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bayesopt_chain as bc
+from bayesopt_chain.runs import store
+from bayesopt_chain.runs.compact import compact
 from tests.distributed.ranks import _one, message_of, run, server
 
 STEPS = 14
@@ -339,3 +341,57 @@ def test_a_fully_sharded_module_goes_on_with_its_run_on_another_number_of_ranks(
         torch.testing.assert_close(seen, losses, rtol=1e-10, atol=0)
         for name, x in params.items():
             torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
+
+
+def on_a_mesh(path, steps, shape, seconds=30.0):
+    """Chains on ranks of their own, each of DTensors on the ranks of its row."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chains", "shards"))
+    chains = bc.parallel(bc.make_step(loss, TX), 4, loop=True, mesh=mesh["chains"])
+    start_, tx = start(), TX
+    params = {
+        "w": distribute_tensor(torch.stack([start_["w"]] * chains.n), mesh["shards"], [Shard(1)]),
+        "b": distribute_tensor(torch.stack([start_["b"]] * chains.n), mesh["shards"], [Replicate()]),
+    }
+    draws = bc.sample(
+        chains,
+        params,
+        chains.init(tx, params, seed=3),
+        torch.tensor(0.5),
+        steps=steps,
+        path=path,
+        checkpoint_seconds=seconds,
+    )
+    return list(chains.numbers), whole(draws.params)
+
+
+def on_no_mesh():
+    chains = bc.parallel(bc.make_step(loss, TX), 4, loop=True)
+    params = bc.stack([start()] * 4)
+    return bc.sample(chains, params, chains.init(TX, params, seed=3), torch.tensor(0.5), steps=9).params
+
+
+@pytest.mark.slow
+def test_chains_over_ranks_of_dtensors_go_on_on_another_mesh(tmp_path):
+    path, want = tmp_path / "draws", on_no_mesh()
+    run(on_a_mesh, 4, tmp_path, path, 4, (2, 2))
+    assert sorted(p.name for p in path.glob("chains-*")) == ["chains-00000-00002", "chains-00002-00004"]
+    for numbers, params in run(on_a_mesh, 2, tmp_path, path, 9, (1, 2)):
+        assert all(torch.equal(x, want[name][:, numbers]) for name, x in params.items())
+    opened = bc.Draws.open(path)
+    assert opened.chains == 4 and all(torch.equal(opened.params[name], x) for name, x in want.items())
+
+
+@pytest.mark.slow
+def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path):
+    path = tmp_path / "draws"
+    ranks = run(compacted_by_ranks, 2, tmp_path, path)
+    require_the_run_of_one_process(path, ranks)
+    assert len(list(path.glob("draws-*"))) < 8
+    compact(path)
+    assert len(list(path.glob("draws-*"))) == 1
+    require_the_run_of_one_process(path, run(ranked, 2, tmp_path, path, "columns"))
+
+
+def compacted_by_ranks(path):
+    store.SMALL_FILES = 4
+    return ranked(path, "fsdp", seconds=0.0)
