@@ -177,7 +177,8 @@ def _refused(why: str) -> str:
         )
     if "running_mean should contain" in why:
         return (
-            f"parallel: the model's BatchNorm sees another number of channels than it has ({why}): if an axis of the batch counts "
+            f"parallel: the model's BatchNorm sees another number of channels than it has ({why}): if an axis of the "
+            "batch counts "
             "the chains, say which: bc.parallel(step, n, batch_dim=0); the step then gets each chain's own part"
         )
     if "running_mean" in why or "captured Tensor" in why:

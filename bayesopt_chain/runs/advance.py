@@ -105,16 +105,16 @@ def go(run: Run, store: Store) -> Draws:
         try:
             _steps(run, store, said, sigint, progress)
             if said.rescue:
-                _rescue(store, said)
+                _rescue(store, said, common=True)
             else:
                 store.finish(*said.last, said.done, run.batches, said.done >= run.steps, said.why)
         except KeyboardInterrupt:
             said.why = f"interrupted after step {said.done}"
-            _rescue(store, said)
+            _rescue(store, said, common=False)
         except BaseException as err:
             sigint.raises = False
             said.why = f"{type(err).__name__} in step {said.done + 1}"
-            failed = store.rescue(said.done, said.why)
+            failed = store.rescue(said.done, said.why, common=False)
             with suppress(OSError, ValueError, TypeError, AttributeError):  # what ended the run says more
                 err.draws = draws_of(run, store, said, complete=False)  # type: ignore[attr-defined]
                 where = "in the attribute draws of this exception" + (
@@ -144,8 +144,11 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
     """Make steps until the last one, or until something ends the run."""
     watch = Divergence(run)
     params, state = said.last
+    shared = (
+        store.place is not None and store.place.sharded
+    )  # these ranks end after the same step, or wait for each other
     for n in range(said.done + 1, run.steps + 1):
-        if sigint.asked:
+        if sigint.asked and not shared:
             said.why = f"interrupted after step {said.done}"
             return
         sigint.raises = True
@@ -167,13 +170,15 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
         if ended:
             said.why = f"a callback ended it after step {n}"
             return
-        store.maybe_checkpoint(it, run.batches)
+        if store.maybe_checkpoint(it, run.batches, sigint.asked):
+            said.why = f"interrupted after step {n}"
+            return
 
 
-def _rescue(store: Store, said: _Ended) -> None:
+def _rescue(store: Store, said: _Ended, common: bool) -> None:
     """Keep the draws of a run that ended in the middle of a step, or with one that is no draw."""
     said.rescue = True
-    if failed := store.rescue(said.done, said.why):
+    if (failed := store.rescue(said.done, said.why, common)) and store.size:
         warnings.warn(f"sample: the last {store.size} draws are in memory only: {failed}", stacklevel=4)
 
 

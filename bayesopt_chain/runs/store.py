@@ -338,39 +338,54 @@ class Store:
 
     # committing
 
-    def maybe_checkpoint(self, it: Iteration, batches: ResumableBatches) -> None:
-        """Commit when it is time: of DTensors when the first rank says so."""
+    def maybe_checkpoint(self, it: Iteration, batches: ResumableBatches, asked: bool = False) -> bool:
+        """Commit when it is time: of DTensors when the first rank says so.
+
+        Args:
+            it: the step that was made.
+            batches: as they stand after it.
+            asked: whether this rank was asked to end the run.
+
+        Returns:
+            Whether ranks that share DTensors end after this step, since one of them was asked to.
+        """
         if self.place is None or not self.writes or it.step < self.ask_at:
-            return
+            return False
         now, full = time.monotonic(), max(1, SHARD_BYTES // self.bytes)  # draws
-        late = now - self.committed > self.interval or self.size >= full
+        late, ends = now - self.committed > self.interval or self.size >= full, False
         if self.place.sharded:
             pace = max(1e-6, now - self.asked) / max(1, it.step - self.asked_at)
             wait = max(1, min(int(ASKED_EACH * self.interval / pace), full - self.size))
-            late, wait = self.gathered((late, wait))[0]
+            every = self.gathered((late, wait, asked))
+            (late, wait, _), ends = every[0], any(theirs[2] for theirs in every)
             self.asked, self.asked_at, self.ask_at = now, it.step, it.step + wait
-        if late:
+        if late and not ends:
             self._commit(it.params, it.state, it.step, batches, False, "")
+        return ends
 
     def finish(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
-        """Commit after the last step. Ranks that share DTensors and were interrupted, each at a step of its own perhaps,
-        rescue."""
-        if self.place is None or not self.writes:
-            return
-        if self.place.sharded and why.startswith("interrupted"):
-            self.rescue(step, why)
-        elif step > self.index["step"] or complete != self.index["complete"] or why != self.index["why"]:
+        """Commit after the last step that was made."""
+        if self.writes and (
+            step > self.index["step"] or complete != self.index["complete"] or why != self.index["why"]
+        ):
             self._commit(params, state, step, batches, complete, why)
 
-    def rescue(self, step: int, why: str) -> str:
+    def rescue(self, step: int, why: str, common: bool) -> str:
         """Commit draws alone, where nothing is known of a half-made step: the run goes on from its checkpoint, and makes
         them again.
 
+        Args:
+            step: the last one that was made.
+            why: the run ended.
+            common: whether all ranks that share the chains rescue after this step.
+
         Returns:
-            Why they could not be written; nothing where they were.
+            Why the draws are in memory only; nothing where they are on disk.
         """
-        if self.place is None or not self.writes or self.place.sharded:
+        if self.place is None or not self.writes:
             return ""
+        if self.place.sharded and not common:
+            return "ranks that share DTensors write together, and this one was cut off alone"
         try:
             index = {**self.index, "complete": False, "why": why}
             kept = any(s["rescued"] and s["step"] >= step for s in self.index["shards"])

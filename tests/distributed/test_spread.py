@@ -395,3 +395,29 @@ def test_draws_of_dtensors_are_compacted_by_the_run_and_by_one_process(tmp_path)
 def compacted_by_ranks(path):
     store.SMALL_FILES = 4
     return ranked(path, "fsdp", seconds=0.0)
+
+
+def interrupted(path, victim):
+    """Ctrl-C on one rank alone, in the middle of the run."""
+
+    def ask(it):
+        if it.step == 6 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    draws = sampled(spread("fsdp"), path, seconds=0.02, burn_in=0, callbacks=[ask])
+    return len(draws), draws.complete, draws.why
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_on_one_rank_ends_all_after_the_same_step_and_loses_nothing(victim, tmp_path):
+    path = tmp_path / "draws"
+    (made, complete, why), other = run(interrupted, 2, tmp_path, path, victim)
+    assert other == (made, complete, why) and not complete and made >= 6 and why.startswith("interrupted after step")
+    assert len(bc.Draws.open(path)) == made
+    for size in (2, 1):
+        for draws in run(uninterrupted, size, tmp_path, path):
+            assert all(torch.equal(x, sampled(start(), None, burn_in=0).params[name]) for name, x in draws.items())
+
+
+def uninterrupted(path):
+    return whole(sampled(spread("fsdp"), path, burn_in=0).params)
