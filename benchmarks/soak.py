@@ -1,34 +1,136 @@
-"""Soak: a run that is killed (SIGKILL) at random moments, again and again, must end as the run that nobody killed.
+"""Soak: what a hostile or absent-minded world does to a run on disk, again and again.
 
-    python -m benchmarks.soak --kills 200
+    python -m benchmarks.soak --kills 400            SIGKILL at random moments
+    python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
+    python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown
+    python -m benchmarks.soak --large 20             so many GB of draws, read in --memory GiB
 
-Between two kills every shard is compared with its checksum; in the end steps and draws are compared bit for bit.
+A killed run must end as the run that nobody killed; between two kills every file is compared with its checksums. Two Ctrl-Cs
+lose no finished draw. Of a damaged file no draw is wrong, and the error names it. The large run is summarised, predicted with
+and given to ArviZ in a process whose memory is limited, and the bytes that it reads are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import bayesopt_chain as bc
 from benchmarks import runs
+from tests.runs.test_hostile import every_damage_is_seen, read_so_far
+from tests.runs.test_nothing_lost import interrupted_twice
 from tests.runs.test_sample import kill_and_resume
+
+ROW = 1 << 20  # elements of a draw of the large run
+
+
+def killed(count: int, seed: int, rounds: int = 10) -> dict[str, Any]:
+    """SIGKILLs, shared among so many runs."""
+    done = round = 0
+    while done < count:
+        with tempfile.TemporaryDirectory() as folder:
+            done += kill_and_resume(Path(folder), max(1, count // rounds), seed + round)
+        round += 1
+        print(f"{done} kills: no draw lost, doubled or torn", flush=True)
+    return {"kills": done, "runs": round}
+
+
+def interrupted(count: int, seed: int) -> dict[str, Any]:
+    """Pairs of Ctrl-Cs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"interrupts": count, "lost": interrupted_twice(Path(folder), count, seed)}
+
+
+def damaged(count: int, seed: int) -> dict[str, Any]:
+    """Damaged files."""
+    with tempfile.TemporaryDirectory() as folder:
+        wrong, unnamed = every_damage_is_seen(Path(folder), count, seed)
+    return {"files": count, "wrong": wrong, "unnamed": unnamed}
+
+
+def large(gigabytes: float, memory: float, folder: str | None) -> dict[str, Any]:
+    """Write draws of noise, and read them in another process with little memory."""
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        draws = int(gigabytes * 1e9 / (4 * ROW))
+        tx, params = bc.sgld(1e-3, temperature=1.0), {"w": torch.randn(ROW)}
+        step = bc.make_step(lambda p, batch: (p["w"] ** 2).sum() / 2, tx, inplace=True)
+        start = time.monotonic()
+        bc.sample(step, params, tx.init(params), None, steps=draws, path=path, checkpoint_seconds=1e9)
+        wrote = time.monotonic() - start
+        command = [sys.executable, "-m", "benchmarks.soak", "--read", path, "--memory", str(memory)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        files = len(list(Path(path).glob("draws-*")))
+    print(out, end="")
+    return {
+        "draws": draws,
+        "gigabytes": gigabytes,
+        "files": files,
+        "write seconds": round(wrote, 1),
+        "read": out.splitlines(),
+    }
+
+
+def reading(path: str, memory: float) -> None:
+    """Look at a run with at most so many GiB of memory: prints the bytes read and the largest memory of each look."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30), int(memory * 2**30)))
+    draws = bc.Draws.open(path)
+    x = draws.params["w"]
+    size = x.nbytes
+
+    def look(name: str, what: Callable[[], Any]) -> None:
+        before, start = read_so_far(), time.monotonic()
+        what()
+        read, seconds = read_so_far() - before, time.monotonic() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(
+            f"{name}: read {read / 1e9:.3f} of {size / 1e9:.1f} GB in {seconds:.1f} s, at most {peak:.2f} GiB of memory",
+            flush=True,
+        )
+
+    look("every 100th draw, one element", lambda: x[::100, 5])
+    look("a slice of 10 draws", lambda: x[7:17].mean())
+    look(
+        "predictions of every 10th draw",
+        lambda: draws[::10].predict(lambda p, x: x * p["w"].mean(), torch.ones(3), chunk=8),
+    )
+    look("mean of every element", lambda: sum(draw["w"].double() for draw in draws) / len(draws))
+    look("effective sample size of 20 elements", lambda: bc.diagnostics.ess({"w": x[:, :20][:, None]}))
+    look("ArviZ, variance of some elements", lambda: draws.to_arviz().posterior["w"][..., :10].var().item())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=10, help="runs to share the kills among")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("kills", "interrupts", "damages"):
+        parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument("--large", type=float, default=0.0, help="GB of draws")
+    parser.add_argument("--memory", type=float, default=2.0, help="GiB in which they are read")
+    parser.add_argument("--folder", help="where the large run is written")
+    parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    begin, each, done, round = time.monotonic(), max(1, arguments.kills // arguments.rounds), 0, 0
-    while done < arguments.kills:
-        with tempfile.TemporaryDirectory() as folder:
-            done += kill_and_resume(Path(folder), each, arguments.seed + round)
-        round += 1
-        print(f"{done} kills: no draw lost, doubled or torn ({time.monotonic() - begin:.0f} s)", flush=True)
-    runs.record("soak", {"kills": done, "runs": round, "seconds": int(time.monotonic() - begin)})
+    args = parser.parse_args()
+    if args.read:
+        reading(args.read, args.memory)
+        return
+    begin = time.monotonic()
+    for name, count, what in (
+        ("soak", args.kills, lambda: killed(args.kills, args.seed)),
+        ("interrupts", args.interrupts, lambda: interrupted(args.interrupts, args.seed)),
+        ("damages", args.damages, lambda: damaged(args.damages, args.seed)),
+        ("large", args.large, lambda: large(args.large, args.memory, args.folder)),
+    ):
+        if count:
+            figures = what()
+            print(name, figures, flush=True)
+            runs.record(name, {**figures, "seconds": int(time.monotonic() - begin)})
 
 
 if __name__ == "__main__":

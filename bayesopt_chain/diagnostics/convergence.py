@@ -15,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
+AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
+
 
 def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> Any:
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
@@ -86,13 +88,26 @@ def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:
     tree = draws.params if hasattr(draws, "params") else draws
 
     def one(x: Tensor) -> Tensor:
-        x = x[:, None] if stacked else x
-        if x.ndim < 2 or len(x) < 4:
+        n = 1 if stacked else x.shape[1] if x.ndim > 1 else 0
+        if not n or len(x) < 4:
             raise ValueError(
                 f"{who}: needs leaves [draws, chains, ...] with at least 4 draws, got shape {tuple(x.shape)}; run longer"
             )
-        shape = x.shape[2:]
-        rows = x.detach().to(torch.float64).reshape(len(x), x.shape[1], -1).permute(2, 1, 0).contiguous()
-        return torch.as_tensor(statistic(rows.cpu().numpy())).reshape(shape)
+        shape = x.shape[1 if stacked else 2 :]
+        elements = getattr(x, "elements", None)
+        if elements is None:
+            return found(x.detach().reshape(len(x), n, -1)).reshape(shape)
+        # On disk: some elements at a time, all draws and chains of each.
+        width = shape.numel()
+        some = max(1, AT_ONCE // (8 * len(x) * n))
+        parts = []
+        for low in range(0, width, some):
+            high = min(low + some, width)
+            parts.append(found(torch.stack([elements(c * width + low, c * width + high) for c in range(n)], 1)))
+        return torch.cat(parts).reshape(shape)
+
+    def found(x: Tensor) -> Tensor:
+        rows = x.to(torch.float64).permute(2, 1, 0).contiguous()
+        return torch.as_tensor(statistic(rows.cpu().numpy()))
 
     return optree.tree_map(one, tree)

@@ -175,7 +175,7 @@ class Column:
         for shard, rows, wanted in self.spans():
             x = shard.read(self.name, rows)
             x = x if wanted is None else x[wanted]
-            parts.append(x[(slice(None), *then)] if then else x)
+            parts.append(x[(slice(None), *then)].clone() if then else x)  # a view would hold all that was read
         if not parts:
             return torch.empty(self.shape, dtype=self.dtype)[(slice(None), *then)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -186,7 +186,7 @@ class Column:
         for shard, rows, wanted in self.spans():
             x = shard.read_elements(self.name, rows, low, high)
             parts.append(x if wanted is None else x[wanted])
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.empty(0, high - low, dtype=self.dtype)
 
 
 class StoredTensor(Tensor):
@@ -261,6 +261,14 @@ class StoredTensor(Tensor):
         plain = all(isinstance(x, (int, slice)) and not isinstance(x, bool) for x in rest)
         if isinstance(first, slice) and plain:
             column = self.column.at(rows[first])
+            if len(rest) == 1 and len(column.shape) == 2:
+                low, high, step = (
+                    rest[0] if isinstance(rest[0], slice) else slice(rest[0], rest[0] + 1 or None)
+                ).indices(column.shape[1])
+                if step == 1 and isinstance(rest[0], slice):
+                    return column.read_elements(low, max(low, high))
+                if isinstance(rest[0], int) and -column.shape[1] <= rest[0] < column.shape[1]:
+                    return column.read_elements(low, low + 1)[:, 0]
             return column.read(rest) if rest else StoredTensor(column)
         if isinstance(first, list) and not rest and all(type(i) is int for i in first):
             return self.column.at([rows[i] for i in first]).read()

@@ -25,6 +25,7 @@ from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
 from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
+from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.opened import opened
 from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, folder_of_segment
 
@@ -389,10 +390,12 @@ class Draws:
             names: a name for a leaf's path, as ``names={"layer/weight": "w"}``.
 
         Returns:
-            ``arviz.InferenceData``; variables are the leaves' paths with dots, dimensions (chain, draw, ...).
-        """
-        import arviz
+            ``arviz.InferenceData``; variables are the leaves' paths with dots, dimensions (chain, draw, ...). Large leaves on
+            disk are read when ArviZ looks at them.
 
+        Raises:
+            ValueError: a log likelihood of other draws or chains.
+        """
         size, n = len(self), self.chains or 1
         if (
             log_likelihood is not None
@@ -405,18 +408,11 @@ class Draws:
                 + (f": unfold the chains, log_likelihood.unflatten(0, ({size}, {n}))" if folded else "")
             )
 
-        def laid_out(x: Tensor) -> Any:
-            x = x[:, None] if self.chains is None else x
-            return x.transpose(0, 1).contiguous().to(torch.float64).numpy()
-
-        posterior = {
-            names.get(name, name.replace("/", ".")): laid_out(self._column(LEAF + name)) for name in self._names
-        }
-        stats = {"step": laid_out(self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains))}
+        params = {names.get(name, name.replace("/", ".")): self._column(LEAF + name) for name in self._names}
+        stats = {"step": self.steps if self.chains is None else self.steps[:, None].expand(-1, self.chains)}
         if self._has(LOSS):
-            stats["loss"] = laid_out(self.loss)
-        likelihood = None if log_likelihood is None else {"y": laid_out(log_likelihood)}
-        return arviz.from_dict(posterior=posterior, sample_stats=stats, log_likelihood=likelihood)
+            stats["loss"] = self.loss
+        return inference_data(params, stats, log_likelihood, self.chains)
 
     def verify(self) -> None:
         """Compare every shard on disk with its checksum.
