@@ -71,24 +71,27 @@ class Normals:
 
     def splits(self, w: Work) -> bool:
         """Whether a leaf's draw may be made piece after piece: by elements, or by torch's generator on a CPU."""
-        return self.runs is not None or self._by_generator(w)
+        return self.runs is not None or w.redraws or self.by_generator(w)
 
-    def of(self, w: Work, branch: int = 0) -> Callable[[Tensor], object]:
+    def of(self, w: Work, branch: int = 0, last: bool = False) -> Callable[[Tensor], object]:
         """Make ``fill(out)`` for one leaf.
 
         Args:
             w: the leaf; where it :meth:`splits`, ``fill`` may be called for one piece after the other, else for all of it.
             branch: 0 for the noise of the velocity, 1 for that of the direct way.
+            last: make the leaf's last draw again, instead of the one of this step.
 
         Returns:
-            A function that is good until the next one is asked for.
+            A function that is good until the next one is asked for, with Philox longer.
         """
         key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
-        if self.runs is not None:
-            rest = cut(self.runs[w.param])
+        if last:
+            key, count = w.state["noise_of"], w.state["noise_at"]
+        if self.runs is not None or w.redraws:
+            rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)
             return lambda out: self._philox([out], key, [leaf], count, [rest.send(out.numel())])
-        if self._by_generator(w):
+        if self.by_generator(w):
             self._generator.manual_seed(splitmix64(splitmix64(key + leaf) + count))
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
@@ -96,12 +99,18 @@ class Normals:
     def filler(self, draws: list[Tensor], leaves: list[Work]) -> Callable[[int], None]:
         """Make ``fill(count)``, which overwrites the draws of several leaves of one group, device and dtype."""
         key, numbers = leaves[0].group["noise_key"], [w.number for w in leaves]
-        if self.runs is None and self._by_generator(leaves[0]):
+        if self.runs is None and self.by_generator(leaves[0]):
             return partial(fill_by_generator, draws, self._generator, [splitmix64(key + leaf) for leaf in numbers])
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         return lambda count: self._philox(draws, key, numbers, count, runs)
 
-    def _by_generator(self, w: Work) -> bool:
+    def again(self, draws: list[Tensor], leaves: list[Work], key: int, count: int) -> None:
+        """Overwrite draws of several leaves with those of a key and a count."""
+        runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
+        self._philox(draws, key, [w.number for w in leaves], count, runs)
+
+    def by_generator(self, w: Work) -> bool:
+        """Whether torch's generator draws for a whole leaf: on a CPU, unless Philox is asked for."""
         return w.param.device.type == "cpu" and w.group["noise_stream"] != "philox"
 
     def _philox(

@@ -24,7 +24,7 @@ BEFORE = tuple(
     [f"noise_{name}" for name in Before._fields]
 )  # what the last step was, by names in ``optimizer.state[p]``
 SURPLUSES = (Before._fields.index("surplus"), Before._fields.index("direct_surplus"))
-REMEMBERED = ("noise", "noise_direct", *BEFORE)
+REMEMBERED = ("noise", "noise_direct", "noise_at", "noise_of", *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that are no numbers of the step
 
 
@@ -99,6 +99,11 @@ class Work(NamedTuple):
     early: bool
 
     @property
+    def redraws(self) -> bool:
+        """Whether the last draw is made again from its key and count, and not kept."""
+        return not self.group.get("noise_kept", True)
+
+    @property
     def is_frozen(self) -> bool:
         """Whether the denominator no longer learns."""
         return self.held < self.updates
@@ -122,8 +127,9 @@ class Batch(NamedTuple):
         group: whose count of steps numbers the draws.
         noise: the numbers.
         targets: lists of tensors that the noise is added to, each with a factor.
-        draws: the last draw of each leaf.
+        draws: the last draw of each leaf; none where draws are made again.
         fill: ``fill(count)`` overwrites the draws with those of that step.
+        work: the leaves.
     """
 
     group: dict[str, Any]
@@ -131,6 +137,7 @@ class Batch(NamedTuple):
     targets: list[tuple[list[Tensor], float]]
     draws: list[Tensor]
     fill: Callable[[int], None]
+    work: list[Work]
 
 
 class FusedMove(NamedTuple):
@@ -221,6 +228,11 @@ class Plan:
         return all([p.grad is None for p in self.absent])
 
 
+def has_drawn(state: dict[str, Any]) -> bool:
+    """Whether a leaf's entry knows of a draw: the draw itself, or the count that makes it again."""
+    return "noise" in state or "noise_at" in state
+
+
 def last_step(name: str, state: dict[str, Any]) -> Before | None:
     """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none.
 
@@ -231,7 +243,7 @@ def last_step(name: str, state: dict[str, Any]) -> Before | None:
     Raises:
         ValueError: the entry is of a version that remembered less.
     """
-    if "noise" not in state:
+    if not has_drawn(state):
         return None
     if absent := [key for key in BEFORE if key not in state]:
         raise ValueError(
@@ -267,19 +279,22 @@ def _is_fixed(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def blocks_of(param: Tensor, state: dict[str, Any], splits: bool) -> Iterable[Callable[[Tensor], Tensor]]:
+def blocks_of(
+    param: Tensor, state: dict[str, Any], splits: bool, size: int = BLOCK
+) -> Iterable[Callable[[Tensor], Tensor]]:
     """Functions that give a block of a leaf, and of what lies like it; one, the identity, where it is small or not contiguous.
 
     Args:
         param: the leaf.
         state: its entry of the optimizer's state.
         splits: whether its draw may be made block by block.
+        size: elements of a block.
     """
     tensors = [param, *(x for x in state.values() if torch.is_tensor(x) and x.shape == param.shape)]
     n = param.numel()
-    if not splits or n <= BLOCK or torch.is_grad_enabled() or not all(x.is_contiguous() for x in tensors):
+    if not splits or n <= size or torch.is_grad_enabled() or not all(x.is_contiguous() for x in tensors):
         return [lambda x: x]
     # torch draws fewer than 16 elements by another method, so that a short rest joins the block before it
-    starts = range(0, n - n % BLOCK if n % BLOCK >= 16 else n - BLOCK - n % BLOCK + 1, BLOCK)
-    edges = [*starts, *([n - n % BLOCK] if n % BLOCK >= 16 else []), n]
+    starts = range(0, n - n % size if n % size >= 16 else n - size - n % size + 1, size)
+    edges = [*starts, *([n - n % size] if n % size >= 16 else []), n]
     return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges)]

@@ -14,7 +14,8 @@ What the noise needs to know lies where torch keeps such things:
 * in the parameter group ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (steps that drew) and
   ``noise_stream``. A group goes through ``load_state_dict`` as it is, while tensors in ``state[p]`` are cast to the
   parameter's dtype, which a 64-bit key does not survive;
-* in ``state[p]`` the last draw, ``noise``, of unit variance, and what the last step was: a Python float for each number.
+* in ``state[p]`` the last draw, ``noise``, of unit variance, or with ``keep_draws=False`` the count and the key that make it
+  again, and what the last step was: a Python float for each number.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.optim import _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_behind, add_in_front
-from bayesopt_chain.optim._plan import REMEMBERED, Clock, Noisy, Plan, Work, last_step
+from bayesopt_chain.optim._plan import REMEMBERED, Clock, Noisy, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
-_OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "freeze_after")
+_OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "freeze_after")
 _HAS_RANKS = dist.is_available()
 _LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 
@@ -102,7 +103,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:], return_annotation=own.empty)
             return
         theirs = list(inspect.signature(bases[0]).parameters.values())
-        names = ["temperature", "generator", "stream", *(["freeze_after"] if cls.adaptive else [])]
+        names = ["temperature", "generator", "stream", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
         names += ["heat_guard", "steps_per_epoch"]
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
@@ -114,6 +115,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         temperature: float | Tensor = 0.0,
         generator: torch.Generator | None = None,
         stream: _noise.Stream | None = None,
+        keep_draws: bool = True,
         freeze_after: int | None = None,
         heat_guard: Literal["warn"] | HeatGuard | None = "warn",
         steps_per_epoch: int | None = None,
@@ -134,8 +136,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         elif steps_per_epoch is not None:
             raise ValueError(f"{self._name}: steps_per_epoch= is for heat_guard='warn'; a HeatGuard takes its own")
         self.heat_guard = heat_guard
+        if not keep_draws and stream == "generator":
+            raise ValueError(
+                f'{self._name}: keep_draws=False asks for stream="philox", whose draws can be made again in pieces'
+            )
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
-        self._noise_defaults = {"temperature": temperature, "noise_stream": stream, **learns}
+        self._noise_defaults = {"temperature": temperature, "noise_stream": stream, "noise_kept": keep_draws, **learns}
         self._is_constructing, self._generator = True, generator
         super().__init__(params, *args, **kwargs)
         if generator is not None:  # drawn at temperature 0 too, so that it is there when the temperature is raised
@@ -226,7 +232,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         super().__setstate__(state)
         self._cache = Cache()
         for group in self.param_groups:
-            for name in ("temperature", "noise_stream", "freeze_after"):
+            for name in ("temperature", "noise_stream", "noise_kept", "freeze_after"):
                 if name in self.defaults:
                     group.setdefault(name, self.defaults[name])
             group.setdefault("noise_key", None)
@@ -413,7 +419,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 linear = linears[clock] = self._linear(group, clock)
             noise, before, early = None, None, False
             if temperature > 0.0:
-                if "noise" not in state:
+                if not has_drawn(state):
                     _refusals.check_leaf(self._name, p, group)
                 before = last_step(self._name, state)
                 noise = noises.get((clock, before))
@@ -425,9 +431,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                     and linear.step_size > 0.0
                     and state.get(linear.velocity or "") is not None
                 )
+            if temperature > 0.0 and not group["noise_kept"] and not self._draws_by_element(p, group):
+                raise ValueError(
+                    f'{self._name}: keep_draws=False on a CPU asks for stream="philox", whose draws can be made again in pieces'
+                )
             held = clock.updates if freeze_after is None else min(clock.updates, freeze_after)
             out.append(Work(group, p, state, number, linear, noise, before, clock.updates, held, early))
         return out
+
+    def _draws_by_element(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         _refusals.check_lr(self._name, linear)

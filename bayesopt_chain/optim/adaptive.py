@@ -39,7 +39,7 @@ _COMMON = """
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
         temperature: a number or a 0-d tensor (read at every step); ``1 / N`` for the posterior of ``N`` data where the
             loss is a mean. Default 0.
-        generator, stream: see :class:`SGD`.
+        generator, stream, keep_draws: see :class:`SGD`.
         freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact.
             Default: never.
         The others are torch's, in torch's order.

@@ -49,6 +49,8 @@ class SGD(Sampling, torch.optim.SGD):
         stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
             among ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices)
             has none; on a CPU it pays for leaves of 10^4 elements and more, where a C++ compiler is found.
+        keep_draws: ``False`` makes the last draw again in every step instead of keeping it, the same to the last bit: 4 bytes
+            a parameter less, for a second draw a step. It asks for Philox: ``stream="philox"`` on a CPU, the default elsewhere.
 
     State: in float32, 8 bytes a parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 

@@ -1,0 +1,137 @@
+"""``keep_draws=False``: the last draw is made again, and nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+RULES = {
+    "SGLD": lambda p, **k: bc.optim.SGLD(p, 0.05, **k),
+    "SGHMC": lambda p, **k: bc.optim.SGHMC(p, 0.05, **k),
+    "Nesterov": lambda p, **k: bc.optim.SGHMC(p, 0.05, nesterov=True, **k),
+    "Adam": lambda p, **k: bc.optim.Adam(p, 0.01, **k),
+    "RMSprop": lambda p, **k: bc.optim.RMSprop(p, 0.01, momentum=0.9, **k),
+    "AdamW, frozen": lambda p, **k: bc.optim.AdamW(p, 0.01, freeze_after=4, **k),
+}
+
+
+def leaves(large=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = [(7,), (3, 5), ()] + ([(2**18 + 300,)] if large else [])
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def made(rule, params, keep):
+    generator = torch.Generator().manual_seed(3)
+    return RULES[rule](params, temperature=0.1, generator=generator, stream="philox", keep_draws=keep)
+
+
+def steps(optimizer, params, n, missing=(), first=0):
+    """Steps on ``sum p^2 / 2``; in those of ``missing`` the second leaf has no gradient."""
+    for step in range(first, first + n):
+        for i, p in enumerate(params):
+            p.grad = None if i == 1 and step in missing else p.detach().clone()
+        optimizer.step()
+
+
+def pair(rule, n=8, large=False, between=None, **kwargs):
+    out = []
+    for keep in (True, False):
+        params = leaves(large)
+        optimizer = made(rule, params, keep)
+        steps(optimizer, params, n, **kwargs)
+        if between is not None:
+            optimizer = between(optimizer, params)
+            steps(optimizer, params, n, first=n, **kwargs)
+        out.append((optimizer, [p.detach().clone() for p in params]))
+    return out
+
+
+def assert_same(kept, redrawn):
+    assert all(torch.equal(a, b) for a, b in zip(kept[1], redrawn[1]))
+    entries = [state for state in redrawn[0].state.values()]
+    assert not any("noise" in state or "noise_direct" in state for state in entries)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draw_that_is_made_again_is_the_one_that_was_kept(rule):
+    assert_same(*pair(rule))
+
+
+@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov", "Adam"])
+def test_blocks_of_a_large_leaf_too(rule):
+    assert_same(*pair(rule, n=3, large=True))
+
+
+@pytest.mark.parametrize("rule", ["SGLD", "SGHMC", "Nesterov", "Adam"])
+def test_a_leaf_without_a_gradient_goes_on_from_its_own_last_draw(rule):
+    assert_same(*pair(rule, missing=(0, 3, 4)))
+
+
+@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov", "Adam"])
+def test_after_a_fork_the_last_draw_is_that_of_the_old_key(rule):
+    def fork(optimizer, params):
+        optimizer.fork(torch.Generator().manual_seed(9))
+        return optimizer
+
+    assert_same(*pair(rule, between=fork))
+
+
+@pytest.mark.parametrize("rule", ["SGHMC", "Nesterov"])
+def test_a_changing_learning_rate_changes_nothing(rule):
+    def restart(optimizer, params):
+        for group in optimizer.param_groups:
+            group["lr"] *= 4.0
+        return optimizer
+
+    def stop(optimizer, params):
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = 0.0
+        steps(optimizer, params, 2)
+        optimizer.param_groups[0]["lr"] = lr
+        return optimizer
+
+    assert_same(*pair(rule, between=restart))
+    assert_same(*pair(rule, between=stop))
+
+
+@pytest.mark.parametrize("rule", ["SGHMC", "Adam"])
+def test_a_saved_state_goes_on_bit_for_bit(rule):
+    def reloaded(optimizer, params):
+        keep = optimizer.param_groups[0]["noise_kept"]
+        other = made(rule, params, keep)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return other
+
+    assert_same(*pair(rule, between=reloaded))
+
+
+def test_sghmc_keeps_as_many_numbers_as_sgd_with_momentum():
+    def held(optimizer):
+        return sum(x.numel() for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
+
+    (kept, params), (redrawn, _) = pair("SGHMC")
+    n = sum(p.numel() for p in params)
+    assert held(kept) == 2 * n and held(redrawn) == n
+
+
+def test_parts_of_leaves_are_redrawn_by_their_elements():
+    whole = torch.zeros(10, requires_grad=True)
+    tail = torch.zeros(6, requires_grad=True)
+    for params in ([("w", whole)], bc.distributed.part([("tail", tail)], {"tail": ("w", 4)})):
+        generator = torch.Generator().manual_seed(0)
+        optimizer = bc.optim.SGHMC(params, 0.1, temperature=1.0, generator=generator, stream="philox", keep_draws=False)
+        steps(optimizer, [p for _, p in params], 5)
+    torch.testing.assert_close(whole[4:], tail)  # vector kernels round their remainders otherwise
+
+
+def test_torchs_generator_cannot_draw_again_in_pieces_and_is_refused():
+    with pytest.raises(ValueError, match='keep_draws=False asks for stream="philox"'):
+        bc.optim.SGHMC(leaves(), 0.1, temperature=0.1, stream="generator", keep_draws=False)
+    params = leaves()
+    optimizer = bc.optim.SGHMC(params, 0.1, temperature=0.1, keep_draws=False)
+    with pytest.raises(ValueError, match='on a CPU asks for stream="philox"'):
+        steps(optimizer, params, 1)
+    assert all(torch.equal(a, b) for a, b in zip(params, leaves()))
