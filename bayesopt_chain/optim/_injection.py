@@ -56,8 +56,12 @@ def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
         for batch in plan.late:
             _add_batch(normals, batch)
     for w, noise in plan.noisy:
-        if w.redraws and (w.early or noise.current or noise.previous or w.linear.direct > 0.0):
-            w.state.update(noise_at=w.group["noise_count"], noise_of=w.group["noise_key"])
+        if w.redraws:
+            now = w.group["noise_count"], w.group["noise_key"]
+            if w.early or noise.current or noise.previous:
+                w.state["noise_at"], w.state["noise_of"] = now
+            if w.linear.direct > 0.0:
+                w.state["noise_direct_at"], w.state["noise_direct_of"] = now
     if plan.kept:  # every number is what it was, or has been followed
         return
     for leaf in plan.noisy:
@@ -168,7 +172,7 @@ def _draws(rule: Rule, normals: Normals, leaf: Noisy, branch: int) -> tuple[Tens
     if not w.redraws:
         return _draw_of(rule, leaf, ("noise", "noise_direct")[branch]), normals.of(w, branch), None
     _warn_once(rule, leaf)
-    has_last = w.state.get("noise_at", -1) >= 0
+    has_last = w.state.get(("noise_at", "noise_direct_at")[branch], -1) >= 0
     return None, normals.of(w, branch), normals.of(w, branch, last=True) if has_last else None
 
 
@@ -201,10 +205,13 @@ def _make_room(rule: Rule, leaf: Noisy) -> None:
     remember(w.state, None)
     if w.redraws:
         w.state.update(noise_at=-1, noise_of=w.group["noise_key"])
-        return
-    _draw_of(rule, leaf, "noise")
+    else:
+        _draw_of(rule, leaf, "noise")
     if rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0:
-        _draw_of(rule, leaf, "noise_direct")
+        if w.redraws:
+            w.state.update(noise_direct_at=-1, noise_direct_of=w.group["noise_key"])
+        else:
+            _draw_of(rule, leaf, "noise_direct")
 
 
 def _alike(leaves: list[Noisy]) -> Iterable[list[Noisy]]:

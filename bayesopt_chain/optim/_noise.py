@@ -86,7 +86,8 @@ class Normals:
         """
         key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
         if last:
-            key, count = w.state["noise_of"], w.state["noise_at"]
+            of, at = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))[branch]
+            key, count = w.state[of], w.state[at]
         if self.runs is not None or w.redraws:
             rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)

@@ -24,7 +24,8 @@ BEFORE = tuple(
     [f"noise_{name}" for name in Before._fields]
 )  # what the last step was, by names in ``optimizer.state[p]``
 SURPLUSES = (Before._fields.index("surplus"), Before._fields.index("direct_surplus"))
-REMEMBERED = ("noise", "noise_direct", "noise_at", "noise_of", *BEFORE)
+_AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # which draws to make again
+REMEMBERED = ("noise", "noise_direct", *_AGAIN, *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that are no numbers of the step
 
 
