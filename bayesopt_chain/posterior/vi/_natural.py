@@ -29,6 +29,10 @@ to ``exp(-5) = 0.7 %``, after t steps where ``1 - beta2 = 5 / t``. Against noise
 
 so that a relative error epsilon takes ``1 - beta2 <= 2 epsilon^2 T h / E[g^2]``. Where that is below ``5 / t``, t steps are too
 few for either: start near (``init_hessian``), take larger batches or more samples.
+
+A Hessian that remembers so long lags behind the loss, and a step of ``lr / H`` for an H that is far too small diverges. So a step is
+bounded by a trust radius r in units of the posterior itself: IVON's ``|Delta m| <= r sigma`` parameter by parameter, VON's and
+VOGN's ``Delta m^T (H + delta) Delta m <= r^2 T P`` for P parameters. It binds while the Hessian is wrong, and not at the posterior.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class Options(TypedDict, total=False):
     weight_decay: float
     prior: Gaussian | None
     init_hessian: float
+    trust_radius: float | None
     n_samples: int
     antithetic: bool
     generator: torch.Generator | None
@@ -103,10 +108,12 @@ class Natural(Drawing):
     weight_decay: float = 0.0
     prior: Gaussian | None = field(default=None, hash=False, compare=False)
     init_hessian: float = 1.0
+    trust_radius: float | None = None
     n_samples: int = 1
     antithetic: bool = False
     state = NaturalState
     name = "vi"
+    default_radius = 10.0
 
     def __post_init__(self) -> None:
         who, betas = self.name, tuple(self.betas)
@@ -118,6 +125,8 @@ class Natural(Drawing):
                 f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
             )
         checks.positive(f"{who}: init_hessian", self.init_hessian)
+        if self.trust_radius not in (None, math.inf):
+            checks.positive(f"{who}: trust_radius", self.trust_radius)
         require_samples(who, self.n_samples, self.antithetic)
         require_one_prior(who, self.prior, self.weight_decay, self.temperature)
         if self.prior is not None and not isinstance(self.prior.precision, Diagonal):
@@ -125,6 +134,13 @@ class Natural(Drawing):
                 f"{who}: the prior's precision is {type(self.prior.precision).__name__}, and this method takes a diagonal "
                 "one: pass Gaussian(mean, Diagonal(...)), or use bc.vi.dense with prior="
             )
+
+    @property
+    def radius(self) -> float:
+        """How many deviations a step may move; without a word it depends on how far the Hessian lags behind."""
+        if self.trust_radius is not None:
+            return self.trust_radius
+        return math.inf if self.betas[1] in (0, 1) else self.default_radius
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
@@ -207,6 +223,7 @@ class IVON(Natural):
     rescale_lr: bool = True
     clip_radius: float = math.inf
     name = "vi.ivon"
+    default_radius = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,6 +263,13 @@ class IVON(Natural):
             for f, h, d in zip(force, hessian, self.decay(state))
         ]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
+        if self.radius != math.inf and not self.is_deterministic:
+            bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
+            is_drawn = scalar(now(self.temperature, state.count), state.key.device) > 0
+            steps = [
+                x if x is None else torch.where(is_drawn, torch.minimum(torch.maximum(x, -b), b), x)
+                for x, b in zip(steps, bounds)
+            ]
         return steps, op.keep(state, new)
 
     def _scaled(self, x: Tensor, lr: float | Tensor, decay: Any) -> Tensor:
@@ -304,8 +328,16 @@ class VON(Natural):
             optree.tree_structure(hessian.diag()),
             [torch.zeros_like(p) if f is None else f for f, p in zip(force, leaves)],
         )
-        solved = optree.tree_leaves(self.decayed(hessian, state).solve(tree))
+        precision = self.decayed(hessian, state)
+        solved = optree.tree_leaves(precision.solve(tree))
         lr = now(self.lr, state.count)
+        if self.radius != math.inf and not self.is_deterministic:
+            moved = optree.tree_unflatten(optree.tree_structure(tree), [times(x, lr) for x in solved])
+            temperature = scalar(now(self.temperature, state.count), state.key.device)
+            squares = precision.quad(moved).to(torch.float64) / sum(x.numel() for x in solved)
+            bound = self.radius * temperature.to(torch.float64).sqrt() * squares.clamp_min(1e-300).rsqrt()
+            factor = torch.where(temperature > 0, bound.clamp_max(1.0), 1.0)
+            solved = [times(x, factor) for x in solved]
         steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
         new = NaturalState(momentum, hessian, state.key, state.count + 1)
         return steps, op.keep(state, new)
@@ -390,6 +422,10 @@ def ivon(
         init_hessian: first Hessian per datum, positive.
         rescale_lr: multiply lr by ``init_hessian + weight_decay``, so that at first it is SGD's.
         clip_radius: bound on each entry of the preconditioned gradient.
+        trust_radius: the most that a step moves a parameter, in its own posterior deviations. Default 1 (none with
+            ``betas[1]`` 0 or 1, where no Hessian lags; ``math.inf`` for none). The Hessian lags behind the loss: without a bound, a loss of a curvature
+            far above ``init_hessian``, such as one over a small noise variance, throws the mean away before the Hessian has
+            seen it.
         n_samples, antithetic, generator: as in :func:`mean_field`.
 
     Returns:
@@ -433,6 +469,8 @@ def von(
         lr: learning rate in units of Newton steps, at most 1.
         betas: weights of the past in the averages of gradients (bias-corrected) and curvature.
         init_hessian: the curvature per datum before the first increment, positive.
+        trust_radius: the most that a step moves, in posterior deviations, root mean square over the parameters. Default 10, and
+            none with ``betas[1] = 0``, where the curvature is that of the step itself; ``math.inf`` for none.
         temperature, weight_decay, prior, n_samples, antithetic, generator: as in :func:`ivon`.
 
     Returns:
@@ -475,7 +513,7 @@ def vogn(
     ``weight_decay``, or its gradient is squared into the curvature.
 
     Args:
-        lr, betas, init_hessian: as in :func:`von`.
+        lr, betas, init_hessian, trust_radius: as in :func:`von`.
         temperature, weight_decay, prior, n_samples, antithetic, generator: as in :func:`ivon`.
 
     Returns:

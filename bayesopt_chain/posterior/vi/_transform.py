@@ -140,6 +140,8 @@ class Variational(Drawing):
             return standard_normals(key, zero, leaves, context.paths, n, stream=self.stream)
 
         require_prior(self.prior, params, self.family.name)
+        if not self.is_deterministic:
+            require_gradients_alone(self.optimizer, params, self.family.name)
         scale = self.family.start(leaves, self._first_scales(params), normals)
         return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
@@ -271,6 +273,37 @@ def require_one_prior(who: str, prior: Gaussian | None, weight_decay: float, tem
     if is_zero(temperature):
         raise ValueError(
             f"{who}: at temperature=0 a prior of precision Lambda weighs temperature * Lambda = 0: use weight_decay"
+        )
+
+
+def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
+    """Refuse an optimizer that moves where all gradients are zero: one that decays weights, or a sampler.
+
+    A weight decay would act on the mean and not on the covariance, and noise of its own would be a second posterior's. The
+    optimizer is asked by an update of parameters of one entry each, at zero and at one; one that cannot be asked so passes.
+    """
+
+    def moves(value: float) -> bool:
+        point = optree.tree_map(lambda p: p.new_full((1,) * p.ndim, value), params)
+        nothing = optree.tree_map(torch.zeros_like, point)
+        updates, _ = tx.update(nothing, tx.init(point), params=point, inplace=False)
+        return any(bool(x.any()) for x in optree.tree_leaves(updates))
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            draws = moves(0.0)
+            decays = not draws and moves(1.0)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
+        return
+    if draws:
+        raise ValueError(
+            f"{who}: the optimizer adds noise (it is a sampler, or has a temperature): pass it at temperature 0; the temperature "
+            "of the posterior is this transformation's own"
+        )
+    if decays:
+        raise ValueError(
+            f"{who}: the optimizer has weight decay, which would pull the mean and leave the covariance as it is: pass the optimizer "
+            "without it, and the prior here, as weight_decay= or prior="
         )
 
 

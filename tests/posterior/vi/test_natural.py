@@ -38,6 +38,7 @@ def test_ivon_is_its_papers_algorithm_for_three_steps(samples, rescale):
         init_hessian=h0,
         rescale_lr=rescale,
         n_samples=samples,
+        trust_radius=math.inf,
     )
     params = torch.tensor([0.3, -1.2])
     state = tx.init(params)
