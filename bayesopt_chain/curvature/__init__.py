@@ -16,7 +16,7 @@ from bayesopt_chain.curvature._products import (
     jvp,
     per_sample,
 )
-from bayesopt_chain.curvature._subset import subset
+from bayesopt_chain.curvature._subset import entries, subset
 
 __all__ = [
     "STRUCTURES",
@@ -24,6 +24,7 @@ __all__ = [
     "LogDensity",
     "cg",
     "empirical_fisher",
+    "entries",
     "fisher",
     "fisher_diagonal",
     "fisher_matrix",

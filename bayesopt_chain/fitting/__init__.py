@@ -4,6 +4,7 @@ from bayesopt_chain.fitting.batches import pairs
 from bayesopt_chain.fitting.cache import CachedFeatures, cache_features
 from bayesopt_chain.fitting.laplace import FittedLaplace, fit_laplace
 from bayesopt_chain.fitting.predictions import Outputs, Prediction
+from bayesopt_chain.fitting.subnetwork import subnetwork
 from bayesopt_chain.fitting.training import EvidenceTraining, train_by_evidence
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "cache_features",
     "fit_laplace",
     "pairs",
+    "subnetwork",
     "train_by_evidence",
 ]

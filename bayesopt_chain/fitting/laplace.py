@@ -13,6 +13,7 @@ the posterior's mean is that maximum.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,11 +22,14 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import checks
 from bayesopt_chain.curvature import STRUCTURES
+from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import peeked
 from bayesopt_chain.fitting.evidence import Residual, tune_prior_and_noise
-from bayesopt_chain.fitting.model import How, Model, Pass, both, make_model
+from bayesopt_chain.fitting.model import ESTIMATORS, How, Model, Pass, both, make_model
 from bayesopt_chain.fitting.predictions import Method, Outputs, Prediction, batches_of, joined, method_for, predicted
+from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import log_prior, posterior_of
@@ -34,9 +38,10 @@ from bayesopt_chain.posterior.tuning import tune_by_validation
 from bayesopt_chain.precision import Kronecker
 from bayesopt_chain.predict._joint import functional_samples
 from bayesopt_chain.predict._linearized import linearized_by
-from bayesopt_chain.trees import Tree, paths, require_like
+from bayesopt_chain.trees import Tree, paths, require_like, size
 
 CANDIDATES = tuple(10.0**k for k in range(-4, 5))  # prior precisions that validation tries
+FEW_DATA, LEAST_DATA, SMALL_WORK, WORSE = 64, 4, 2**26, 0.5  # nats a target, at which predictions are much worse
 
 
 @dataclass(frozen=True)
@@ -282,20 +287,31 @@ def at(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> FittedL
 
 
 def posterior_and_evidence(model: Model, seen: Pass, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
-    """The same without the pieces, differentiable in the prior and the noise."""
+    """The same without the pieces, differentiable in the prior and the noise. A temperature changes the posterior alone."""
     posterior = posterior_of(seen.decomposed, model.params, prior_precision=prior_precision, likelihood_scale=scale)
     if isinstance(seen.precision, Kronecker):
         posterior = posterior._replace(undecomposed=seen.precision.scale(scale).add_diagonal(prior_precision))
-    joint = seen.log_likelihood + log_prior(model.params, prior_precision).to(torch.float64)
+    joint = seen.log_likelihood + log_prior(model.params, prior_precision, model.how.prior_mean).to(torch.float64)
     if model.likelihood.has_noise_scale:
         joint = joint + Residual(seen.squares, seen.entries).gain(scale)
     if model.is_linear_gaussian:
-        posterior, gain = solved(posterior, seen.gradient, prior_precision, scale)
+        posterior, gain = solved(posterior, seen.gradient, prior_precision, scale, model.from_prior_mean())
         joint = joint + gain
-    return posterior, posterior.log_evidence(joint)
+    evidence = posterior.log_evidence(joint)
+    if model.how.temperature is not None:
+        posterior = posterior_of(
+            seen.decomposed,
+            model.params,
+            prior_precision=prior_precision,
+            likelihood_scale=scale,
+            temperature=model.how.temperature,
+        )
+    return posterior, evidence
 
 
-def solved(posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor) -> tuple[Gaussian, Tensor]:
+def solved(
+    posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Tensor, from_prior_mean: Tree
+) -> tuple[Gaussian, Tensor]:
     """The Gaussian around the maximum of the joint's quadratic expansion, and what the joint gains there.
 
     With b the gradient of the log joint at the mean m, the maximum is ``m + Lambda^-1 b``, higher by ``b^T Lambda^-1 b / 2``.
@@ -304,7 +320,7 @@ def solved(posterior: Gaussian, gradient: Tree, prior_precision: Any, scale: Ten
     prior = optree.tree_leaves(optree.tree_broadcast_prefix(prior_precision, posterior.mean))
     up = [
         -(scale.to(g) * g).to(m.dtype) - m * torch.as_tensor(d, dtype=m.dtype, device=m.device)
-        for g, m, d in zip(optree.tree_leaves(gradient), leaves, prior)
+        for g, m, d in zip(optree.tree_leaves(gradient), optree.tree_leaves(from_prior_mean), prior)
     ]
     move = posterior.precision.solve(optree.tree_unflatten(structure, up))
     moves = optree.tree_leaves(move)
@@ -327,6 +343,9 @@ def fit_laplace(
     validation: Iterable | None = None,
     inputs: str | Callable[[Any], Any] | None = None,
     outputs: str | Callable[[Any], Any] | None = None,
+    curvature: Literal["ggn", "fisher", "empirical_fisher"] = "ggn",
+    prior_mean: Any = 0.0,
+    temperature: float | None = None,
     progress: bool = False,
     **options: Any,
 ) -> FittedLaplace:
@@ -341,8 +360,8 @@ def fit_laplace(
         structure: of the posterior: "kronecker" (default), "dense", "root", "diagonal", "block" or "low_rank".
         subset: which parameters are uncertain: "last_layer" (default; of a module the layer whose output reaches the output
             last: a head, or several heads whose outputs are put together), "all", or names, a function of a name, or a tree of
-            booleans as for :func:`bayesopt_chain.curvature.subset`. A parameter named ``all`` or ``last_layer`` is chosen by
-            ``["all"]``.
+            booleans as for :func:`bayesopt_chain.curvature.subset`; or single entries by
+            :func:`bayesopt_chain.fitting.subnetwork`. A parameter named ``all`` or ``last_layer`` is chosen by ``["all"]``.
         tune: "evidence" (default) maximises the evidence over the prior precision, one for each kept parameter tensor where the
             structure has a basis of its own for each, and the Gaussian noise; "validation" takes the prior precision of
             ``10^-4 ... 10^4`` whose predictions of ``validation`` are best; ``None`` keeps ``prior_precision``.
@@ -357,11 +376,17 @@ def fit_laplace(
             :func:`bayesopt_chain.make_functional`. Default: the inputs; of a mapping all but its labels.
         outputs: from what a module returns to the outputs that the likelihood takes, or its key. Default: a tensor itself, of
             anything else its ``logits``.
+        curvature: "ggn" (default), "fisher" (at labels drawn from the model) or "empirical_fisher" (at those observed, which is
+            the Fisher information of a model that is right alone), estimators of :mod:`bayesopt_chain.curvature`.
+        prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters. Default 0.
+        temperature: per datum, as everywhere: the covariance times ``temperature * N``, prior included; below ``1 / N`` it is a
+            cold posterior. The evidence is Bayes' all the same. Default: Bayes, ``1 / N``.
         progress: show a progress bar (needs tqdm).
-        **options: of the estimator :func:`bayesopt_chain.curvature.ggn`, such as ``rank``.
+        **options: of the estimator, such as ``rank``.
 
     Returns:
-        A :class:`FittedLaplace`, with ``predict``, ``posterior``, ``log_evidence`` and ``refit``.
+        A :class:`FittedLaplace`, with ``predict``, ``posterior``, ``log_evidence`` and ``refit``. Where its predictions of
+        training data are much worse than the network's own (an overfitted network's curvature says little), it warns.
 
     Raises:
         ValueError: arguments out of range or at odds; a module in training mode with layers that it changes; no batches; NaN.
@@ -387,7 +412,31 @@ def fit_laplace(
     ):
         raise ValueError(f"fit_laplace: prior_precision must be a positive, finite number, got {prior_precision!r}")
     batches = peeked(loader)
-    how = How(likelihood, subset, structure, options, inputs, outputs)
+    if curvature not in ESTIMATORS:
+        raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
+    if temperature is not None:
+        checks.positive("fit_laplace: temperature", temperature)
+    variance = None
+    if isinstance(subset, Subnetwork) and subset.rule == "largest_variance":
+        if iter(loader) is loader:
+            raise ValueError(
+                "fit_laplace: a subnetwork of the largest variance reads the loader twice, and this one can be read only once: "
+                "pass a list of its batches, or a DataLoader"
+            )
+        whole = fit_laplace(
+            module_or_forward,
+            likelihood,
+            loader,
+            params=params,
+            structure="diagonal",
+            subset="all",
+            tune=None,
+            prior_precision=prior_precision,
+            inputs=inputs,
+            outputs=outputs,
+        )
+        variance = whole.posterior.marginal_variance
+    how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance)
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
     require_finite(model.params, "fit_laplace: the parameters")
     seen = model.run_over(batches.from_first(first), progress, batches.total)
@@ -405,13 +454,39 @@ def fit_laplace(
     residual = Residual(seen.squares, seen.entries) if likelihood.has_noise_scale and tune_noise else None
     best = tune_prior_and_noise(
         seen.decomposed,
-        model.params,
+        model.from_prior_mean(),
         seen.log_likelihood,
         residual=residual,
         gradient=seen.gradient,
         start=float(prior_precision),
     )
-    return at(model, seen, best.prior_precision, best.likelihood_scale)
+    fitted = at(model, seen, best.prior_precision, best.likelihood_scale)
+    _warn_where_worse(fitted, first)
+    return fitted
+
+
+def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
+    """Compare the predictive density of some training data with the network's own, where that costs little."""
+    seen = fitted.model.seen_by_head(batch)
+    some = part(seen, 0, FEW_DATA)
+    with torch.no_grad():
+        outputs = fitted.model.forward(fitted.model.params, some)
+        entries = outputs.shape[1:].numel()
+        data = min(len(outputs), SMALL_WORK // (entries * size(fitted.model.params)))
+        if data < LEAST_DATA or entries > FEW_DATA:
+            return
+        some = part(some, 0, data)
+        targets = fitted.likelihood.labels(some[1])
+        mean, covariance = fitted.outputs([some])
+        foretold = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
+        own = fitted.likelihood.log_prob(outputs[:data], targets).mean().item()
+    if own - foretold > WORSE:
+        warnings.warn(
+            f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-foretold:.2f} a target, "
+            f"the network itself {-own:.2f}: the evidence has chosen a posterior far wider than the data ask for, as for an "
+            "overfitted network or few data. Choose the prior by held-out data (tune='validation'), or set it (tune=None)",
+            stacklevel=3,
+        )
 
 
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:

@@ -11,16 +11,38 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain.curvature import ggn, subset
+from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, subset
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.fitting.batches import logits_of, require_eval, with_progress
 from bayesopt_chain.fitting.cache import CachedFeatures
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
+from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.modules.functional import Forward, make_functional
 from bayesopt_chain.precision import Kronecker, Precision
-from bayesopt_chain.trees import Tree
+from bayesopt_chain.trees import Tree, spread
+
+ESTIMATORS: dict[str, Any] = {"ggn": ggn, "fisher": fisher, "empirical_fisher": empirical_fisher}
+
+
+class How(NamedTuple):
+    """What a fit was told: likelihood, parameters to keep, structure with its options, how to call the module, the prior."""
+
+    likelihood: Likelihood
+    keep: Any
+    structure: str
+    options: dict[str, Any]
+    inputs: Any = None
+    outputs: Any = None
+    curvature: str = "ggn"
+    prior_mean: Any = 0.0
+    temperature: float | None = None
+    variance: Any = None  # of all parameters, where a subnetwork is chosen by it
+
+    @property
+    def keeps_last_layer(self) -> bool:
+        return isinstance(self.keep, str) and self.keep == "last_layer"
 
 
 @dataclass(frozen=True)
@@ -50,15 +72,25 @@ class Model:
 
     forward: Callable[[Tree, Any], Tensor]
     params: Tree
-    likelihood: Likelihood
-    structure: str
-    options: dict[str, Any]
+    how: How
     features_of: Features | None = None
     checks: Checks = field(default_factory=Checks, compare=False, repr=False)  # of predictions
 
     @property
+    def likelihood(self) -> Likelihood:
+        return self.how.likelihood
+
+    @property
     def is_linear_gaussian(self) -> bool:
-        return self.features_of is not None and self.likelihood.has_noise_scale
+        """Whether the joint is quadratic in the kept parameters, and its curvature exact."""
+        exact = self.how.curvature == "ggn" and self.how.temperature is None
+        return exact and self.features_of is not None and self.likelihood.has_noise_scale
+
+    def from_prior_mean(self) -> Tree:
+        """The parameters less the prior's mean."""
+        means = spread(self.how.prior_mean, self.params, "prior_mean")
+        leaves, structure = optree.tree_flatten(self.params)
+        return optree.tree_unflatten(structure, [p - m.to(p.dtype) for p, m in zip(leaves, means)])
 
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""
@@ -77,7 +109,7 @@ class Model:
 
     def run_over(self, batches: Iterable, progress: bool = False, total_batches: int | None = None) -> Pass:
         """One pass over the data."""
-        estimate = ggn(self.forward, self.likelihood, self.structure, **self.options)
+        estimate = ESTIMATORS[self.how.curvature](self.forward, self.likelihood, self.how.structure, **self.how.options)
         total: Pass | None = None
         for batch in with_progress(batches, progress, total_batches):
             one = self._looked_at(self.seen_by_head(batch), estimate)
@@ -128,21 +160,6 @@ def both(a: Pass, b: Pass) -> Pass:
     )
 
 
-class How(NamedTuple):
-    """What a fit was told: likelihood, parameters to keep, structure and its options, and how the module is called."""
-
-    likelihood: Likelihood
-    keep: Any
-    structure: str
-    options: dict[str, Any]
-    inputs: Any = None
-    outputs: Any = None
-
-    @property
-    def keeps_last_layer(self) -> bool:
-        return isinstance(self.keep, str) and self.keep == "last_layer"
-
-
 def make_model(source: Any, params: Tree | None, data: Any, first: Any, how: How) -> tuple[Model, Any]:
     """The model of the kept parameters of a module or a forward function, and the first batch as it sees it.
 
@@ -184,10 +201,12 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
 def _of_head(forward: Forward, params: Any, last: LastLayer, body: Body, how: How) -> Model:
     kept = {name: params[name] for name in last.names}
     features = Features(forward, params, last.module, body)
-    return Model(head(last.names), kept, how.likelihood, how.structure, how.options, features)
+    return Model(head(last.names), kept, how, features)
 
 
 def _of_function(forward: Callable[[Tree, Any], Tensor], params: Tree, how: How) -> Model:
     if isinstance(how.keep, str) and how.keep == "all":
-        return Model(forward, params, how.likelihood, how.structure, how.options)
-    return Model(*subset(forward, params, how.keep), how.likelihood, how.structure, how.options)
+        return Model(forward, params, how)
+    if isinstance(how.keep, Subnetwork):
+        return Model(*entries(forward, params, how.keep.mask(params, how.variance)), how)
+    return Model(*subset(forward, params, how.keep), how)

@@ -229,7 +229,7 @@ def _estimated(model: Model, data: Iterable, hyper: Hyper, tune_noise: bool) -> 
     has_scale = model.likelihood.has_noise_scale
     best = tune_prior_and_noise(
         seen.decomposed,
-        model.params,
+        model.from_prior_mean(),
         seen.log_likelihood,
         residual=Residual(seen.squares, seen.entries) if has_scale and tune_noise else None,
         gradient=seen.gradient,

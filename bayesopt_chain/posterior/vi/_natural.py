@@ -30,9 +30,10 @@ to ``exp(-5) = 0.7 %``, after t steps where ``1 - beta2 = 5 / t``. Against noise
 so that a relative error epsilon takes ``1 - beta2 <= 2 epsilon^2 T h / E[g^2]``. Where that is below ``5 / t``, t steps are too
 few for either: start near (``init_hessian``), take larger batches or more samples.
 
-A Hessian that remembers so long lags behind the loss, and a step of ``lr / H`` for an H that is far too small diverges. So a step is
-bounded by a trust radius r in units of the posterior itself: IVON's ``|Delta m| <= r sigma`` parameter by parameter, VON's and
-VOGN's ``Delta m^T (H + delta) Delta m <= r^2 T P`` for P parameters. It binds while the Hessian is wrong, and not at the posterior.
+A Hessian that remembers so long lags behind the loss, and a step of ``lr / H`` for an H that is far too small diverges. So a
+step is bounded by a trust radius r in units of the posterior itself: IVON's ``|Delta m| <= r sigma`` parameter by parameter,
+VON's and VOGN's ``Delta m^T (H + delta) Delta m <= r^2 T P`` for P parameters. It binds while the Hessian is wrong, and not at
+the posterior.
 """
 
 from __future__ import annotations
@@ -423,9 +424,8 @@ def ivon(
         rescale_lr: multiply lr by ``init_hessian + weight_decay``, so that at first it is SGD's.
         clip_radius: bound on each entry of the preconditioned gradient.
         trust_radius: the most that a step moves a parameter, in its own posterior deviations. Default 1 (none with
-            ``betas[1]`` 0 or 1, where no Hessian lags; ``math.inf`` for none). The Hessian lags behind the loss: without a bound, a loss of a curvature
-            far above ``init_hessian``, such as one over a small noise variance, throws the mean away before the Hessian has
-            seen it.
+            ``betas[1]`` 0 or 1, where no Hessian lags; ``math.inf`` for none). Without a bound, a loss of a curvature far above
+            ``init_hessian``, such as one over a small noise variance, throws the mean away before the Hessian has seen it.
         n_samples, antithetic, generator: as in :func:`mean_field`.
 
     Returns:

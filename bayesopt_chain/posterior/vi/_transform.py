@@ -297,13 +297,13 @@ def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
         return
     if draws:
         raise ValueError(
-            f"{who}: the optimizer adds noise (it is a sampler, or has a temperature): pass it at temperature 0; the temperature "
-            "of the posterior is this transformation's own"
+            f"{who}: the optimizer adds noise (it is a sampler, or has a temperature): pass it at temperature 0; the "
+            "temperature of the posterior is this transformation's own"
         )
     if decays:
         raise ValueError(
-            f"{who}: the optimizer has weight decay, which would pull the mean and leave the covariance as it is: pass the optimizer "
-            "without it, and the prior here, as weight_decay= or prior="
+            f"{who}: the optimizer has weight decay, which would pull the mean and leave the covariance as it is: pass the "
+            "optimizer without it, and the prior here, as weight_decay= or prior="
         )
 
 
