@@ -15,7 +15,7 @@ PACKAGE = Path(bc.__file__).parent
 BUDGETS = {  # files, functions, lines run
     "update": (8, 35, 144),
     "make_step": (12, 62, 250),
-    "optim": (7, 20, 100),  # one file of them is the heat guard
+    "optim": (7, 20, 102),  # one file of them is the heat guard
 }
 
 

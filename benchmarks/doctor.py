@@ -1,0 +1,263 @@
+"""How often the doctor is wrong: runs that are right and runs that are not, networks among both.
+
+    python -m benchmarks.doctor          # about five minutes on one core; writes results/doctor.json
+
+Right runs: exact independent draws, seven samplers on linear regression, logistic regression, a network of 20 units on
+scikit-learn's diabetes with full and cool batches (judged by its predictions). Wrong runs: rates that heat, losses that are
+sums, temperatures 1/b and 1, chains that are too short, stand still, are one chain twice, start far away, sit in two modes,
+do not leave the mode, hold NaN, run away, and priors a thousand times too strong. A wrong run counts as found where the
+doctor names one of the kinds that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import optree
+import torch
+from sklearn.datasets import load_diabetes
+
+import bayesopt_chain as bc
+from benchmarks.measure import environment
+
+N, B = 300, 20
+Expected = set[str]
+
+
+def regression(seed: int, decay: float = 1.0):
+    """Data and loss of a linear regression with the prior N(0, 1)."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 4, generator=g)
+    y = x @ torch.tensor([1.0, -1.0, 0.5, 0.0]) + torch.randn(N, generator=g)
+
+    def loss(p, batch):
+        return (batch[0] @ p["w"] + p["b"] - batch[1]).square().mean() / 2 + decay / (2 * N) * p["w"].square().sum()
+
+    return (x, y), loss, lambda c: {"w": 0.3 * torch.randn(c, 4, generator=g), "b": 0.3 * torch.randn(c, generator=g)}
+
+
+def logistic(seed: int):
+    """Data and loss of a logistic regression with the prior N(0, 1)."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 4, generator=g)
+    y = torch.bernoulli(torch.sigmoid(x @ torch.tensor([2.0, -1.0, 0.0, 1.0])), generator=g)
+
+    def loss(p, batch):
+        z = batch[0] @ p["w"] + p["b"]
+        return torch.nn.functional.binary_cross_entropy_with_logits(z, batch[1]) + p["w"].square().sum() / (2 * N)
+
+    return (x, y), loss, lambda c: {"w": torch.randn(c, 4, generator=g), "b": torch.randn(c, generator=g)}
+
+
+def network(seed: int, decay: float = 1.0):
+    """Diabetes, 20 units, prior N(0, 1) on every weight, noise variance 1/2 of standardised targets; starts at modes."""
+    table = load_diabetes()
+    rows = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(seed))[:N]
+    x = torch.tensor(table.data).float()[rows] * 20
+    y = torch.tensor(table.target).float()[rows]
+    y = (y - y.mean()) / y.std()
+
+    def forward(p, x):
+        return (torch.tanh(x @ p["W"] + p["a"]) @ p["v"][..., None])[..., 0] + p["b"]
+
+    def loss(p, batch):
+        prior = sum(t.square().sum() for t in optree.tree_leaves(p))
+        return (forward(p, batch[0]) - batch[1]).square().mean() + decay * prior / (2 * N)
+
+    def start(c):
+        g = torch.Generator().manual_seed(seed)
+        shapes = {"W": (10, 20), "a": (20,), "v": (20,), "b": ()}
+        p = {k: (0.3 * torch.randn(c, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
+        adam = torch.optim.Adam(p.values(), 0.02)
+        for _ in range(500):
+            adam.zero_grad()
+            sum(loss({k: t[i] for k, t in p.items()}, (x, y)) for i in range(c)).backward()
+            adam.step()
+        return {k: t.detach() for k, t in p.items()}
+
+    return (x, y), loss, start, lambda p: forward(p, x[:10])
+
+
+def sampled(
+    problem, tx, *, batch=None, steps=3000, burn_in=500, thinning=10, params=None, order="reshuffled", loss=None
+):
+    """Draws of four chains."""
+    data, own, start = problem[:3]
+    torch.manual_seed(0)
+    step = bc.parallel(bc.make_step(loss or own, tx), 4)
+    params = start(4) if params is None else params
+    batches = [data] if batch is None else bc.epochs(data, batch, order=order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bc.sample(step, params, step.init(tx, params), batches, steps=steps, burn_in=burn_in, thinning=thinning)
+
+
+def judged(draws, tx, problem, *, loss=None, **kwargs):
+    of = {"of": problem[3]} if len(problem) > 3 else {}
+    data = problem[0]
+    return bc.diagnostics.doctor(draws, tx, loss or problem[1], [data], **of, **kwargs)
+
+
+def right() -> dict[str, Callable]:
+    T = 1 / N
+    out: dict[str, Callable] = {}
+    for seed in range(6):
+
+        def independent(seed=seed):
+            g = torch.Generator().manual_seed(seed)
+            x = torch.randn(100 + 50 * seed, 4, 5 + 40 * seed, generator=g)
+            return bc.diagnostics.doctor(bc.Draws.from_trees([{"w": t} for t in x], chains=4))
+
+        out[f"independent draws {seed}"] = independent
+    samplers = {
+        "sgld": lambda: bc.sgld(0.5, temperature=T),
+        "sghmc": lambda: bc.sghmc(0.1, temperature=T),
+        "sghmc, small lr": lambda: bc.sghmc(0.03, temperature=T),
+        "momentum 0.5": lambda: bc.sghmc(0.3, 0.5, temperature=T),
+        "nesterov": lambda: bc.sgd(0.1, momentum=0.9, nesterov=True, temperature=T),
+        "dampening": lambda: bc.sgd(0.3, momentum=0.9, dampening=0.5, temperature=T),
+        "preconditioned": lambda: bc.chain(bc.scale_by_preconditioner(0.5), bc.sghmc(0.2, temperature=T)),
+    }
+    for name, make in samplers.items():
+        for seed in range(2):
+            out[f"linear, {name} {seed}"] = lambda make=make, seed=seed: (lambda p, tx: judged(sampled(p, tx), tx, p))(
+                regression(seed), make()
+            )
+    for seed in range(6):
+        out[f"logistic {seed}"] = lambda seed=seed: (lambda p, tx: judged(sampled(p, tx), tx, p))(
+            logistic(seed), bc.sghmc(0.5, temperature=T)
+        )
+    for seed in range(4):
+        out[f"network, full batch {seed}"] = lambda seed=seed: (
+            lambda p, tx: judged(sampled(p, tx, steps=6000, burn_in=2000, thinning=20), tx, p)
+        )(network(seed), bc.sghmc(0.01, temperature=T))
+        out[f"network, cool batches {seed}"] = lambda seed=seed: (
+            lambda p, tx: judged(sampled(p, tx, batch=60, steps=9000, burn_in=3000, thinning=30), tx, p)
+        )(network(seed), bc.sghmc(0.002, 0.94, temperature=T))
+    return out
+
+
+def wrong() -> dict[str, tuple[Expected, Callable]]:
+    T = 1 / N
+    out: dict[str, tuple[Expected, Callable]] = {}
+
+    def add(name: str, kinds: Expected, problem: Callable, make: Callable, **how):
+        judge = how.pop("judge", {})
+
+        def run():
+            p, tx = problem(), make()
+            loss = how.get("loss")
+            loss = loss(p) if loss is not None else None
+            draws = sampled(p, tx, **{**how, "loss": loss})
+            return judged(draws, tx, p, loss=loss, **judge)
+
+        out[name] = kinds, run
+
+    def summed(p):
+        return lambda params, batch: len(batch[0]) * p[1](params, batch)
+
+    hot, cold = {"heated", "diverged"}, {"cold", "short", "mixing", "burn-in", "modes"}
+    for seed in range(3):
+        p, q, n = (lambda s=seed, f=f: f(s) for f in (regression, logistic, network))
+        add(f"linear, hot batches {seed}", hot, p, lambda: bc.sghmc(0.1, temperature=T), batch=B)
+        add(f"linear, warm independent batches {seed}", hot, p, lambda: bc.sghmc(0.02, temperature=T), batch=B,
+            order="independent")  # fmt: skip
+        add(f"logistic, hot batches {seed}", hot, q, lambda: bc.sghmc(1.0, temperature=T), batch=B)
+        add(f"network, hot batches {seed}", hot | {"scale"}, n, lambda: bc.sghmc(0.03, temperature=T), batch=B,
+            order="independent", steps=4000)  # fmt: skip
+        add(f"linear, sum of a batch {seed}", {"scale"}, p, lambda: bc.sghmc(1e-3, temperature=T), loss=summed)
+        add(f"logistic, temperature 1 {seed}", {"scale"}, q, lambda: bc.sghmc(0.1, temperature=1.0))
+        add(f"linear, temperature 1/b {seed}", {"scale"}, p, lambda: bc.sghmc(0.1, temperature=1 / B))
+        add(f"network, temperature 1/b {seed}", {"scale"}, n, lambda: bc.sghmc(0.005, temperature=1 / B))
+        add(f"network, rate too small {seed}", cold, n, lambda: bc.sghmc(1e-7, temperature=T), steps=1500)
+        add(f"logistic, rate too small {seed}", cold, q, lambda: bc.sghmc(1e-4, temperature=T), steps=1500)
+        add(f"linear, lr beyond the limit {seed}", {"diverged", "nonfinite"}, p, lambda: bc.sghmc(9.0, temperature=T),
+            steps=400, burn_in=0)  # fmt: skip
+
+    def far(seed):
+        g = torch.Generator().manual_seed(seed)
+        return {"w": 50 + torch.randn(4, 4, generator=g), "b": torch.randn(4, generator=g)}
+
+    for seed in range(2):
+        p = lambda s=seed: regression(s)  # noqa: E731
+        add(f"linear, far start {seed}", {"burn-in", "mixing", "heated", "modes"}, p, lambda: bc.sgld(0.004, temperature=T),
+            params=far(seed), steps=2000, burn_in=0)  # fmt: skip
+        add(f"linear, eight draws {seed}", {"short", "mixing", "burn-in", "modes"}, p, lambda: bc.sghmc(0.01, temperature=T),
+            steps=80, burn_in=0)  # fmt: skip
+        strong = lambda s=seed: regression(s, decay=1.0)  # noqa: E731
+        add(f"linear, decay a thousand times too strong {seed}", {"prior"}, strong,
+            lambda: bc.sgd(0.005, momentum=0.9, weight_decay=1000 / N, temperature=T), steps=6000)  # fmt: skip
+
+    def broken(change):
+        p, tx = regression(0), bc.sghmc(0.1, temperature=T)
+        draws = sampled(p, tx)
+        trees = [optree.tree_map(torch.clone, draws[i]) for i in range(len(draws))]
+        change(trees)
+        return bc.diagnostics.doctor(bc.Draws.from_trees(trees, chains=4), tx, p[1], [p[0]])
+
+    def nan(trees):
+        trees[7]["w"][0, 0] = torch.nan
+
+    def twice(trees):
+        for t in trees:
+            for x in t.values():
+                x[1] = x[0]
+
+    def still(trees):
+        for t in trees:
+            for k, x in t.items():
+                x[2] = trees[0][k][2]
+
+    def modes(trees):
+        for t in trees:
+            t["w"][:2] += 1.0
+
+    def frozen(trees):
+        for t in trees:
+            t["b"][:] = trees[0]["b"]
+
+    changes = {"nonfinite": nan, "duplicate": twice, "dead": still, "modes": modes}
+    for kind, change in changes.items():
+        out[f"linear, {change.__name__}"] = {kind}, lambda change=change: broken(change)
+    out["linear, a leaf that stands still"] = {"dead"}, lambda: broken(frozen)
+    return out
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    began, rows = time.perf_counter(), []
+    jobs = [(name, set(), run) for name, run in right().items()]
+    jobs += [(name, kinds, run) for name, (kinds, run) in wrong().items()]
+    for name, kinds, run in jobs:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = run()
+        first = found.findings[0].kind if found.findings else ""
+        good = found.is_healthy if not kinds else bool(found.kinds & kinds)
+        rows.append(
+            {"run": name, "expected": sorted(kinds), "found": sorted(found.kinds), "first": first, "right": good}
+        )
+        print(f"{name:<46} {'' if good else 'WRONG':<6} {', '.join(sorted(found.kinds))}", flush=True)
+        if not good:
+            print("   ", "\n    ".join(finding.says for finding in found.findings))
+    good, bad = ([r for r in rows if bool(r["expected"]) is flag] for flag in (False, True))
+    table = {
+        "right runs": len(good),
+        "called wrong": sum(not r["right"] for r in good),
+        "wrong runs": len(bad),
+        "fault named": sum(r["right"] for r in bad),
+        "fault named first": sum(r["first"] in r["expected"] for r in bad),
+        "called healthy": sum(not r["found"] for r in bad),
+    }
+    print(table)
+    path = Path(__file__).parent / "results" / "doctor.json"
+    out = {"environment": environment(), "seconds": time.perf_counter() - began, "table": table, "rows": rows}
+    path.write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
