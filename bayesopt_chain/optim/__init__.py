@@ -8,12 +8,14 @@ model and an optimizer.
 
 from bayesopt_chain.optim.adaptive import Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 from bayesopt_chain.optim.chain_optimizer import Optimizer
+from bayesopt_chain.optim.ivon import IVON
 from bayesopt_chain.optim.refused import ASGD, LBFGS, Adadelta, Adafactor, Muon, Rprop, SparseAdam
 from bayesopt_chain.optim.sgd import SGD, SGHMC, SGLD
 from bayesopt_chain.optim.step import as_step
 
 __all__ = [
     "ASGD",
+    "IVON",
     "LBFGS",
     "SGD",
     "SGHMC",

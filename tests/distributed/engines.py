@@ -19,6 +19,9 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
@@ -307,6 +310,49 @@ def zero_with_parts(rank):
 @case
 def pipeline_with_parts(rank):
     return stages(rank, lambda s: bc.distributed.part(s.named_parameters(), lambda name, p: f"stage{rank}.{name}"))
+
+
+def ivon(model, x, steps=8):
+    """Steps of IVON, and the messages that draws and steps sent."""
+    generator = bc.distributed.generator(0)
+    optimizer = bc.optim.IVON(
+        model.named_parameters(), 0.1, temperature=0.01, betas=(0.9, 0.95), weight_decay=0.1, generator=generator
+    )
+    sent = 0
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with CommDebugMode() as messages:
+            draw = optimizer.sampled()
+            draw.__enter__()
+        sent += messages.get_total_counts()
+        model(x).square().mean().backward()
+        with CommDebugMode() as messages:
+            draw.__exit__(None, None, None)
+            optimizer.step()
+        sent += messages.get_total_counts()
+    tensors = [*model.parameters(), *optimizer.variances().values()]
+    full = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
+    return torch.cat([x.detach().flatten() for x in full]), sent
+
+
+@case
+def ivon_fsdp2(rank):
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return ivon(model, data(rank))
+
+
+@case
+def ivon_tensor_parallel(rank):
+    model = network()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    return ivon(model, torch.cat([data(0), data(1)]))
+
+
+@case
+def ivon_ddp(rank):
+    return ivon(DistributedDataParallel(network()), data(rank))
 
 
 @case

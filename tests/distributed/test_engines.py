@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.distributed.engines import data, network, sghmc, train, weights
+from tests.distributed.engines import data, ivon, network, sghmc, train, weights
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -118,6 +118,14 @@ def test_flattened_parts_draw_neighbouring_numbers_of_one_leaf(cases):
     whole = whole_leaves([a.numel() + b.numel()], leaf_numbers(("_flat_param",)))
     (wanted,) = draw_elements(key, torch.tensor(2), whole, torch.float32)
     assert torch.equal(torch.cat([a, b]), wanted)
+
+
+@pytest.mark.parametrize("case", ["ivon_fsdp2", "ivon_tensor_parallel", "ivon_ddp"])
+def test_a_gaussian_posterior_on_shards_is_that_of_one_process_and_sends_no_message_of_its_own(case, cases):
+    wanted, _ = ivon(network(), torch.cat([data(0), data(1)]))
+    for mine, sent in cases[case]:
+        assert sent == 0
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):

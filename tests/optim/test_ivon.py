@@ -1,0 +1,99 @@
+"""IVON as an optimizer: its equations, what it converges to, its state."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+K = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)
+
+
+def made(params, **settings):
+    generator = torch.Generator().manual_seed(1)
+    return bc.optim.IVON(params, **{"lr": 0.1, "temperature": 0.01, "generator": generator, **settings})
+
+
+def quadratic(theta):
+    return 0.5 * (K * (theta - 1.0).square()).sum()
+
+
+def step(optimizer, theta, loss=quadratic):
+    optimizer.zero_grad()
+    with optimizer.sampled():
+        point = theta.detach().clone()
+        loss(theta).backward()
+    optimizer.step()
+    return point
+
+
+def test_a_step_is_that_of_the_paper():
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = made([theta], betas=(0.8, 0.9), weight_decay=0.3, init_hessian=2.0, rescale_lr=False)
+    m, h, v = torch.zeros(3).double(), torch.full((3,), 2.0).double(), torch.zeros(3).double()
+    for t in range(1, 6):
+        point = step(optimizer, theta)
+        g, sigma2 = K * (point - 1.0), 0.01 / (h + 0.3)
+        estimate = g * (point - m) / sigma2
+        v = 0.8 * v + 0.2 * g
+        h = 0.9 * h + 0.1 * estimate + 0.5 * 0.1**2 * (h - estimate).square() / (h + 0.3)
+        m = m - 0.1 * (v / (1 - 0.8**t) + 0.3 * m) / (h + 0.3)
+        torch.testing.assert_close(theta.detach(), m, rtol=0, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[theta]["hessian"], h, rtol=0, atol=1e-10)
+
+
+def test_it_finds_mean_and_variance_of_a_quadratic_posterior():
+    """Closed form: mean k / (k + delta), variance T / (k + delta). 4,000 steps, beta2 0.999: relative error of h about 3 %."""
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = made([theta], lr=0.02, betas=(0.9, 0.999), weight_decay=0.1)
+    means = []
+    for n in range(4_000):
+        step(optimizer, theta)
+        if n >= 2_000:
+            means.append(theta.detach().clone())
+    wanted = 0.01 / (K + 0.1)
+    assert ((optimizer.variances()["0"] / wanted).log().abs() < math.log(1.25)).all()
+    assert ((torch.stack(means).mean(0) - K / (K + 0.1)).abs() < 0.5 * wanted.sqrt()).all()
+
+
+def test_draws_for_predictions_have_the_posteriors_variance_and_leave_the_means():
+    """20,000 elements: the variance's standard error is 1 %."""
+    theta = torch.ones(20_000, requires_grad=True)
+    optimizer = made([theta], init_hessian=4.0)
+    seen = []
+    for number in (0, 1, 0):
+        with optimizer.sampled(draw=number):
+            seen.append(theta.detach().clone())
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert abs(seen[0].var() / (0.01 / 4.0) - 1) < 0.05 and torch.equal(theta, torch.ones(20_000))
+    with pytest.raises(ValueError, match=r"inside of `with optimizer.sampled"):
+        optimizer.step()
+
+
+def test_a_saved_state_goes_on_bit_for_bit():
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = made([theta])
+    step(optimizer, theta)
+    saved = copy.deepcopy(optimizer.state_dict()), theta.detach().clone()
+    step(optimizer, theta)
+    other = saved[1].requires_grad_()
+    resumed = made([other], temperature=1.0)
+    resumed.load_state_dict(saved[0])
+    step(resumed, other)
+    assert torch.equal(theta, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"init_hessian": -1.0}, "init_hessian must be positive"),
+        ({"weight_decay": -1.0}, "must not be negative"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        made([torch.zeros(2, requires_grad=True)], **settings)
