@@ -112,6 +112,14 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
         Args:
             param_group: as in torch, with any of this class's options.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
+            >>> optimizer = bc.optim.IVON([a], 0.1, temperature=0.01)
+            >>> optimizer.add_param_group({"params": [b], "lr": 0.01})
+            >>> optimizer.state[b]["hessian"].shape
+            torch.Size([3])
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -132,6 +140,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
         Args:
             draw: the number of a draw, from 0, for predictions: the same number gives the same ``eps`` at any time. ``None``
                 (default): the draw of the step that follows, whose gradients are to be taken inside.
+
+        Returns:
+            A context manager.
 
         Raises:
             ValueError: inside of another draw.
