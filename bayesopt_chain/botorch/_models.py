@@ -1,0 +1,384 @@
+r"""A Gaussian over parameters, linearised, and draws of parameters, as ``botorch.models.Model``.
+
+For q points X that are looked at jointly, with J the Jacobian at the posterior's mean and Lambda its precision,
+
+    f(X) ~ N( f(mean, X), K(X, X) ),    K(X, X') = J(X) Lambda^-1 J(X')^T.
+
+Observations Y = f(X_c) + noise of covariance R condition these outputs exactly, whatever the structure of Lambda:
+
+    K_c(X, X') = K(X, X') - K(X, X_c) (K(X_c, X_c) + R)^-1 K(X_c, X')
+    f_c(X)     = f(X) + K(X, X_c) (K(X_c, X_c) + R)^-1 (Y - f(X_c)).
+
+The linearisation stays where it was: with many observations, far from it, train and fit again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from botorch.models.ensemble import EnsembleModel
+from botorch.models.model import Model
+from botorch.posteriors import GPyTorchPosterior, Posterior
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from torch import Tensor
+
+from bayesopt_chain.fitting import FittedLaplace
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.predict._joint import jacobian
+from bayesopt_chain.trees import Tree, flatten
+
+Forward = Callable[[Tree, Any], Tensor]
+
+
+def as_they_are(x: Tensor) -> tuple[Tensor, None]:
+    """Inputs as a batch."""
+    return x, None
+
+
+class LinearizedModel(Model):
+    """A Gaussian posterior over a model's parameters as a model of BoTorch, by linearising the outputs.
+
+    :meth:`of` makes one from :func:`bayesopt_chain.fit_laplace`; this constructor takes any Gaussian of the library, such as
+    ``tx.posterior(state, params)`` of ``bc.vi``, ``bc.ekf``, ``bc.laplace`` or ``bc.swag``.
+
+    Args:
+        forward: ``forward(params, (x, None)) -> outputs [n, m]`` (or ``[n]``) for inputs ``[n, d]``; each datum's outputs
+            depend on that datum alone.
+        posterior: over its parameters.
+        num_outputs: m. Default 1.
+        noise: variance of Gaussian observation noise, in the targets' units squared: a number or ``[m]``. Default: ``None``,
+            none that is known; then observations cannot be conditioned on or added.
+        features: from inputs to the batch that ``forward`` takes. Default: ``(x, None)``.
+        input_transform, outcome_transform: of BoTorch, applied to inputs and to the posterior. Default: none.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> from bayesopt_chain.botorch import LinearizedModel
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.rand(20, 2, dtype=torch.float64)
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double().eval()
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, x.sum(1, keepdim=True).sin())])
+        >>> model = LinearizedModel.of(fitted)
+        >>> model.posterior(torch.rand(5, 3, 2, dtype=torch.float64)).rsample(torch.Size([4])).shape
+        torch.Size([4, 5, 3, 1])
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        posterior: Gaussian,
+        *,
+        num_outputs: int = 1,
+        noise: float | Tensor | None = None,
+        features: Callable[[Tensor], Any] = as_they_are,
+        input_transform: Any = None,
+        outcome_transform: Any = None,
+    ) -> None:
+        super().__init__()
+        self._forward_of, self._gaussian, self._features = forward, posterior.factorised(), features
+        self._noise = None if noise is None else torch.as_tensor(noise)
+        self._seen: tuple[Tensor, Tensor, Tensor] | None = None  # inputs, targets and noise that it was conditioned on
+        if input_transform is not None:
+            self.input_transform = input_transform
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform
+        self._outputs = num_outputs
+
+    @classmethod
+    def of(cls, fitted: FittedLaplace, *, num_outputs: int = 1, **transforms: Any) -> LinearizedModel:
+        """The model of a fit, with the noise that it has.
+
+        Args:
+            fitted: from :func:`bayesopt_chain.fit_laplace`, of outputs ``[n, m]``. Of a likelihood that is not Gaussian the
+                model is of the outputs, such as logits.
+            num_outputs: m. Default 1.
+            **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
+
+        Returns:
+            A :class:`LinearizedModel`.
+
+        Raises:
+            ValueError: a precision that is not positive definite.
+        """
+        noise = None
+        if fitted.likelihood.has_noise_scale:
+            like = optree.tree_leaves(fitted.posterior.mean)[0]
+            noise = fitted.likelihood.variance(like.new_zeros(1))
+
+        def features(x: Tensor) -> Any:
+            return fitted.model.seen_by_head((x, None))
+
+        return cls(
+            fitted.model.forward,
+            fitted.posterior,
+            num_outputs=num_outputs,
+            noise=noise,
+            features=features,
+            **transforms,
+        )
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Of the observations that the model was conditioned on; empty before."""
+        return torch.Size() if self._seen is None else self._seen[1].shape[:-2]
+
+    @property
+    def num_outputs(self) -> int:
+        """m, as the model was told."""
+        return self._outputs
+
+    def posterior(
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Any = None,
+    ) -> Posterior:
+        """The joint Gaussian of the outputs at points that belong together.
+
+        Args:
+            X: ``[*b, q, d]``.
+            output_indices: the outputs to keep. Default: all m.
+            observation_noise: whether to add the noise; or its variances, ``[*, m]``.
+            posterior_transform: of BoTorch, applied last.
+
+        Returns:
+            A ``GPyTorchPosterior`` over ``[*b, q, m]``, differentiable in X.
+
+        Raises:
+            ValueError: noise where none is known.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.botorch import LinearizedModel
+            >>> from bayesopt_chain.posterior.gaussian import Gaussian
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> posterior = Gaussian(torch.ones(2, 1), Diagonal(torch.full((2, 1), 4.0), torch.tensor(1.0)))
+            >>> model = LinearizedModel(lambda w, batch: batch[0] @ w, posterior)
+            >>> model.posterior(torch.eye(2)[None]).variance
+            tensor([[[0.2500],
+                     [0.2500]]])
+        """
+        self.eval()
+        mean, covariance = self._conditioned(self.transform_inputs(X))
+        if output_indices is not None:
+            q, m = mean.shape[-2:]
+            keep = torch.tensor([n * m + k for n in range(q) for k in output_indices], device=mean.device)
+            mean, covariance = mean[..., output_indices], covariance[..., keep, :][..., keep]
+        if isinstance(observation_noise, Tensor) or observation_noise:
+            given = observation_noise if isinstance(observation_noise, Tensor) else None
+            noise = self._noise_like(mean, given, output_indices)
+            covariance = covariance + torch.diag_embed(noise.flatten(-2))
+        if mean.shape[-1] == 1:
+            distribution = MultivariateNormal(mean[..., 0], _jittered(covariance))
+        else:
+            distribution = MultitaskMultivariateNormal(mean, _jittered(covariance))
+        posterior: Any = GPyTorchPosterior(distribution)
+        if hasattr(self, "outcome_transform"):
+            posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
+        return posterior if posterior_transform is None else posterior_transform(posterior)
+
+    def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Model:
+        """The linearised model given new observations, exactly; this one stays as it is.
+
+        Args:
+            X: ``[*b, n, d]``, untransformed.
+            Y: ``[*f, *b, n, m]``: further leading axes are fantasies. Transformed, where there is an outcome transform, as
+                BoTorch hands them over.
+            noise: variances, like Y. Default: the model's.
+            **kwargs: those of other models of BoTorch, which mean nothing here.
+
+        Returns:
+            A new :class:`LinearizedModel` with the batch shape of Y.
+
+        Raises:
+            ValueError: a model without noise.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.botorch import LinearizedModel
+            >>> from bayesopt_chain.posterior.gaussian import Gaussian
+            >>> from bayesopt_chain.precision import Diagonal
+            >>> prior = Gaussian(torch.zeros(1, 1), Diagonal(torch.ones(1, 1), torch.tensor(1.0)))
+            >>> model = LinearizedModel(lambda w, batch: batch[0] @ w, prior, noise=1.0)
+            >>> model.condition_on_observations(torch.ones(1, 1), torch.full((1, 1), 4.0)).posterior(torch.ones(1, 1)).mean
+            tensor([[2.]])
+        """
+        transformed = self.transform_inputs(X)
+        lead = torch.broadcast_shapes(Y.shape[:-2], X.shape[:-2])
+        Y = Y.expand(*lead, *Y.shape[-2:])
+        variances = self._noise_like(Y, noise, None)
+        inputs = transformed.expand(*lead, *X.shape[-2:])
+        if self._seen is not None:
+            old = [x.expand(*lead, *x.shape[-2:]) for x in self._seen]
+            inputs, Y, variances = (torch.cat([a, b], -2) for a, b in zip(old, (inputs, Y, variances)))
+        new = LinearizedModel(
+            self._forward_of,
+            self._gaussian,
+            num_outputs=self._outputs,
+            noise=self._noise,
+            features=self._features,
+            input_transform=getattr(self, "input_transform", None),
+            outcome_transform=getattr(self, "outcome_transform", None),
+        )
+        new._seen = inputs, Y, variances
+        return new
+
+    def fantasize(self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None, **kwargs: Any) -> Model:
+        """The model given observations that it draws itself, as knowledge-gradient acquisition functions ask for.
+
+        Args:
+            X: ``[*b, n, d]``.
+            sampler: of BoTorch; draws the fantasies.
+            observation_noise: variances of the noise. Default: the model's.
+            **kwargs: as for :meth:`condition_on_observations`.
+
+        Returns:
+            A new :class:`LinearizedModel` of batch shape ``[*sampler.sample_shape, *b]``.
+
+        Raises:
+            ValueError: a model without noise.
+        """
+        noisy = self.posterior(X, observation_noise=True if observation_noise is None else observation_noise)
+        targets = sampler(noisy)
+        if hasattr(self, "outcome_transform"):
+            targets, _ = self.outcome_transform(targets, X=X)
+        return self.condition_on_observations(X, targets, noise=observation_noise, **kwargs)
+
+    def subset_output(self, idcs: list[int]) -> Model:
+        """The model of some of its outputs.
+
+        Args:
+            idcs: their numbers.
+
+        Returns:
+            A new :class:`LinearizedModel`, unconditioned.
+
+        Raises:
+            ValueError: a model that was conditioned on all outputs.
+        """
+        if self._seen is not None:
+            raise ValueError(
+                "LinearizedModel: take the subset of outputs before conditioning on observations of all of them"
+            )
+        noise = self._noise if self._noise is None or self._noise.numel() == 1 else self._noise[idcs]
+        return LinearizedModel(
+            lambda p, batch: self._forward_of(p, batch)[..., idcs],
+            self._gaussian,
+            num_outputs=len(idcs),
+            noise=noise,
+            features=self._features,
+        )
+
+    def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean ``[*b, q, m]`` and covariance ``[*b, q m, q m]``, given what was observed."""
+        if self._seen is None:
+            mean, rows, solved = self._rows(X)
+            return mean, rows @ solved.mT
+        inputs, targets, noise = self._seen
+        lead = torch.broadcast_shapes(X.shape[:-2], inputs.shape[:-2])
+        both = torch.cat([x.expand(*lead, *x.shape[-2:]) for x in (inputs, X)], -2)
+        mean, rows, solved = self._rows(both)
+        n, m = inputs.shape[-2], mean.shape[-1]
+        covariance = rows @ solved.mT
+        old, cross, new = (
+            covariance[..., : n * m, : n * m],
+            covariance[..., n * m :, : n * m],
+            covariance[..., n * m :, n * m :],
+        )
+        lower = torch.linalg.cholesky(old + torch.diag_embed(noise.flatten(-2).expand(*lead, n * m)))
+        white = torch.linalg.solve_triangular(lower, cross.mT, upper=False)  # [*, n m, q m]
+        gap = (targets - mean[..., :n, :]).flatten(-2)[..., None]
+        pulled = torch.linalg.solve_triangular(lower, gap, upper=False)
+        shift = (white.mT @ pulled)[..., 0].reshape(mean[..., n:, :].shape)
+        return mean[..., n:, :] + shift, new - white.mT @ white
+
+    def _rows(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean ``[*b, q, m]``, rows J and ``J Lambda^-1``, ``[*b, q m, P]``."""
+        params = self._gaussian.mean
+        batch = self._features(X.reshape(-1, X.shape[-1]))
+        mean = self._forward_of(params, batch)
+        found = 1 if mean.ndim == 1 else mean.shape[-1]
+        if found != self._outputs:
+            raise ValueError(f"LinearizedModel: the model has {found} outputs: pass num_outputs={found}")
+        rows = jacobian(self._forward_of, params, batch)
+        left = flatten(rows, params).to(mean.dtype)
+        right = flatten(self._gaussian.precision.solve(rows), params).to(mean.dtype)
+        shape = (*X.shape[:-2], X.shape[-2] * self._outputs, left.shape[1])
+        return mean.reshape(*X.shape[:-1], self._outputs), left.reshape(shape), right.reshape(shape)
+
+    def _noise_like(self, like: Tensor, given: Tensor | None, indices: list[int] | None) -> Tensor:
+        if given is not None:
+            return given.to(like).expand_as(like)
+        if self._noise is None:
+            raise ValueError("LinearizedModel: no observation noise is known: pass noise= (a variance) to the model")
+        noise = self._noise.to(like)
+        noise = noise[indices] if indices is not None and noise.numel() > 1 else noise
+        return noise.expand_as(like)
+
+
+class DrawsModel(EnsembleModel):
+    """Draws of a model's parameters, or an ensemble of networks, as a model of BoTorch.
+
+    Args:
+        forward: ``forward(params, (x, None)) -> outputs [n, m]`` (or ``[n]``) for inputs ``[n, d]``.
+        draws: a tree of leaves ``[S, *leaf.shape]``: a chain's draws, members of an ensemble, or
+            ``posterior.sample((S,))`` of any Gaussian.
+
+    Raises:
+        ValueError: leaves that disagree on S.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain.botorch import DrawsModel
+        >>> model = DrawsModel(lambda w, batch: batch[0] @ w, torch.tensor([[[1.0]], [[3.0]]]))
+        >>> model.posterior(torch.ones(2, 1)).mean.flatten(), model.posterior(torch.ones(2, 1)).variance.flatten()
+        (tensor([2., 2.]), tensor([2., 2.]))
+    """
+
+    def __init__(
+        self, forward: Forward, draws: Tree, *, input_transform: Any = None, outcome_transform: Any = None
+    ) -> None:
+        super().__init__()
+        leaves = optree.tree_leaves(draws)
+        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(
+                f"DrawsModel: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape]"
+            )
+        self._forward_of, self._draws, self._size = forward, draws, lengths.pop()
+        self._num_outputs = 1
+        if input_transform is not None:
+            self.input_transform = input_transform
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Empty: one ensemble."""
+        return torch.Size()
+
+    def forward(self, X: Tensor) -> Tensor:
+        """The members' outputs.
+
+        Args:
+            X: ``[*b, q, d]``.
+
+        Returns:
+            ``[*b, S, q, m]``.
+        """
+        flat = X.reshape(-1, X.shape[-1])
+        members = [optree.tree_map(lambda leaf, s=s: leaf[s], self._draws) for s in range(self._size)]
+        values = torch.stack([self._forward_of(member, (flat, None)) for member in members])
+        self._num_outputs = 1 if values.ndim == 2 else values.shape[-1]
+        return values.reshape(self._size, *X.shape[:-1], self._num_outputs).movedim(0, -3)
+
+
+def _jittered(covariance: Tensor) -> Tensor:
+    """The covariance with a diagonal of its own rounding error, which Cholesky needs where points meet."""
+    variance = covariance.diagonal(dim1=-2, dim2=-1).detach()
+    added = 100 * torch.finfo(covariance.dtype).eps * variance.amax(-1, keepdim=True).clamp_min(1e-30)
+    return covariance + torch.diag_embed(added.expand_as(variance))
