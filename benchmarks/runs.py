@@ -3,7 +3,7 @@
     python -m benchmarks.runs
 
 Times are medians of paired blocks, in turn: the bare loop, the bare loop again (A/A, which says what the machine's noise is),
-``bc.sample`` in memory, ``bc.sample`` to disk, at one draw in 50 steps. Results go to ``benchmarks/results/runs.json``.
+``bc.sample`` in memory, ``bc.sample`` to disk, at one draw in 10 steps. Results go to ``benchmarks/results/runs.json``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def overhead(blocks: int, steps: int) -> dict[str, Any]:
             p, s, _ = step(p, s, batch)
 
     def memory() -> None:
-        bc.sample(step, params, state, batch, steps=steps, thinning=50)
+        bc.sample(step, params, state, batch, steps=steps, thinning=10)
 
     def disk() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            bc.sample(step, params, state, batch, steps=steps, thinning=50, path=folder)
+            bc.sample(step, params, state, batch, steps=steps, thinning=10, path=folder)
 
     def timed(fn: Any) -> float:
         begin = time.perf_counter()

@@ -99,21 +99,31 @@ def sample(
             same arguments it goes on from its last checkpoint, and returns at once when the run is complete; with more
             ``steps`` it makes the run longer. Another number of ranks goes on with chains of
             ``bc.parallel(step, n, mesh=mesh)``, with one chain that ranks share, and with DTensors, in any layout.
+            Another temperature, rate, stream, schedule, optimizer, data, order of epochs, loss or seed under the same path is
+            refused, naming it; of what cannot be known nothing is compared.
+        segment: a name, where this run is to stand under a ``path`` that holds another one: a part of it at another
+            temperature, say. Its draws are kept apart, ``Draws.open(path, segment=name)``; it starts from ``params`` and
+            ``state``.
         checkpoint_seconds: on disk, how often draws and a checkpoint are committed. What is not is run again.
+        seed: a whole number: the keys of all random streams in ``state`` become functions of it and of each chain's global
+            number, so that the run is the same whenever it is started; by default they are those of ``state``.
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
             :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
             is given when the run ends if it says that the data heat the chain.
-        progress: show a progress bar with loss, temperature and steps per second (needs tqdm).
+        progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
+            size and R-hat of the loss so far (needs tqdm; the last two the extra ``diagnostics``).
 
     Returns:
-        :class:`Draws`. ``KeyboardInterrupt`` ends the run and returns what there is, with ``complete=False``; so does a loss
-        that is not finite, with a warning.
+        :class:`Draws`. Ctrl-C ends the run after the step under way, a second one at once, and both return what there is, with
+        ``complete=False``. So do, with a warning, a loss or parameters that are not finite, and a loss that explodes: three
+        draws in a row that lie further above the median of the run than 100 times ``T P / 2`` and its spread.
 
     Raises:
-        ValueError: arguments that make no run; a directory with another run, naming what differs.
+        ValueError: arguments that make no run; a directory with another run, naming what differs; a damaged file.
         RuntimeError: another process writes to ``path``, or to the folder of a chain that goes on here.
-        OSError: the disk is full or read-only; what was committed stays whole.
+        OSError: the disk is full or read-only; what was committed stays whole. This and any other exception in the middle of
+            a run carries all finished draws in its attribute ``draws``.
 
     Example:
         >>> import torch, bayesopt_chain as bc
