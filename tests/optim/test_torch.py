@@ -14,7 +14,9 @@ from torch import nn
 import bayesopt_chain as bc
 
 CLASSES = [
-    name for name in bc.optim.__all__ if name not in ("as_step", "Optimizer", "SGLD", "SGHMC", "LBFGS", "SparseAdam")
+    name
+    for name in bc.optim.__all__
+    if name not in ("as_step", "IVON", "Optimizer", "SGLD", "SGHMC", "LBFGS", "SparseAdam")
 ]
 SAMPLING = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad"]
 
@@ -144,7 +146,9 @@ def test_temperature_0_draws_nothing_from_the_global_generator():
     assert sorted(optimizer.state[theta]) == ["momentum_buffer"]
 
 
-@pytest.mark.parametrize("name", [n for n in bc.optim.__all__ if n not in ("as_step", "Optimizer", "SGLD", "SGHMC")])
+@pytest.mark.parametrize(
+    "name", [n for n in bc.optim.__all__ if n not in ("as_step", "IVON", "Optimizer", "SGLD", "SGHMC")]
+)
 def test_signatures_are_torchs_and_then_ours(name):
     ours = inspect.signature(getattr(bc.optim, name)).parameters
     theirs = inspect.signature(getattr(torch.optim, name)).parameters
