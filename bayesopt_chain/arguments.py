@@ -1,7 +1,7 @@
-"""One meaning and one range for each word: what the arguments of every factory may be, by their names.
+"""What the arguments of every factory may be, by their names: a word has one meaning and one range in the whole library.
 
-The ranges apply where a temperature is positive. At temperature 0 we accept what TorchOpt accepts; links, which do not know the
-temperature, look at types when they are made, and a chain that samples looks at its links' ranges when it begins.
+The ranges apply where a temperature is positive. At temperature 0 we accept what TorchOpt accepts; links do not know the
+temperature, so they look at types when they are made, and a chain that samples looks at its links' ranges in ``init``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bayesopt_chain.checks import LARGEST, TEMPERATURE_HINT, number, short
 
 @dataclass(frozen=True)
 class Range:
-    """What an argument may be: a number of an interval, and what else."""
+    """An argument that is a number of the interval ``within``, or one of the other things that are allowed."""
 
     within: str
     integer: bool = False
@@ -33,7 +33,7 @@ class Range:
     hint: str = ""  # what to do instead
 
     def __call__(self, name: str, value: Any, ranges: bool) -> None:
-        """Refuse what it may not be; ``ranges=False`` looks at the type alone."""
+        """Refuse a value that it may not have; with ``ranges=False`` only the type is looked at."""
         if not (self.none and value is None):
             within = self.within if ranges else None
             number(name, value, within, self.integer, self.tensor, self.schedule, self.hint)
@@ -41,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """An argument of some values."""
+    """An argument that is one of a few values."""
 
     values: tuple[Any, ...]
 
@@ -87,7 +87,7 @@ def _mask(name: str, value: Any, ranges: bool) -> None:
 
 @dataclass(frozen=True)
 class NumberOrTree:
-    """A number of a range; trees and tensors are looked at where the parameters are known."""
+    """A number of a range, or a tree, which is looked at where the parameters are known."""
 
     range: Range
 

@@ -1,4 +1,4 @@
-"""What users compose chains with: links of this library and TorchOpt's, masks, groups of leaves, and declared responses."""
+"""Composing chains: links of this library and TorchOpt's, masks, groups of leaves, and links whose response is declared."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's 
 
 
 def _links_of(link: Any, n: int = 0) -> Sequence[Link]:
-    """The links that a transformation is made of."""
+    """The links that a transformation is made of. TorchOpt's are closures, known by the function that made them."""
     if isinstance(link, Chain):
         return link.links
     if isinstance(link, ChainedGradientTransformation):
@@ -93,6 +93,7 @@ def _schedule(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequenc
 
 
 def _flip(link: GradientTransformation, cells: Mapping[str, Any]) -> Sequence[Link]:
+    # nothing in the closure says whether it maximises, but a gradient of 1 at parameters of 0 shows it
     params, gradient = [torch.zeros(())], [torch.ones(())]
     (moved,), _ = link.update(gradient, link.init(params), params=params, inplace=False)
     return flip_sign_and_add_weight_decay(cells.get("weight_decay", 0.0), maximize=bool(moved < 0)).links
@@ -236,7 +237,7 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
 
 @dataclass(frozen=True)
 class _Labelled:
-    """The mask of one group of a partition."""
+    """The mask of one group of :func:`partition`: the leaves with this label."""
 
     labels: Any = field(hash=False)
     label: Any

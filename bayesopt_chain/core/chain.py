@@ -143,11 +143,13 @@ class Chain(GradientTransformation):
             whole: the leaves as DTensors, where ``params`` are this rank's parts of them.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)
+        # an optimizer accepts what TorchOpt accepts; a sampler asks for more
         for x in self.links if samples else ():
             check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
         seen = params if whole is None else spec.unflatten(whole)
+        # a mask may be a function of the user's, which is called once however many links stand behind it
         masks = {id(mask): selected(mask, seen) for x in self.links for mask in x.masks}
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
@@ -159,6 +161,7 @@ class Chain(GradientTransformation):
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
+        # an update in which nothing happens yet: states are filled in link by link, and noise links may look at all of them
         update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
         for i, (x, w) in enumerate(zip(self.links, where)):
             if i in plan.noise:
@@ -183,6 +186,7 @@ class Chain(GradientTransformation):
         plan = self.plan(state)
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
         p = plan.check(spec, g, params)
+        # autograd may hand out one tensor for two leaves, which must not be overwritten twice
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):
             g = owned(g)
         update = Update(

@@ -1,9 +1,9 @@
-"""The vocabulary that links are written in: lists of leaves in, lists of leaves out.
+"""The operations that links are written in: lists of leaves in, lists of leaves out.
 
 A link says what happens to its leaves; the chain says where the results go: :data:`PURE` makes new tensors, which can be
-differentiated, and :data:`IN_PLACE` writes into those of the first argument. Both round alike. In place, leaves that are
-small on average are treated a list at a time, where calls cost more than arithmetic; large ones one by one, the whole
-formula while a leaf is in cache.
+differentiated, and :data:`IN_PLACE` writes into those of the first argument. Both give the same bits. In place, leaves that are
+small on average are treated a list at a time, since calls cost more than arithmetic; large ones one by one, so that the whole
+formula runs while a leaf is in cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = 2**15  # elements of an average leaf below which lists are treated at on
 
 
 class TensorOps:
-    """The vocabulary in one of its two dialects."""
+    """The operations, all pure or all in place."""
 
     def __init__(self, inplace: bool) -> None:
         self.inplace = inplace
@@ -42,7 +42,7 @@ class TensorOps:
         return [self._mul(x, f) if x.ndim else self._times(x, f) for x, f in zip(xs, factors)]
 
     def _times(self, x: Tensor, f: Any) -> Tensor:
-        """The product of a 0-d leaf, which a float64 schedule would promote, in its own dtype."""
+        """The product of a 0-d leaf in its own dtype, which a 0-d float64 factor, such as a schedule's, would change."""
         y = self._mul(x, f)
         return y.to(x.dtype) if isinstance(f, Tensor) and f.dtype == torch.float64 else y
 
@@ -94,7 +94,7 @@ class TensorOps:
         return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:
-        """The next value of a whole state; what has outgrown its tensors gets new ones."""
+        """The next value of a whole state, in the old tensors where shapes and dtypes are the same, else in new ones."""
         if not self.inplace:
             return new
         olds, structure = optree.tree_flatten(old)
@@ -108,7 +108,7 @@ PURE, IN_PLACE = TensorOps(inplace=False), TensorOps(inplace=True)
 
 
 def are_small(xs: Sequence[Tensor]) -> bool:
-    """Whether calls cost more than arithmetic, and torch's list functions may be used (vmap has no rule for them)."""
+    """Whether the leaves are small enough for torch's list functions, and those may be used: vmap has no rule for them."""
     return len(xs) > 1 and not is_transformed() and sum(map(Tensor.numel, xs)) < len(xs) * SMALL
 
 

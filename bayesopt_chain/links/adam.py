@@ -91,19 +91,19 @@ class TwoMoments(Link):
         return op.average(nu, self.b2, g, 1 - self.b2, True)
 
     def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> Sequence[Any]:
-        """What ``P`` is made of, for each leaf."""
+        """For each leaf the numbers from which ``denominators`` and ``moves`` compute ``P``."""
         return nu
 
     def denominators(self, made: Sequence[Any]) -> Sequence[Tensor]:
-        """``1 / P`` as the noise sees it."""
+        """``1 / P`` for each leaf, by which the noise is shaped."""
         return made
 
     def moves(self, mu: Sequence[Tensor], made: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
-        """``P`` times the corrected first moments, which gradients with noise were averaged into."""
+        """``P`` times the first moments, corrected for their start at zero, of the gradients with their noise."""
         raise NotImplementedError
 
     def steady(self, count: Tensor) -> Tensor:
-        """The count as the second moment sees it."""
+        """The updates that the second moment has learned from: those up to ``freeze_after``."""
         return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
 
     def __str__(self) -> str:
@@ -145,7 +145,11 @@ class ScaleByAdaMax(TwoMoments):
 
 
 class _Factors(NamedTuple):
-    """RAdam's scalars at one count: whether it rectifies, by what, with the first moment's correction, that alone."""
+    """RAdam's scalars at one count.
+
+    ``rectified``: whether updates are rectified; ``rectify``: ``r_t sqrt(1 - b2^t)``; ``gain``: that over ``correct``;
+    ``correct``: the bias correction ``1 - b1^t`` of the first moment.
+    """
 
     rectified: Any
     rectify: Any

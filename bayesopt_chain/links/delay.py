@@ -1,4 +1,7 @@
-r"""A delay of one step, ``d_t = g_{t-1}``: response ``1/z``. What an integrator does that drifts with the old velocity."""
+r"""A delay of one step, ``d_t = g_{t-1}``: response ``1/z``.
+
+It is what an integrator does that moves the parameters by the old velocity.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def inject_filtered_noise(
     Args:
         temperature: number, 0-d tensor or schedule; scales the variance.
         current: factor of each of this step's draws. later: their factors in the next step's noise (default: none).
-        beside: how many of the links before and behind it the constants were worked out for. No others may stand beside it.
+        beside: (before, behind), how many neighbours the constants are right for; a chain in which others act is refused.
         gain: a further factor as a function of the count.
         generator: source of the random key.
 

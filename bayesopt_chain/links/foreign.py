@@ -1,4 +1,4 @@
-"""A transformation written elsewhere, run on trees as its author expects."""
+"""A transformation of another library, or of the user, as a link: it is given trees, as its author expects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from bayesopt_chain.trees import flattened
 
 @dataclass(frozen=True)
 class Foreign(Link):
-    """The link that stands for it. Where a changing rate asks for it, ``rescale`` or one factor scales its memory."""
+    """The link that stands for such a transformation.
+
+    Where a learning rate changes, what it remembers is scaled by ``rescale``, or all of its floating-point state by one factor.
+    """
 
     transformation: Any  # a ``GradientTransformation``
     declared: Response | None = None  # None: nobody declared it

@@ -1,4 +1,4 @@
-"""Links that draw: the state has a key and a count, from which every draw follows."""
+"""Links that draw random numbers: all of them follow from the key and the count in the state."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ def averaged(
     freeze_after: int | None,
     op: TensorOps,
 ) -> tuple[Tensor, ...]:
-    """The next averages, ``new`` made by an op, held from update ``freeze_after`` on."""
+    """The averages after this update: ``new(op)``, or from update ``freeze_after`` on the ``old`` ones.
+
+    Averages that may have to stay are computed by pure operations, so that the old ones are still there to be chosen.
+    """
     if freeze_after is None:
         return tuple(new(op))
     return tuple(op.put(old, [torch.where(c < freeze_after, n, o) for o, n, c in zip(old, new(PURE), count)]))
@@ -191,7 +194,7 @@ def require_decay(name: str, value: float) -> None:
 
 
 def require_settings(eps: float, freeze_after: int | None) -> None:
-    """Refuse a negative eps and a burn-in that is none."""
+    """Refuse a negative ``eps``, and a ``freeze_after`` below 1."""
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}; it must not be negative")
     if freeze_after is not None and not freeze_after >= 1:

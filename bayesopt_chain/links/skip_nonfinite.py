@@ -109,7 +109,7 @@ def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
 
 
 class _Skip:
-    """The two functions."""
+    """The ``init`` and the ``update`` of :class:`SkipNonfinite`, around those of a transformation."""
 
     def __init__(self, transformation: GradientTransformation) -> None:
         self.tx: Any = transformation
@@ -136,7 +136,10 @@ class _Skip:
     def _choose(
         self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]
     ) -> Any:
-        """The same without looking. Zeros go in where the gradient is bad, so that nothing not finite is differentiated."""
+        """The update where ``ok`` cannot be read: it is computed in any case, and ``torch.where`` chooses one of both results.
+
+        In the place of a bad gradient the transformation gets zeros, so that autograd meets nothing that is not finite.
+        """
         given: Any = (updates, extra)
 
         def kept(x: Any) -> Any:
@@ -161,7 +164,7 @@ class _Skip:
 
 
 def _where(ok: Tensor, x: Any, other: Any) -> Any:
-    """``x`` where ``ok``; what is no tensor, or cannot be infinite, as it is unless another tensor is given."""
+    """``x`` where ``ok``, else ``other``; what is no tensor, and integers beside a number ``other``, stay."""
     if not isinstance(x, Tensor) or (not isinstance(other, Tensor) and not (x.is_floating_point() or x.is_complex())):
         return x
     return torch.where(ok.to(x.device), x, other)

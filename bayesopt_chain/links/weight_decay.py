@@ -15,7 +15,7 @@ from bayesopt_chain.matching.response import Decay, Linear, Response
 
 @dataclass(frozen=True)
 class AddDecayedWeights(Link):
-    """The link behind :func:`add_decayed_weights`; ``flip`` negates the gradient first."""
+    """The link behind :func:`add_decayed_weights`. With ``flip`` the gradient is negated first (``maximize``)."""
 
     weight_decay: float
     flip: bool = False
