@@ -163,6 +163,8 @@ class BatchPullback:
         root_of: ``root_of(outputs, targets)`` gives the output root, whose columns are pulled back.
         demand: what is made of the gradients.
         chunk_bytes: bound on what is held at once.
+        draws: whether ``root_of`` draws random numbers, which it must then do for the last datum alone at every batch, so that
+            the numbers after them do not depend on what is remembered.
     """
 
     forward: Forward
@@ -172,6 +174,7 @@ class BatchPullback:
     root_of: RootOf
     demand: Demand
     chunk_bytes: int | None = None
+    draws: bool = False
 
     def chunks(self, plan: TapPlan, check: Check) -> Iterator[Chunk]:
         """Yield the gradients of all data and columns.
@@ -183,7 +186,9 @@ class BatchPullback:
         check.is_done |= isinstance(self.forward, Affine)
         self.demand.accepts(plan)
         n = batch_size(self.batch)
-        columns = self.root_of(plan.probe, part(self.targets, n - 1, n)).columns
+        if self.draws or not plan.columns:
+            plan = plan._replace(columns=self.root_of(plan.probe, part(self.targets, n - 1, n)).columns)
+        columns = plan.columns
         data, at_once = self._sizes(plan, n, columns)
         # The chunks run backwards so that the datum that was probed comes last in the first of them, where it is compared.
         for stop in range(n, 0, -data):

@@ -154,7 +154,7 @@ def fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.sampled_factors(outputs, labels, samples, generator))
 
-    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, draws=True)
 
 
 def empirical_fisher(
@@ -280,10 +280,11 @@ class Estimator:
         chunk_bytes: int | None,
         options: Options,
         targets: TargetsOf,
+        draws: bool = False,
     ) -> None:
         _require_structure(structure)
         self.forward, self.root_of, self.structure = forward, root_of, structure
-        self.chunk_bytes, self.options = chunk_bytes, options
+        self.chunk_bytes, self.options, self.draws = chunk_bytes, options, draws
         self.checks, self.labels_of = Checks(), picked(targets, pair_targets)
 
     def __call__(self, params: Tree, batch: Any) -> Precision:
@@ -304,7 +305,7 @@ class Estimator:
                 seen.clear()  # outputs of a pass that was given up because the program had changed
             total = structure_sum(self.structure, params, self.options)
             pullback = BatchPullback(
-                self.forward, params, batch, labels, self.root_of, total.demand(), self.chunk_bytes
+                self.forward, params, batch, labels, self.root_of, total.demand(), self.chunk_bytes, self.draws
             )
             for chunk in pullback.chunks(plan, check):
                 total.add(chunk)

@@ -42,6 +42,7 @@ class TapPlan(NamedTuple):
         direct: the pullback of a direct backward pass through the last datum; None inside a transform, and for a plan
             that needs no check.
         one_by_one: whether the generic leaves are done datum by datum instead of vmapped.
+        columns: how many columns the output root of a datum has; 0 where that is not yet known.
     """
 
     names: list[str]
@@ -53,6 +54,7 @@ class TapPlan(NamedTuple):
     probe: Tensor
     direct: Callable[[Tensor], list[Tensor]] | None
     one_by_one: bool = False
+    columns: int = 0
 
     def untap(self, leaves: dict[int, str]) -> TapPlan:
         """The plan in which these leaves, given with their reasons, are not tapped."""

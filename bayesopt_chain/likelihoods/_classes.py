@@ -44,7 +44,7 @@ class Bernoulli(Likelihood):
         return targets * outputs - softplus(outputs)
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require(outputs, targets)
+        self.require_once(outputs, targets)
         return outputs.sigmoid() - targets
 
     def information(self, outputs: Tensor) -> Tensor:
@@ -116,8 +116,11 @@ class Categorical(Likelihood):
             raise ValueError(f"categorical: weight has {len(self.weight)} entries, but the outputs {classes} classes")
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise ValueError(f"the categorical likelihood got targets of {targets.dtype}: pass class numbers, int64")
-        labels = self.labels(targets)
-        if is_readable(labels) or (wait and not is_hidden(labels)):
+        if not (is_readable(targets) or (wait and not is_hidden(targets))) or not targets.numel():
+            return
+        low, high = targets.aminmax()
+        if int(low) < 0 or int(high) >= classes:  # only then it is worth asking which of them are ignored
+            labels = self.labels(targets)
             self._refuse(labels < 0, labels, f"class numbers from 0 (or ignore_index={self.ignore_index})")
             self._refuse(labels >= classes, labels, f"class numbers from 0 to {classes - 1}")
 

@@ -19,8 +19,9 @@ A new target at Gaussian outputs ``f ~ N(m, S)`` has the density ``E_f p(y | f)`
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,14 @@ class Support(NamedTuple):
 
 REAL = Support(float("-inf"), float("inf"), False)
 COUNTS = Support(0.0, float("inf"), True)
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+# The likelihood and the targets that were checked last, with the shape of the outputs and the version of the targets.
+_checked: tuple[Callable[[], Any], Callable[[], Any], Any] = (_nothing, _nothing, None)
 
 
 class Likelihood(ABC):
@@ -215,9 +224,23 @@ class Likelihood(ABC):
         if isinstance(labels, Tensor) and (is_readable(labels) or (wait and not is_hidden(labels))):
             self.require_values(labels)
 
+    def require_once(self, outputs: Tensor, targets: Any) -> None:
+        """:meth:`require`, unless it has just been asked of these very targets.
+
+        Filters and estimators ask for the loss, its slope and its root of one batch after the other, and each of them checks.
+        """
+        global _checked
+        if not isinstance(targets, Tensor) or not is_readable(targets) or targets.is_inference():
+            return self.require(outputs, targets)
+        what = (outputs.shape, targets._version)
+        mine, same, last = _checked
+        if mine() is not self or same() is not targets or last != what:
+            self.require(outputs, targets)
+            _checked = weakref.ref(self), weakref.ref(targets), what
+
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
         """The weighted loss of every target, ``[B, *positions]``; see :meth:`nll`."""
-        self.require(outputs, targets)
+        self.require_once(outputs, targets)
         weights = self.weights(targets)
         losses = self.smoothed(outputs, self.labels(targets))
         return losses if weights is None else losses * weights.to(losses.dtype)
@@ -260,7 +283,7 @@ class Likelihood(ABC):
         """
         if targets is None:
             return self.exact_root(outputs, None)
-        self.require(outputs, targets)
+        self.require_once(outputs, targets)
         root = self.exact_root(outputs, self.labels(targets))
         scale = self._root_weights(outputs, targets)
         return root if scale is None else root.scaled(scale)
