@@ -29,10 +29,12 @@ from bayesopt_chain.trees import broadcast_prefix
 def chain(*links: GradientTransformation) -> Chain:
     """Compose links into one transformation: the first sees the gradient, the last returns the update.
 
+    Use it, not ``torchopt.chain``, where anything samples: ``torchopt.chain(bc.sghmc(...), torchopt.transform.scale(0.5))``
+    moves by half of what the noise is matched to, samples something else, and no link of it can see that.
+
     Takes links of this library and TorchOpt's, nested at will: ``chain(chain(a, b), c)``, ``chain(a, chain(b, c))`` and
     ``chain(a, b, c)`` are the same chain with the same state. If a link injects noise, the noise is matched to the
-    whole chain when ``init`` is called, and injected where it belongs. Inside plain ``torchopt.chain`` a sampler cannot see
-    what stands beside it: ``torchopt.chain(bc.sghmc(...), torchopt.transform.scale(0.5))`` samples something else.
+    whole chain when ``init`` is called, and injected where it belongs.
 
     Args:
         links: transformations, in the order in which they see the gradient.

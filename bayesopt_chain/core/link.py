@@ -160,7 +160,7 @@ class LinkContext:
         """Of what was given for each leaf that is present, the part that belongs to this rank."""
         return values if self.scope.shards is None else self.scope.shards.parts(self.present, values, what)
 
-    def broadcast(self, tree: Any, what: str) -> list[Tensor]:
+    def broadcast(self, tree: Any, what: str, *, detached: bool = True) -> list[Tensor]:
         """A tensor for each of the link's leaves, from a tree like the parameters, or a prefix of one. For use in ``init``.
 
         The tree may be one of the link's own leaves as well. Its entries are numbers, and tensors that broadcast to the
@@ -170,6 +170,7 @@ class LinkContext:
         Args:
             tree: what the user gave.
             what: what it is, as the refusals call it.
+            detached: whether the tensors have no derivative.
 
         Raises:
             ValueError: a tree of another structure; an entry that is no number, or of another shape, with its path.
@@ -184,7 +185,9 @@ class LinkContext:
         for value, p, path in zip(self.parts(values, what), self.params, self.paths):
             if not isinstance(value, (Real, Tensor)):
                 raise ValueError(f"{what} at {path or 'tensor'} is {short(value)}, which is no number and no tensor")
-            x = torch.as_tensor(value, dtype=p.dtype, device=p.device).detach()
+            x = torch.as_tensor(
+                value.detach() if detached and isinstance(value, Tensor) else value, dtype=p.dtype, device=p.device
+            )
             if x.ndim > p.ndim or any(a not in (1, b) for a, b in zip(x.shape[::-1], p.shape[::-1])):
                 raise ValueError(
                     f"{what} at {path or 'tensor'} has shape {tuple(x.shape)}, which does not broadcast to the parameter's "

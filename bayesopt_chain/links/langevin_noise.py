@@ -305,16 +305,20 @@ def inject_langevin_noise(
     *,
     order: int = 2,
     lr: float | None = None,
-    momentum: float = 0.0,
+    momentum: float | None = None,
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
     stream: Stream | None = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
+    Compose with ``bc.chain``: inside plain ``torchopt.chain`` no link sees another, and what stands beside the noise there,
+    other than ``lr=`` and ``momentum=`` say, changes what is sampled without anybody noticing.
+
     With a loss that is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; an unnormalised
     loss takes ``temperature = 1``. The noise is derived from the links around it when ``init`` is called, so the
-    position among linear links does not matter; it must stand behind non-linear ones (clipping, Adam's scaling).
+    position among linear links does not matter; it must stand behind non-linear ones (clipping, Adam's scaling). Along a
+    learning rate that falls it is exact on quadratic losses at every step, at a rise it is not (docs/theory.md).
 
     Args:
         temperature: number, 0-d tensor (read at every update) or schedule ``count -> temperature``. The number 0 makes
@@ -323,7 +327,7 @@ def inject_langevin_noise(
             noise of the same level (SGLD, SGHMC), bias of first order.
         lr: only inside plain ``torchopt.chain``, whose links cannot see each other: the chain's learning rate. The
             noise then acts where it is written, which must be before the momentum.
-        momentum: likewise, the chain's momentum.
+        momentum: likewise, the momentum that follows; to be given with ``lr``, 0 where none follows.
         generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
         noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), keeps order 2); or ``"rademacher"`` (signs,
             cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
@@ -356,15 +360,20 @@ def inject_langevin_noise(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
         )
     if lr is not None:
+        if momentum is None:
+            raise ValueError(
+                "inject_langevin_noise: lr= needs momentum= beside it, the momentum that follows (0 where none does): inside "
+                "plain torchopt.chain nobody can see it, and the noise would be wrong by a factor of up to 1 / (1 - momentum)"
+            )
         checks.positive("inject_langevin_noise: lr", lr)
         checks.momentum("inject_langevin_noise: momentum", momentum)
-    elif momentum:
+    elif momentum is not None:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if stream is not None and stream not in STREAMS:
         raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
     if isinstance(temperature, Real):
         temperature = float(temperature)
-    if lr is None:
+    if lr is None or momentum is None:
         return Chain((LangevinNoise(temperature, order, noise, generator=generator, stream=stream),))
     if is_zero(temperature):
         return Chain(())

@@ -106,11 +106,12 @@ class ScaleByPreconditioner(Link):
         return Preconditioner()
 
     def init(self, leaves: Leaves, context: LinkContext) -> PreconditionerState:
-        given = context.broadcast(self.tree, "scale_by_preconditioner: preconditioner")
+        given = context.broadcast(self.tree, "scale_by_preconditioner: preconditioner", detached=False)
         return PreconditionerState(tuple([_positive(x, p) for x, p in zip(given, leaves)]))
 
     def apply_power(self, e: Leaves, power: float, state: PreconditionerState, context: LinkContext) -> Leaves:
-        return [x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
+        # views of one draw must not be written into where the result has a derivative
+        return [x * p**power if p.requires_grad else x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
 
     def update(
         self, g: Leaves, state: PreconditionerState, op: TensorOps, context: LinkContext

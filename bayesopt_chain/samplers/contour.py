@@ -1,14 +1,19 @@
 r"""Contour SGLD (Deng, Lin and Liang, 2020): a self-adapting flat histogram of the loss, so that the chain crosses barriers.
 
-The range of the loss is cut into ``m`` bins of width ``w``; ``theta(i)`` estimates the target's mass in bin ``i``, and the
-gradient is multiplied so that the chain samples ``exp(-L / T) / Psi(L)^zeta``, ``Psi`` being log-linear between bins. With
-``J`` the bin of the current loss and ``omega`` a decreasing step,
+The range of the loss is cut into ``m`` bins of width ``w`` with lower edges ``l_i``; ``theta(i)`` estimates the target's mass
+in bin ``i``, and the gradient is multiplied so that the chain samples ``exp(-L / T) / Psi(L)^zeta``. With ``J`` the bin of the
+current loss and ``omega`` a decreasing step,
 
+    log Psi(L) = log theta(J - 1) + (L - l_J) / w (log theta(J) - log theta(J - 1)),
     g <- (1 + zeta T (log theta(J) - log theta(J - 1)) / w) g,
     theta(i) <- theta(i) + omega theta(J)^zeta (1_{i = J} - theta(i)).
 
-A sample counts with the weight ``theta(J)^zeta`` (:func:`contour_weight`). Where a bin is over-visited the multiplier turns
-negative and the chain climbs out. At T = 0 the multiplier is 1 and this is the chain around it.
+``Psi`` is continuous, and a sample counts with the weight ``Psi(L)^zeta`` (:func:`contour_weight`), the inverse of what the
+chain was flattened by; the paper's ``theta(J)^zeta`` is not (the variance of a Gaussian comes out as 0.447 instead of 0.5).
+Up to the lowest bin that was ever visited ``Psi`` is constant, the bins below being empty: where the range begins below the
+smallest loss, which nobody knows, the mass of an empty bin, which tends to 0, would otherwise hold the chain at the bottom.
+Where a bin is over-visited the multiplier turns negative and the chain climbs out. At T = 0 it is 1 and this is the chain
+around it.
 """
 
 from __future__ import annotations
@@ -28,14 +33,17 @@ from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Nonlinear, Response
-from bayesopt_chain.schedules import ScalarOrSchedule, now
+from bayesopt_chain.samplers._in_front import CLIPPING, GAINS, require_in_front
+from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 
 class ContourState(NamedTuple):
-    """Updates seen (0-d, int64); the estimated mass of each bin of the loss, float64 ``[bins]``, summing to 1."""
+    """Updates seen (0-d, int64); the estimated mass of each bin of the loss, float64 ``[bins]``, summing to 1; and the lowest
+    bin that a loss was in (0-d, int64; ``bins`` before the first)."""
 
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     mass: Tensor
+    lowest: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,14 +75,26 @@ class Contour(Link):
         return (self.high - self.low) / self.bins
 
     def init(self, leaves: Leaves, context: LinkContext) -> ContourState:
+        if not is_zero(self.temperature):
+            why = "its bins count the loss alone, so that another prior would act; write it behind, or into the loss"
+            require_in_front(context, "scale_by_contour", (CLIPPING, GAINS), why)
         device = leaves[0].device if leaves else torch.device("cpu")
+        lowest = torch.full((), self.bins, dtype=torch.int64, device=device)
         mass = torch.full((self.bins,), 1.0 / self.bins, dtype=torch.float64, device=device)
-        return ContourState(torch.zeros((), dtype=torch.int64, device=device), mass)
+        return ContourState(torch.zeros((), dtype=torch.int64, device=device), mass, lowest)
 
     def bin(self, loss: Tensor) -> Tensor:
         """Number of the bin of a loss; what lies outside the range counts to its ends."""
         place = (loss.detach().to(torch.float64) - self.low) / self.width
         return place.floor().clamp(0, self.bins - 1).to(torch.int64)
+
+    def log_psi(self, loss: Tensor, state: ContourState) -> Tensor:
+        """The logarithm of ``Psi`` at a loss, 0-d, float64."""
+        place, here = (loss.to(torch.float64) - self.low) / self.width, self.bin(loss)
+        bottom = torch.where(state.lowest < self.bins, torch.maximum(here, state.lowest), here)
+        log_mass = state.mass.log()
+        top, below = log_mass[bottom], log_mass[(bottom - 1).clamp(min=0)]
+        return torch.where(here > state.lowest, below + (place - here) * (top - below), top)
 
     def update(
         self, g: Leaves, state: ContourState, op: TensorOps, context: LinkContext
@@ -92,12 +112,14 @@ class Contour(Link):
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
         below = (torch.arange(self.bins, device=here.device) == (here - 1).clamp(min=0)).to(torch.float64)
         log_mass = state.mass.log()
-        slope = ((member - below) * log_mass).sum() / self.width
+        lowest = torch.minimum(state.lowest, here)
+        slope = torch.where(here > lowest, ((member - below) * log_mass).sum() / self.width, 0.0)
         factor = 1.0 + self.zeta * temperature * slope
         gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
         moves = [x * factor.to(x.dtype) for x in g]
-        return op.put(g, moves), ContourState(op.next_count(state.count), *op.put([state.mass], [mass]))
+        kept = op.put([state.mass, state.lowest], [mass, lowest])
+        return op.put(g, moves), ContourState(op.next_count(state.count), *kept)
 
     def __str__(self) -> str:
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"
@@ -127,7 +149,8 @@ def scale_by_contour(
         A link whose ``update`` takes ``loss=``.
 
     Raises:
-        ValueError: an argument out of range; at ``update``, a missing loss.
+        ValueError: an argument out of range; at ``init``, weight decay or a prior in front, which the bins would not count
+            (behind it they are right); at ``update``, a missing loss.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -189,7 +212,7 @@ def contour_sgld(
 
 
 def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
-    """Importance weight ``theta(J)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
+    """Importance weight ``Psi(loss)^zeta`` of a sample with this loss, 0-d; only ratios of weights mean anything.
 
     Args:
         tx: a chain with a contour link.
@@ -210,5 +233,5 @@ def contour_weight(tx: Chain, state: tuple, loss: Tensor) -> Tensor:
     """
     for link, entry in zip(tx.links, state):
         if isinstance(link, Contour):
-            return entry.mass[link.bin(loss)] ** link.zeta
+            return (link.zeta * link.log_psi(loss, entry)).exp()
     raise ValueError(f"contour_weight: no link of {tx} is scale_by_contour; every sample of this chain weighs the same")

@@ -44,6 +44,7 @@ from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.rms import RunningScale, RunningScaleState, scale_by_rms
+from bayesopt_chain.samplers._in_front import require_in_front
 from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_zero, now, scalar
 
 
@@ -78,7 +79,8 @@ def psgld(
         A chain; its state holds two tensors for each parameter, one at order 1.
 
     Raises:
-        ValueError: an argument out of range; ``order=2`` with ``corrected``; at ``update``, a missing ``hessian_diagonal=``.
+        ValueError: an argument out of range; ``order=2`` with ``corrected``; at ``init``, with ``corrected``, another link in
+            front that changes the gradient; at ``update``, a missing ``hessian_diagonal=``.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -117,6 +119,11 @@ class RunningScaleWithDivergence(RunningScale):
         return self.extra_kwargs
 
     def init(self, leaves: Leaves, context: LinkContext) -> RunningScaleState:
+        why = (
+            "the drift is made of the Hessian of the loss alone; put it into the loss and the lr, or use corrected=False with "
+            "freeze_after="
+        )
+        require_in_front(context, "psgld(corrected=True)", (), why)
         return super().init(leaves, context)._replace(count=new_counts(leaves))
 
     def update(

@@ -26,6 +26,7 @@ from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Refused, Response
+from bayesopt_chain.samplers._in_front import CLIPPING, PRIORS, require_in_front
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 
 
@@ -48,6 +49,12 @@ class Stein(Link):
         return Refused("its particles share gradients, so no noise for each alone is matched; leave the noise link out")
 
     def init(self, leaves: Leaves, context: LinkContext) -> SteinState:
+        if not is_zero(self.temperature):
+            why = (
+                "the gradients would be of another size than the repulsion: another temperature; write it behind. Only "
+                "clipping, weight decay and priors may stand in front"
+            )
+            require_in_front(context, "scale_by_stein_kernel", (PRIORS, CLIPPING), why)
         sizes = {p.shape[0] if p.ndim else 0 for p in leaves}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
@@ -99,7 +106,8 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
         A link for parameters stacked on axis 0.
 
     Raises:
-        ValueError: an argument out of range; at ``init``, leaves that do not stack the same number of particles.
+        ValueError: an argument out of range; at ``init``, leaves that do not stack the same number of particles, or, at a
+            temperature, a gain or preconditioner in front.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -128,7 +136,8 @@ def svgd(lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, bandwidth: floa
         A chain for parameters stacked on axis 0.
 
     Raises:
-        ValueError: an argument out of range; at ``init``, leaves that do not stack the same number of particles.
+        ValueError: an argument out of range; at ``init``, leaves that do not stack the same number of particles, or, at a
+            temperature, a gain or preconditioner in front.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -190,7 +190,11 @@ def updates_can_be_differentiated(build: Build) -> None:
     tx, params, state = _underway(build)
     grads = optree.tree_map(lambda g: g.clone().requires_grad_(), smooth_gradient(params))
     updates, _ = tx.update(grads, state, params=params, inplace=False)
-    total = torch.stack([u.sum() for u in optree.tree_leaves(updates)]).sum()
+    generator = torch.Generator().manual_seed(2)  # random weights, since updates may well add up to zero
+    weighted = [
+        (u * torch.randn(u.shape, generator=generator, dtype=u.dtype)).sum() for u in optree.tree_leaves(updates)
+    ]
+    total = torch.stack(weighted).sum()
     for g in torch.autograd.grad(total, optree.tree_leaves(grads)):
         assert torch.isfinite(g).all() and (g != 0).any(), "no gradient flows through the update"
 

@@ -133,18 +133,18 @@ def test_a_group_that_does_not_fit_leaves_the_other_groups_untouched(inplace):
 def test_noise_in_plain_torchopt_chain_needs_lr():
     with pytest.raises(ValueError, match="lr="):
         torchopt.chain(bc.inject_langevin_noise(1.0), bc.scale_by_neg_lr(0.1)).init(P)
-    tx = torchopt.chain(bc.inject_langevin_noise(1.0, lr=0.1), bc.scale_by_neg_lr(0.1))
+    tx = torchopt.chain(bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0), bc.scale_by_neg_lr(0.1))
     updates, _ = tx.update({"w": torch.ones(2)}, tx.init(P), params=P)
     assert torch.isfinite(updates["w"]).all()
     with pytest.raises(ValueError, match=r"temperature.*-1"):
-        bc.inject_langevin_noise(lambda count: -1.0, lr=0.1).init(P)
+        bc.inject_langevin_noise(lambda count: -1.0, lr=0.1, momentum=0.0).init(P)
     with pytest.warns(UserWarning, match="round away"):
-        bc.inject_langevin_noise(1e-9, lr=1e-4).init(torch.full((3,), 100.0, dtype=torch.bfloat16))
+        bc.inject_langevin_noise(1e-9, lr=1e-4, momentum=0.0).init(torch.full((3,), 100.0, dtype=torch.bfloat16))
 
 
 def test_stated_noise_is_refused_where_the_noise_can_see_its_neighbours():
     with pytest.raises(ValueError, match="leave them out"):
-        bc.chain(bc.inject_langevin_noise(1.0, lr=0.1), bc.scale_by_neg_lr(0.1)).init(P)
+        bc.chain(bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0), bc.scale_by_neg_lr(0.1)).init(P)
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
@@ -412,5 +412,5 @@ def test_a_decay_that_repels_more_than_the_chain_dissipates_is_refused(temperatu
 @pytest.mark.filterwarnings("error")
 def test_parameters_without_an_address_are_not_asked_for_one():
     with FakeTensorMode():
-        for tx in (bc.sghmc(0.1, temperature=1.0), bc.inject_langevin_noise(1.0, lr=0.1)):
+        for tx in (bc.sghmc(0.1, temperature=1.0), bc.inject_langevin_noise(1.0, lr=0.1, momentum=0.0)):
             tx.init({"w": torch.ones(2), "b": torch.ones(1, dtype=torch.bfloat16)})

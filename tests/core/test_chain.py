@@ -80,7 +80,7 @@ def test_repr_says_where_the_noise_acts_and_what_it_was_matched_to():
     assert "acts before add_momentum, matched to F = 0.2 / (1 - 0.9/z)" in text
     assert "acts inside scale_by_adam" in repr(bc.adam(temperature=T))
     assert "unmatched" in repr(bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(T)))
-    told = bc.inject_langevin_noise(T, lr=0.1, order=1, noise="rademacher")
+    told = bc.inject_langevin_noise(T, lr=0.1, momentum=0.0, order=1, noise="rademacher")
     assert repr(told) == "inject_langevin_noise(0.3, order=1, lr=0.1, momentum=0.0, noise='rademacher')"
     assert repr(bc.chain()) == repr(bc.add_momentum(0.0)) == "chain(\n)"
 
@@ -113,7 +113,7 @@ OWN = {
     "sgnht": lambda: bc.samplers.sgnht(0.1, temperature=T),
     "badodab": lambda: bc.samplers.badodab(0.1, temperature=T),
     "sghmc": lambda: bc.sghmc(0.1, temperature=T),
-    "told": lambda: bc.inject_langevin_noise(T, lr=0.1),
+    "told": lambda: bc.inject_langevin_noise(T, lr=0.1, momentum=0.0),
     "adam": lambda: bc.adam(0.1, temperature=T),
 }
 
@@ -333,3 +333,10 @@ def test_torchopts_sign_and_decay_are_found_by_asking_the_transformation(maximiz
     flipped = torchopt.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     ours = bc.sgd(0.1, weight_decay=weight_decay, maximize=maximize)
     assert bc.chain(flipped).links[:-1] == ours.links[:-1]
+
+
+def test_noise_that_is_told_the_learning_rate_must_be_told_the_momentum_too():
+    with pytest.raises(ValueError, match=r"lr= needs momentum= beside it"):
+        bc.inject_langevin_noise(1.0, lr=0.1)
+    with pytest.raises(ValueError, match="momentum= goes with lr="):
+        bc.inject_langevin_noise(1.0, momentum=0.9)

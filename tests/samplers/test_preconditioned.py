@@ -226,3 +226,19 @@ def test_in_place_and_pure_agree_with_the_drift_in_float32():
             u, state = tx.update(p.clone(), state, params=p, hessian_diagonal=torch.ones(2), inplace=inplace)
         outs.append(u.clone())
     assert_bitwise_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        lambda: bc.links.scale(0.5),
+        lambda: bc.scale_by_preconditioner(2.0),
+        lambda: bc.links.add_decayed_weights(0.1),
+        lambda: bc.links.add_gaussian_prior(1.0, n=10),
+    ],
+)
+def test_the_corrected_sampler_refuses_what_would_change_the_gradient_in_front_of_it(front):
+    """Its drift knows the Hessian of the loss alone: behind a gain of 2 the variance was 0.895 where 0.468 is right."""
+    with pytest.raises(ValueError, match=r"psgld\(corrected=True\): .* stands in front of it"):
+        bc.chain(front(), bc.samplers.psgld(0.1, temperature=1.0, corrected=True)).init(torch.zeros(2))
+    bc.chain(front(), bc.samplers.psgld(0.1, temperature=1.0)).init(torch.zeros(2))

@@ -1,0 +1,36 @@
+"""What may stand in front of a link that uses more of the loss than its gradient: its value, its Hessian, or its scale."""
+
+from __future__ import annotations
+
+from bayesopt_chain.core.link import Link, LinkContext
+from bayesopt_chain.links.gaussian_prior import Prior
+from bayesopt_chain.matching.response import Decay, Linear, Noise, Nonlinear
+
+PRIORS, CLIPPING, GAINS = "priors", "clipping", "gains"
+
+
+def require_in_front(context: LinkContext, who: str, allowed: tuple[str, ...], why: str) -> None:
+    """Refuse links in front of this one that would change what it samples.
+
+    Args:
+        context: of the link's ``init``.
+        who: the link's name, for the message.
+        allowed: kinds of links that do no harm; what hands the gradient on as it came is always among them.
+        why: what the others would do, and what to write instead.
+
+    Raises:
+        ValueError: naming the link.
+    """
+    for link in context.scope.before:
+        if (kind := _kind(link)) is not None and kind not in allowed:
+            raise ValueError(f"{who}: {link.shown} stands in front of it, and {why}")
+
+
+def _kind(link: Link) -> str | None:
+    """What a link does to the gradient, or ``None`` for nothing."""
+    response = link.response
+    if isinstance(link, Prior) or isinstance(response, Decay):
+        return PRIORS
+    if isinstance(response, Nonlinear):
+        return CLIPPING
+    return None if isinstance(response, Noise) or response == Linear() else GAINS
