@@ -1,0 +1,47 @@
+"""The page on jobs: one function for each chain, run by joblib and by hand, opened as one run."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bayesopt_chain as bc
+
+ROOT = Path(__file__).parents[2]
+(SCRIPT,) = re.findall(r"`jobs.py`:\n\n```python\n(.*?)```", (ROOT / "docs/howto/jobs.md").read_text(), re.S)
+
+
+def loss(params, batch):
+    return (params["w"] - batch).square().mean() / 2
+
+
+def test_a_step_that_was_pickled_makes_the_same_step():
+    tx, params = bc.sghmc(0.1, temperature=0.1), {"w": torch.zeros(3)}
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    for made in (step, bc.parallel(step, 2, loop=True).step):
+        other = pickle.loads(pickle.dumps(made))
+        assert torch.equal(other(params, state, torch.ones(3))[0]["w"], step(params, state, torch.ones(3))[0]["w"])
+
+
+@pytest.mark.slow
+def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
+    pytest.importorskip("joblib")
+    (tmp_path / "jobs.py").write_text(SCRIPT)
+    main = "from joblib import Parallel, delayed\nfrom jobs import run\n\nif __name__ == '__main__':\n"
+    main += "    Parallel(n_jobs=2)(delayed(run)(chain, 'draws') for chain in range(4))\n    run(3, 'alone')\n"
+    (tmp_path / "main.py").write_text(main)
+    path = os.pathsep.join([str(ROOT), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))
+    assert draws.chains == 4 and bc.diagnostics.r_hat(draws)["w"].max() < 1.1
+    last = bc.Draws.open(tmp_path / "draws" / "chain-3").params["w"]
+    assert torch.equal(last, bc.Draws.open(tmp_path / "alone" / "chain-3").params["w"])
