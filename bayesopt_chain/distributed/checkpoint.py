@@ -7,8 +7,9 @@ element of each tensor lies; so it is read by any number of ranks in any layout:
     state/0.Momentum.trace['layer.weight']
     chain 3/params/w                       with ``chains``: row by row, under the chain's global number
 
-DCP on its own takes tensors of one name on several ranks for replicas and keeps one of them, and what is no dictionary of
-tensors for one rank's secret; it reads what both sides have and leaves the rest as it was. Here each of these is refused.
+Used directly, DCP treats plain tensors of one name on several ranks as replicas and keeps one of them, even if they differ. It
+stores values that are not tensors for one rank only. On reading, it fills what both sides have and leaves the rest as it was.
+All three would lose data without a word, and are refused here.
 """
 
 from __future__ import annotations
@@ -129,26 +130,26 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
 
 def _is_cut(x: Tensor) -> bool:
-    """Whether no two ranks hold the same elements of a tensor."""
+    """Whether a tensor is a DTensor of which no two ranks hold the same elements, so that there are no replicas to compare."""
     cut = is_dtensor(x) and not any(placement.is_replicate() for placement in x.placements)  # type: ignore[attr-defined]
     return cut and x.device_mesh.size() == world().size  # type: ignore[attr-defined]
 
 
 def _piece(name: str, x: Tensor) -> tuple[str, int]:
-    """What of a tensor this rank holds: all of one, of which other ranks have replicas, or some of a DTensor's elements."""
+    """A label of what this rank holds of a tensor; ranks with the same label must hold the same numbers."""
     return name, hash(runs_of(x)) if is_dtensor(x) else 0
 
 
 @contextmanager
 def _alone_without_a_warning() -> Iterator[bool]:
-    """Whether this is the only process; DCP warns of that."""
+    """Yields whether this is the only process, and silences DCP's warning of that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield world().size == 1
 
 
 def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str, Tensor]:
-    """Every tensor by the names of the dictionaries it stands in: with ``chains``, every row of every tensor.
+    """All tensors of a tree of dictionaries, by their keys joined by ``/``; with ``chains`` each row is a tensor of its own.
 
     The tensors share their memory with those of the tree.
     """
@@ -185,12 +186,18 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
 
 
 def _chain_of(name: str) -> int | None:
+    """The number of the chain that a name of the table belongs to; ``None`` for a tensor without chains."""
     first, _, rest = name.partition("/")
     number = first.removeprefix("chain ")
     return int(number) if rest and number != first and number.isdigit() else None
 
 
 def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors differ from those that are to be read, in names, shapes or dtypes.
+
+    Raises:
+        ValueError: naming the first few of them.
+    """
     wrong = [f"{name} is not there" for name in tensors if name not in table]
     wrong += [f"{name} is not expected" for name in table if name not in tensors]
     for name, x in tensors.items():

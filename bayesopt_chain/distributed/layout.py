@@ -1,4 +1,4 @@
-r"""Which elements of a leaf a rank holds, as runs of the leaf's global, row-major numbering.
+r"""Which elements of a leaf a rank holds, as runs ``(start, length)`` in the row-major numbering of the whole leaf.
 
 A DTensor of shape ``(n_0, n_1, ...)`` on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the
 mesh. They are applied from left to right to the indices of each axis of the tensor, at first ``0 .. n - 1``; at
@@ -9,7 +9,8 @@ coordinate ``c`` of ``k``
     _StridedShard(d, factor)  cuts axis ``d`` into ``factor`` parts, and keeps part ``c`` of ``k`` of each: the layout that
                               ``fully_shard`` gives to a parameter which tensor parallelism had sharded along that axis
 
-and the element of indices ``(i_0, i_1, ...)`` has number ``(i_0 n_1 + i_1) n_2 + ...``. No rank is asked anything.
+and the element of indices ``(i_0, i_1, ...)`` has number ``(i_0 n_1 + i_1) n_2 + ...``. Every rank computes this for itself,
+without a message.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def runs(
     held: Runs = ((0, 1),)
     stride = 1
     for n, axis in zip(reversed(shape), reversed(axes)):
-        if held == ((0, stride),):  # all of what lies inside one index: neighbours stay together
+        if held == ((0, stride),):  # everything inside one index is held, so that neighbouring indices are one run
             held = tuple([(start * stride, length * stride) for start, length in axis])
         else:
             inside = held
@@ -89,7 +90,7 @@ def runs(
 
 
 def axes_of(x: Tensor) -> list[Runs]:
-    """The indices of each axis of a leaf that this rank holds: its elements are those of all their combinations."""
+    """For each axis of a leaf the indices that this rank holds; its elements are all combinations of them."""
     if not is_dtensor(x):
         return [((0, n),) for n in x.shape]
     sharded: Any = x
@@ -121,7 +122,7 @@ def _axes(
 
 
 def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
-    """Part ``i`` of ``parts`` of indices, as ``torch.chunk`` cuts, with empty parts at the end."""
+    """The indices of part ``i`` when an axis is cut into ``parts``: as ``torch.chunk`` cuts, with empty parts at the end."""
     total = sum(length for _, length in axis)
     size = -(-total // parts)
     low, high = min(i * size, total), min((i + 1) * size, total)
@@ -136,7 +137,7 @@ def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int
 
 
 def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The runs, those that touch made one."""
+    """Merge adjacent ranges, and leave out empty ones."""
     out: list[tuple[int, int]] = []
     for start, length in runs:
         if out and sum(out[-1]) == start:

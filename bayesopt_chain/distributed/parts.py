@@ -88,23 +88,29 @@ def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> li
 
 
 def place_of(p: Tensor) -> Place | None:
-    """What was said of a tensor."""
+    """The place that :func:`part` was told for a tensor; ``None`` if it was told nothing."""
     return _places.get(p)
 
 
 def elements_of(p: Tensor) -> Runs:
-    """The elements of its leaf that a tensor holds here: what was said of it, a DTensor's shard, or all."""
+    """The elements of its leaf that a tensor holds: those that :func:`part` was told, a DTensor's shard, or all."""
     place = _places.get(p)
     return place.runs if place is not None and place.runs is not None else runs_of(p)
 
 
 def _said(name: str, p: Tensor, where: Where | None) -> Any:
+    """What ``where`` says of a tensor; by default that it is the whole leaf of its own name."""
     if where is None:
         return name
     return where(name, p) if callable(where) else where.get(name, name)
 
 
 def _place(name: str, p: Tensor, said: Any) -> Place:
+    """The place that was said, in one form.
+
+    Raises:
+        ValueError: no name, elements of a DTensor, or elements that are not as many as the tensor has or do not ascend.
+    """
     leaf, elements = (said, None) if isinstance(said, str) else said
     if not isinstance(leaf, str):
         raise ValueError(f"part: where must give a leaf's name, or (name, elements), for {name!r}; got {said!r}")

@@ -1,4 +1,4 @@
-r"""Ranks that work together: which chains each of them runs, with which keys, and the mean of what each computed.
+r"""What ranks share: which chains each of them runs, with which keys, and how a gradient is averaged over them.
 
 Of ``n`` chains on ``R`` ranks each rank runs ``n / R`` consecutive ones, the first ranks one more where that leaves a
 remainder. Their numbers are global:
@@ -10,7 +10,7 @@ of the data on rank ``r``) need the same parameters and state, and the gradient 
 
     g = sum_r n_r g_r / sum_r n_r,        and the loss likewise,
 
-which is one sum over ranks of one vector. Each rank receives the same bits, so that the replicas stay bit-identical.
+which takes one all-reduce of one vector. Every rank receives the same bits, so that replicas stay bit-identical.
 
 The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mesh with several, ``mesh["data"]``.
 """
@@ -94,14 +94,14 @@ def chains_of(n: int, mesh: Mesh) -> range:
 
 
 def share_of(n: int, rank: int, size: int) -> range:
-    """Which of ``n`` chains are those of a rank among ``size``."""
+    """The global numbers of the chains, of ``n`` in all, that rank ``rank`` of ``size`` ranks runs."""
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
 
 def chain_seed(seed: int, chain: int) -> int:
-    """63 bits of a hash of a seed and a chain's global number."""
+    """A seed of 63 bits for one chain: a hash of the run's seed and the chain's global number."""
     return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
 
 
@@ -141,7 +141,7 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
 
 
 def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
-    """The seed, or one that the first rank draws from torch's global generator for all ranks of these meshes."""
+    """The seed if there is one, else a random seed that the first rank of these meshes draws and sends to all others."""
     if seed is not None:
         return int(seed)
     drawn = torch.randint(2**63 - 1, (), dtype=torch.int64)
@@ -221,15 +221,17 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
 
 
 def _shown(path: Any) -> str:
+    """The path of a leaf as messages name it, such as ``state/0/trace/w``."""
     return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
 
 
 def _leaves(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """Pairs of a path and a leaf."""
     return zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
 
 
 def digest(x: Tensor) -> tuple[Any, ...]:
-    """Shape and 64 bits of a hash of a tensor's bits. Of a DTensor that of this rank's part, and the elements that it holds."""
+    """The shape of a tensor and a 64-bit hash of its bits. For a DTensor: the elements that are here, and a hash of those."""
     if is_dtensor(x):
         return (runs_of(x), *digest(local(x.detach())))
     return (*x.shape, int(hash_of_bits(x)))
@@ -259,14 +261,14 @@ def hash_of_bits(x: Tensor) -> Tensor:
 
 @lru_cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, the same on every rank."""
+    """The odd numbers that words are multiplied by, one for each place in a block, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.empty(_BLOCK, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return (drawn | 1).to(device)
 
 
 def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
-    """What every rank of a mesh holds, or every rank there is, on each of them; for small things, which are pickled."""
+    """The values of all ranks of a mesh (``None``: of all ranks), in the order of ranks. They are pickled: keep them small."""
     if mesh is None and (world().size == 1 or not dist.is_initialized()):
         return [value]
     out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
@@ -275,7 +277,7 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
 
 
 def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
-    """Run something on every rank; where it fails on one, it fails on all, instead of leaving the others waiting.
+    """Run a function on every rank. If it fails on one rank it fails on all, instead of leaving the others waiting.
 
     Raises:
         RuntimeError: another rank failed, with its message.
@@ -295,7 +297,7 @@ def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
 
 
 class DataParallel:
-    """The gradient and the loss of a batch whose data are spread over the ranks of a mesh.
+    """Averages gradient and loss over the ranks of a mesh, of which each has a part of the batch.
 
     ``gradient(grads, loss, batch)`` is one message a step. Every tensor of a batch has one entry a datum on axis 0
     (0-d tensors belong to all ranks), and a rank counts as much as it has data.
@@ -304,11 +306,11 @@ class DataParallel:
     def __init__(self, mesh: Mesh) -> None:
         require_one_axis(mesh, "make_step")
         self.mesh = mesh
-        self.messages = 0  # that ``gradient`` sent
+        self.messages = 0  # how many ``gradient`` has sent
         self._compared = False
 
     def compare_once(self, params: Any, state: Any) -> None:
-        """Before the first step: refuse ranks that do not start from the same parameters and state.
+        """Refuse, before the first step, ranks that do not start from the same parameters and state; later calls do nothing.
 
         Raises:
             ValueError: naming what differs.
@@ -371,7 +373,7 @@ def data_of(batch: Any) -> int:
 
 
 def _device(mesh: Mesh) -> torch.device:
-    """Where the messages of a mesh are sent from."""
+    """The device of the tensors that a mesh sends: NCCL sends from the current CUDA device only."""
     return (
         torch.device(mesh.device_type)
         if mesh.device_type != "cuda"

@@ -1,8 +1,9 @@
-"""DistributedDataParallel and ``fully_shard`` see ``loss.backward()`` and ``.grad``, and nothing else.
+"""Refuse losses that call a module under DistributedDataParallel or ``fully_shard``.
 
-Gradients that are asked for (``torch.autograd.grad``, ``torch.func.grad``) pass the hooks of the first by: without a
-message and without an error each rank would follow the gradient of its own data. The second puts the parameters that it
-gathered in the place of those that ``torch.func.functional_call`` hands over. A loss that calls such a module is refused.
+Both wrappers work through ``loss.backward()`` and ``.grad`` only, and a step computes gradients by ``torch.autograd.grad`` or
+``torch.func.grad``. These do not run DistributedDataParallel's hooks: without a message and without an error, each rank would
+follow the gradient of its own data. ``fully_shard`` computes with parameters that it gathers itself, in place of those that
+``torch.func.functional_call`` hands over, so that the gradient would be zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from bayesopt_chain._torch import is_fully_sharded
 
 _AVAILABLE, _NOTHING = dist.is_available(), nullcontext()
-_seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses that were watched once
+_seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses whose first evaluation was watched
 
 
 def is_replicated(module: Any) -> bool:
@@ -43,8 +44,9 @@ FULLY_SHARDED = (
 
 
 def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Around the first evaluation of a loss on several ranks: refuse a call of a module under DistributedDataParallel or
-    ``fully_shard``.
+    """A context for evaluating a loss, which refuses calls of modules under DistributedDataParallel or ``fully_shard``.
+
+    It watches the first evaluation of each loss, where several ranks run, and does nothing otherwise.
 
     Raises:
         ValueError: within, at the call.
@@ -55,7 +57,7 @@ def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def _known(loss: Callable[..., Any]) -> bool:
-    """Whether a loss was seen before; of one that cannot be remembered, no."""
+    """Whether a loss was seen before; one that cannot be hashed or referenced weakly counts as new every time."""
     try:
         if loss in _seen:
             return True

@@ -1,17 +1,18 @@
 r"""Parameters spread over ranks (DTensors: FSDP2, tensor parallelism), as a chain works on them.
 
-Elementwise links know no neighbours: a shard of a leaf is a leaf. So an update takes the DTensors apart once when it begins,
-runs on this rank's own tensors, and puts DTensors together once when it ends:
+An elementwise link computes each element from that element alone, so that it may act on a shard as on a leaf. An update
+therefore replaces each DTensor by this rank's local tensor when it begins, and makes DTensors again when it ends:
 
     leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
     noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.philox.draw_elements`
 
-Nothing of it sends a message, and no layout changes a draw. The state's memory of a leaf is spread as the leaf is; keys
-and counts are plain tensors, alike on every rank: ``init`` sends the first rank's key to all that hold parts of a leaf.
+An update sends no message, and the noise of an element does not depend on how the leaf is laid out. State tensors that belong
+to a leaf are sharded as the leaf is. Keys and counts are plain tensors with the same value on every rank: ``init`` sends the
+first rank's key to all ranks that hold parts of a leaf.
 
-A gradient that still is a sum to be taken over ranks (``Partial``), or lies otherwise than its parameter, is brought to the
-parameter's placements first. A link that mixes elements has no business with a shard: it takes the tree of DTensors, whose own
-reductions know of the ranks (TorchOpt's clipping by norm), or it is refused by name.
+A gradient with other placements than its parameter (such as ``Partial``, a sum over ranks that is still to be taken) is
+redistributed to the parameter's placements first. A link that mixes elements cannot act on a shard. It takes the tree of
+DTensors if its own reductions respect them (TorchOpt's clipping by norm), and is refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def local(x: Any) -> Any:
 
 
 class Sharding:
-    """The leaves of a tree of which some are DTensors, and how they are laid out.
+    """How the leaves of a tree are laid out over ranks, where some of them are DTensors.
 
     Attributes:
         pieces: by leaf the elements that are here.
@@ -54,7 +55,7 @@ class Sharding:
     """
 
     def __init__(self, layout: Any, links: Sequence[Any]) -> None:
-        """Refuses links that need whole leaves, and a stream that knows no elements.
+        """Refuse links that need whole leaves, and streams that do not number elements.
 
         Raises:
             ValueError: naming the link and the leaf.
@@ -81,7 +82,7 @@ class Sharding:
                 )
 
     def seen(self, leaves: Sequence[Any], what: str) -> None:
-        """Take note of how these leaves lie; refuse another layout than the state's.
+        """Remember how these leaves are laid out, and refuse another layout than the one that the state was made for.
 
         Raises:
             ValueError: naming the leaf.
@@ -102,7 +103,7 @@ class Sharding:
         self.met = all([(spec is None) == (mine is None) for spec, mine in zip(self.specs, self.pieces)])
 
     def gradients(self, g: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """The local gradients, each brought to its parameter's placements first; ``own`` are the parts that are here.
+        """The local gradients, each redistributed to its parameter's placements first; ``own`` are the local tensors of ``g``.
 
         Raises:
             ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
@@ -125,11 +126,11 @@ class Sharding:
         return out
 
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        """The DTensors of which these are the local parts, for links that take them."""
+        """Make DTensors of these local tensors, for links that take DTensors."""
         return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
 
     def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
-        """This rank's parts of what was given for these leaves: of DTensors spread like them; numbers hold for all elements.
+        """This rank's parts of values given for these leaves: DTensors laid out likewise, or numbers for all elements.
 
         Raises:
             ValueError: a plain tensor for a spread leaf, or one spread otherwise.
@@ -200,14 +201,14 @@ class Sharding:
 
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
-    """The process groups over which a leaf is cut; none for a plain tensor."""
+    """The process groups whose ranks hold different parts of a leaf; none for a plain tensor."""
     if spec is None:
         return ()
     return tuple([spec.mesh.get_group(i) for i, p in enumerate(spec.placements) if not p.is_replicate()])
 
 
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
-    """``init`` for parameters of which some are DTensors: on this rank's parts."""
+    """Call ``init`` on this rank's local tensors, if some of the parameters are DTensors."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     if not any(map(is_dtensor, leaves)):
         return init(params) if like is None else init(params, like=like)
@@ -224,9 +225,9 @@ def step(
     inplace: bool = True,
     **extra: Any,
 ) -> Any:
-    """``update`` of a state of DTensors: its trees are taken apart, and what it gives is put together.
+    """Call ``update`` on this rank's local tensors, if the state is of DTensors, and make DTensors of its results.
 
-    What was overwritten is the DTensor that it was.
+    A tensor that was overwritten in place comes back as the DTensor object that it was.
 
     Raises:
         ValueError: leaves that lie otherwise than the state was made for.
@@ -264,7 +265,10 @@ def step(
 
 
 class _Entry(NamedTuple):
-    """An entry of a state, its leaves, and the same as this rank's parts; one that a link keeps as it likes stays."""
+    """An entry of a state with its leaves, and both again as this rank's local tensors.
+
+    ``stays`` is true for the entry of a link that takes DTensors itself: it is not taken apart.
+    """
 
     whole: Any
     leaves: list[Any]
@@ -282,7 +286,7 @@ class _Entry(NamedTuple):
         return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
 
     def put(self, parts: Any) -> _Entry:
-        """What became of it, spread as it was."""
+        """The entry after an update, made of DTensors again; the same object if nothing was replaced."""
         if self.stays:
             return _Entry(parts, [], parts, [], True)
         mine: list[Any]
@@ -295,7 +299,7 @@ class _Entry(NamedTuple):
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """Whether something is true on all ranks that hold parts of these leaves: one message for each axis of their mesh."""
+    """Whether a condition holds on all ranks that hold parts of these leaves; one message for each axis of their mesh."""
     groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
     if not groups:
         return ok
@@ -306,12 +310,12 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
 
 
 def _groups(meshes: Sequence[Any]) -> list[Any]:
-    """The process groups of these meshes, in one order on all ranks."""
+    """The process groups of these meshes, in the same order on all ranks."""
     return [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
 
 
 def whole(x: Any) -> Any:
-    """A 0-d value such as a loss, whole on every rank; anything else as it is."""
+    """A 0-d DTensor, such as a loss, as a plain tensor with its full value; anything else as it is."""
     return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
 
 
@@ -321,12 +325,12 @@ def are_spread(tree: Any) -> bool:
 
 
 def like(x: Any, part: Any) -> Any:
-    """A new local tensor, spread as ``x`` is."""
+    """A DTensor of this new local tensor, laid out as ``x`` is; the tensor itself if ``x`` is plain."""
     return dtensor_of(part, stacked_spec(spec_of(x), part, 0)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:
-    """``p + update``, where there is one; of DTensors on this rank's parts."""
+    """``p + update`` for each parameter, on local tensors; a parameter without an update stays."""
     moves = zip(params, local_parts(params), local_parts(updates))
     if inplace:
         return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
@@ -334,7 +338,7 @@ def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[An
 
 
 def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Refuse a loss that does not depend on a spread leaf, as where a module computes with other parameters than the given.
+    """Refuse a loss that does not depend on a DTensor: a module under ``fully_shard`` uses other parameters than it is given.
 
     Raises:
         ValueError: with what to do instead.

@@ -1,1 +1,1 @@
-"""The fast path: runs of links as one sweep over memory."""
+"""The fast path: neighbouring links of a chain computed together, in one pass over memory."""

@@ -1,11 +1,15 @@
-"""Runs of links lowered to one sweep. A lowered run is itself a link over the same entries of the state.
+"""Lowering: neighbouring links of a chain, called a run, are replaced by one link that sweeps memory once for all of them.
 
-v <- mu v + g;  u <- f v                        momentum and a constant learning rate
-v <- mu v + g + e;  u <- f v;  v <- v + b e     the same with matched noise, which is drawn, scaled and added in the run
-u <- f (g + e + m);  m <- e                     a constant learning rate and the noise of SGD, which remembers its draw
+The link of a run reads and writes the same entries of the state as the links that it stands for. There are three runs, with
+``g`` the gradient, ``u`` the update, ``v`` the velocity, ``e`` the noise of this step and ``m`` that of the step before:
 
-Matched noise is lowered where it is one site of constant coefficients that enters a run and is coloured by nothing. A run
-gives the bits of its links one by one, pure and in place, with the kernel of :mod:`bayesopt_chain.fused.sweep_cpu` or without.
+    v <- mu v + g;  u <- f v                        momentum and a constant learning rate
+    v <- mu v + g + e;  u <- f v;  v <- v + b e     the same with matched noise, which is drawn, scaled and added in the run
+    u <- f (g + e + m);  m <- e                     a constant learning rate and the noise of SGD, which remembers its draw
+
+Matched noise can be lowered if it enters the chain at one place only, there enters such a run, has constant coefficients and is
+shaped by no preconditioner. A run gives the bits of its links one by one, pure and in place, with the kernel of
+:mod:`bayesopt_chain.fused.sweep_cpu` or without.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.fl
 
 @dataclass(frozen=True)
 class MomentumThenScale(Link):
-    """Momentum and a constant factor behind it, with the bits of the two links."""
+    """The run of a momentum and a constant factor behind it."""
 
     momentum: float
     factor: float
@@ -64,8 +68,8 @@ def _alike(x: Tensor, t: Tensor) -> bool:
 
 
 def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype | None) -> bool:
-    """Whether a kernel may run over the memory of these tensors, where nothing is traced: on a CPU, dense, of one dtype, of
-    these sizes, and not differentiated."""
+    """Whether a kernel may run over the memory of these tensors: on a CPU, dense, of one dtype, of these sizes, and without
+    gradients of their own. Whether they are traced has to be asked before."""
     return dtype in _ONE and all(
         [
             type(x) in _KINDS
@@ -81,7 +85,7 @@ def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int]
 
 
 def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
-    """Where a kernel writes."""
+    """The tensors that a kernel writes into: ``g`` and ``kept`` themselves in place, new ones otherwise."""
     if op.inplace:
         torch.autograd.graph.increment_version([*g, *kept])
         return g, kept
@@ -89,15 +93,16 @@ def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, 
 
 
 def _is_plain(t: Tensor, x: Tensor) -> bool:
-    """Whether what writes into ``out`` is right here: it is not differentiated and takes shapes for granted."""
+    """Whether operations with ``out=`` may be used, which take shapes for granted and are not differentiated."""
     same = t.dtype == x.dtype and t.shape == x.shape and t.device.type == "cpu" and t.dtype in _ONE
     return same and not (t.requires_grad or x.requires_grad)
 
 
 def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
-    """``t <- mu t + x; x <- factor t``: the bits of ``mul_``, ``add_``, ``mul``.
+    """``t <- mu t + x; x <- factor t``, with the bits of ``mul_``, ``add_`` and ``mul``.
 
-    ``x + mu t / 1`` is one pass, in which the division keeps product and sum apart, each rounded by itself.
+    The first is one pass as ``x + mu t / 1``: the division by one keeps the compiler from fusing product and sum, so that
+    each is rounded by itself.
     """
     parts = [(t, x)]
     if t.numel() > BLOCK and t.is_contiguous() and x.is_contiguous():
@@ -110,7 +115,10 @@ def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
 
 @dataclass(frozen=True)
 class Noisy(Link):
-    """Matched noise, the momentum (or none) that it enters and a constant factor behind. It sees missing gradients."""
+    """The run of matched noise, the momentum (or none) that it enters, and a constant factor behind.
+
+    It sees leaves without a gradient too, since their draws must be made for the others' to stay what they are.
+    """
 
     noise: LangevinNoise
     momentum: float | None
@@ -177,7 +185,7 @@ class Noisy(Link):
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """Whatever the tensors are; a leaf without a gradient keeps its state, and the others' draws stay what they are."""
+        """The run by tensor operations, for whatever tensors. A leaf without a gradient keeps its state."""
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
         checks.own_key(noise.key, here)
@@ -190,7 +198,7 @@ class Noisy(Link):
         return moved, tuple(after)
 
     def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, tuple[Tensor, ...]]:
-        """The run, one operation after the other."""
+        """The operations of the run on leaves that all have gradients, given the noise ``e``: updates, and what is kept."""
         if self.momentum is None:
             y = [x + m[0] for x, m in zip(e, kept)]
             after = op.put(kept, [x.unsqueeze(0) for x in e])
@@ -204,7 +212,7 @@ class Noisy(Link):
 
 
 def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], Link]]:
-    """By its first link, every run that can be swept at once; ``plan.order`` has the links without those of noise."""
+    """Find the runs of a chain, each by the number of its first link; ``plan.order`` leaves the noise links out."""
     runs: dict[int, tuple[tuple[int, ...], Link]] = {}
     for i, k in zip(plan.order, plan.order[1:]):
         if (mu := _heavy_ball(links[i])) is not None and (factor := _constant(links[k])) is not None:
@@ -216,14 +224,14 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
 
 
 def _heavy_ball(link: Link) -> float | None:
-    """The momentum of a link that is momentum alone."""
+    """The decay of a heavy-ball momentum; ``None`` for any other link, and for momentum with more to it."""
     if type(link) is not Momentum or link.nesterov or link.dampening or link.moment_requires_grad:
         return None
     return link.momentum
 
 
 def _constant(link: Link) -> float | None:
-    """The factor of a link that is one for ever."""
+    """The factor that a link multiplies by, if it is a number; ``None`` for schedules, tensors and other links."""
     if type(link) is not Scale or not isinstance(link.step_size, (int, float)):
         return None
     return link.sign * link.step_size
@@ -247,7 +255,7 @@ def level_of(noise: Link, noise_input: NoiseInput, remembers: bool) -> float | N
 
 
 def _noisy(links: Sequence[Link], plan: Any, n: int, injection: Any) -> tuple[tuple[int, ...], Noisy] | None:
-    """The run that the noise of link ``n`` enters, if it is one of these."""
+    """The run that the noise of link ``n`` enters, with the numbers of its links; ``None`` if it is none of these."""
     (noise_input,) = injection.noise_inputs
     i, layout = noise_input.entry_link, plan.layout
     mu = _heavy_ball(links[i]) if i != n and noise_input.transfer.pole_link == i else None

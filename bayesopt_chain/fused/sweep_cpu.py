@@ -3,11 +3,11 @@ r"""The arithmetic behind a draw as one C++ pass over many leaves on a CPU, with
 For every element, ``e`` being the noise of this step, each operation rounded by itself:
 
     v = mu s + g,            u = f v,    s <- v                   momentum and a constant factor behind it
-    v = mu s + (g + e),      u = f v,    s <- v + carried e       with noise: the velocity keeps what it carries of it
+    v = mu s + (g + e),      u = f v,    s <- v + deferred e      with noise, a part of which the next step adds
     x = g + (e + m),         u = f x,    m <- e                   no momentum: the noise remembers its draw
 
-and ``theta <- theta + u`` in the same pass where that is asked for. Tensor operations take a pass, and for each leaf a call,
-for each of these; here the call is one for all leaves. Results may be written over ``g`` and ``s`` or into new tensors.
+and ``theta <- theta + u`` in the same pass if asked. With tensor operations every one of these is a pass over memory and a
+call for each leaf; here all leaves are one call. Results may be written over ``g`` and ``s`` or into new tensors.
 Compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
 """
 
@@ -47,12 +47,12 @@ void without_noise(int64_t n, const Real* g, const Real* s, Real* u, Real* t, Re
 }
 
 template <bool MOVES, class Real>
-void with_velocity(int64_t n, const Real* g, const Real* s, const Real* e, Real* u, Real* t, Real mu, Real f, Real carried) {
+void with_velocity(int64_t n, const Real* g, const Real* s, const Real* e, Real* u, Real* t, Real mu, Real f, Real deferred) {
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) {
     const Real v = mu * s[j] + (g[j] + e[j]);
     put<MOVES>(u[j], f * v);
-    t[j] = v + carried * e[j];
+    t[j] = v + deferred * e[j];
   }
 }
 
@@ -68,7 +68,7 @@ void with_memory(int64_t n, const Real* g, const Real* m, const Real* e, Real* u
 
 template <bool MOVES, class Real>
 void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, Real** t,
-           int velocity, double mu, double f, double carried, int threads) {
+           int velocity, double mu, double f, double deferred, int threads) {
   constexpr int64_t BLOCK = 1 << 14;
 #pragma omp parallel num_threads(threads) firstprivate(e) if (threads > 1)
   for (int64_t i = 0; i < leaves; e += e ? sizes[i] : 0, ++i) {
@@ -79,7 +79,7 @@ void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s,
       if (!e)
         without_noise<MOVES>(n, g[i] + a, s[i] + a, u[i] + a, t[i] + a, Real(mu), Real(f));
       else if (velocity)
-        with_velocity<MOVES>(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(carried));
+        with_velocity<MOVES>(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(mu), Real(f), Real(deferred));
       else
         with_memory<MOVES>(n, g[i] + a, s[i] + a, e + a, u[i] + a, t[i] + a, Real(f));
     }
@@ -90,8 +90,8 @@ void sweep(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s,
 
 #define EXPORT(name, Real)                                                                                          \
   extern "C" void name(int64_t leaves, const int64_t* sizes, const Real** g, const Real** s, const Real* e, Real** u, \
-                       Real** t, int moves, int velocity, double mu, double f, double carried, int threads) {       \
-    (moves ? sweep<true, Real> : sweep<false, Real>)(leaves, sizes, g, s, e, u, t, velocity, mu, f, carried, threads); \
+                       Real** t, int moves, int velocity, double mu, double f, double deferred, int threads) {       \
+    (moves ? sweep<true, Real> : sweep<false, Real>)(leaves, sizes, g, s, e, u, t, velocity, mu, f, deferred, threads); \
   }
 EXPORT(sweep_float, float)
 EXPORT(sweep_double, double)
@@ -103,7 +103,7 @@ Pointers = ctypes.Array[ctypes.c_void_p]
 
 
 def pointers(tensors: Sequence[Tensor], span: Span | None = None) -> Pointers:
-    """Where contiguous tensors lie, or the pieces of them that a span names, as the kernel takes it."""
+    """The addresses of contiguous tensors, or of the pieces of them that a span names, in the form that the kernel takes."""
     if span is None or (len(span.leaves) == len(tensors) and not any(span.starts)):
         return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
     step = tensors[0].element_size()
@@ -113,7 +113,7 @@ def pointers(tensors: Sequence[Tensor], span: Span | None = None) -> Pointers:
 
 @cache
 def sweep_kernel() -> Sweep | None:
-    """``sweep(dtype, sizes, g, s, u, t, f, mu, e, carried, moves)``, or ``None`` where nothing compiles.
+    """``sweep(dtype, sizes, g, s, u, t, f, mu, e, deferred, moves)``, or ``None`` where nothing compiles.
 
     ``g``, ``s``, ``u``, ``t`` are :func:`pointers` to contiguous tensors of one dtype, float32 or float64, and of these sizes,
     ``u`` and ``t`` written and perhaps the same as ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf. Where
@@ -124,10 +124,10 @@ def sweep_kernel() -> Sweep | None:
     except (compiled.CompileError, OSError):  # tensor operations do the same, more slowly
         return None
     kernels = {torch.float32: library.sweep_float, torch.float64: library.sweep_double}
-    integer, pointer, real, whole = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
+    integer, pointer, real, small = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
     for kernel in kernels.values():
         kernel.restype = None
-        kernel.argtypes = [integer, *[pointer] * 6, whole, whole, real, real, real, whole]
+        kernel.argtypes = [integer, *[pointer] * 6, small, small, real, real, real, small]
 
     @cache
     def integers(sizes: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
@@ -143,12 +143,12 @@ def sweep_kernel() -> Sweep | None:
         f: float,
         mu: float | None,
         e: Tensor | None = None,
-        carried: float = 0.0,
+        deferred: float = 0.0,
         moves: bool = False,
     ) -> None:
         numbers, total = integers(sizes)
         noise = None if e is None else e.data_ptr()
         threads = torch.get_num_threads() if total > _PARALLEL else 1
-        kernels[dtype](len(sizes), numbers, g, s, noise, u, t, moves, mu is not None, mu or 0.0, f, carried, threads)
+        kernels[dtype](len(sizes), numbers, g, s, noise, u, t, moves, mu is not None, mu or 0.0, f, deferred, threads)
 
     return sweep

@@ -39,7 +39,7 @@ def agreed_key(key: int, groups: list[dict[str, Any]]) -> int:
 
 
 class Leaf:
-    """A parameter and this rank's part of it, and what is remembered of both."""
+    """A parameter, this rank's part of it, and the states of both: the optimizer's, of DTensors, and ours, of local tensors."""
 
     __slots__ = ("came", "known", "mine", "p", "part", "spec")
 
@@ -50,7 +50,7 @@ class Leaf:
         self.known: dict[str, tuple[Any, Any]] = {}  # by name, what is outside and inside
 
     def gradient(self, g: Any, part: Any, came: Any) -> Tensor:
-        """The local gradient, brought to the parameter's placements first."""
+        """The local gradient, redistributed to the parameter's placements first if it has others."""
         spec = self.spec
         if came is not None and came.placements == spec.placements and came.mesh == spec.mesh:
             self.came = came
@@ -62,8 +62,12 @@ class Leaf:
             )
         return local_of(g.redistribute(spec.mesh, spec.placements))
 
-    def take(self, theirs: dict[str, Any] | None) -> None:
-        """What is remembered outside, this rank's part of it."""
+    def read_state(self, theirs: dict[str, Any] | None) -> None:
+        """Read this rank's part of the parameter's state, which the optimizer holds as DTensors.
+
+        Raises:
+            ValueError: a plain tensor of several elements.
+        """
         mine, known = self.mine, self.known
         theirs = theirs or {}
         for name in [name for name in mine if name not in theirs]:
@@ -78,8 +82,8 @@ class Leaf:
                 known[name] = (value, local_of(value) if is_dtensor(value) else value)
             mine[name] = known[name][1]
 
-    def give(self, outside: Any) -> None:
-        """The same, back."""
+    def write_back(self, outside: Any) -> None:
+        """Write this rank's state back into the optimizer's state as DTensors."""
         mine, known = self.mine, self.known
         if not mine and not known:
             return
@@ -92,7 +96,7 @@ class Leaf:
                 theirs[name] = known[name][0]
 
     def spread(self, name: str, value: Any) -> Any:
-        """A tensor like the local parameter as one like the parameter; anything else as it is."""
+        """A DTensor, if the value is shaped like the local parameter; anything else as it is."""
         if name == "step" or not isinstance(value, Tensor) or value.shape != self.part.shape:
             return value
         return dtensor_of(value, stacked_spec(self.spec, value, 0))
@@ -110,7 +114,9 @@ class Shards:
 
     @contextmanager
     def entered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Put the parts in the place of the DTensors, where gradients are not recorded; what the step made goes back spread.
+        """Put the local tensors in the place of the DTensors for the time of a step, which must not record gradients.
+
+        Behind it the optimizer has its DTensors again, and the state that the step made is written back as DTensors.
 
         Raises:
             ValueError: a plain gradient or state of a DTensor.
@@ -125,7 +131,7 @@ class Shards:
                 if leaf.spec is not None and g is not None:
                     leaf.part.grad = x if came is leaf.came else leaf.gradient(g, x, came)
             if not _same(_held(outside.values()), self.outside):
-                self.take(outside)
+                self.read_state(outside)
             at = iter(parts)
             for group, ps in zip(groups, params):
                 group["params"] = [next(at) for _ in ps]
@@ -138,23 +144,23 @@ class Shards:
             for leaf in spread:
                 leaf.part.grad = None
             if not _same(_held(self.state.values()), self.inside):
-                self.give(outside)
+                self.write_back(outside)
 
-    def take(self, outside: Any) -> None:
-        """All that is remembered outside."""
+    def read_state(self, outside: Any) -> None:
+        """Read this rank's part of the state of every parameter."""
         for leaf in self.leaves:
             if leaf.spec is not None:
-                leaf.take(outside.get(leaf.p))
+                leaf.read_state(outside.get(leaf.p))
             elif leaf.p in outside:
                 self.state[leaf.p] = outside[leaf.p]
             else:
                 self.state.pop(leaf.p, None)
 
-    def give(self, outside: Any) -> None:
-        """The same, back."""
+    def write_back(self, outside: Any) -> None:
+        """Write the state of every parameter back into the optimizer's state."""
         for leaf in self.leaves:
             if leaf.spec is not None:
-                leaf.give(outside)
+                leaf.write_back(outside)
             elif self.state.get(leaf.p):
                 outside[leaf.p] = self.state[leaf.p]
         self.outside, self.inside = _held(outside.values()), _held(self.state.values())

@@ -1,1 +1,1 @@
-"""Keyed streams of noise: every draw is a function of a key, a count, a leaf and an element."""
+"""Random numbers without hidden state: every draw is a function of a key, a step, a leaf and an element."""

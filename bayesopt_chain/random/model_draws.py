@@ -29,12 +29,19 @@ from bayesopt_chain import tracing
 from bayesopt_chain.random.philox import draw_elements, whole_leaves
 from bayesopt_chain.random.stream import draw_number, seeded_generator, splitmix64
 
-SALT = 0x6D6F64656C  # parts the model's draws from the noise of the same key
+SALT = 0x6D6F64656C  # keeps the model's draws apart from the noise of the same key
 SELU_SCALE = 1.7580993408473766  # of alpha dropout: minus the limit of SELU towards minus infinity
 
 
 def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[Any]:
-    """A context in which the model's draws are those of a key and a count, both 0-d int64; ``None`` leaves them as they are."""
+    """A context in which what a model draws is a function of a key and a count.
+
+    Args:
+        stream: key and count, both 0-d int64; ``None`` for a context that changes nothing.
+
+    Returns:
+        The context: seeded generators in plain code on a CPU, caught calls everywhere else.
+    """
     if stream is None:
         return nullcontext()
     key, count = stream
@@ -44,7 +51,7 @@ def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[
 
 
 class Seeded:
-    """torch's default generators seeded for the block, and put back."""
+    """torch's default CPU generator, seeded for the block and put back behind it."""
 
     __slots__ = ("cuda", "saved", "seed")
 
@@ -60,7 +67,7 @@ class Seeded:
 
 
 class Keyed(TorchFunctionMode):
-    """Catches the calls of a model that draw, and gives them the numbers of a key and a count."""
+    """Catches the calls by which a model draws, and gives them numbers that follow from a key and a count."""
 
     def __init__(self, key: Tensor, count: Tensor) -> None:
         super().__init__()
@@ -73,7 +80,13 @@ class Keyed(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if caught is None else caught(self, func, *args, **(kwargs or {}))
 
     def draw(self, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``bernoulli`` (ones with probability p), ``uniform`` or ``normal``."""
+        """The next numbers of this step.
+
+        Args:
+            kind: ``"bernoulli"`` (ones with probability ``p``), ``"uniform"`` or ``"normal"``.
+            shape, dtype, device: of the result.
+            p: for ``"bernoulli"`` only.
+        """
         if self.key.device.type == "cpu" and device.type == "cpu":
             if self.generator is None:
                 self.generator = seeded_state(self.key, self.count)
@@ -105,7 +118,7 @@ class Keyed(TorchFunctionMode):
 
 @torch.library.custom_op("bayesopt_chain::seeded_state", mutates_args=())
 def seeded_state(key: Tensor, count: Tensor) -> Tensor:
-    """The state of the generator that :class:`Seeded` leaves the model with, as bytes."""
+    """The state, as bytes, of the generator with which :class:`Seeded` starts a model."""
     return seeded_generator(int(key), int(count), SALT).get_state()
 
 
@@ -124,7 +137,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], key: Tensor, count: Tensor) ->
 def model_draw(
     generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The next numbers of a generator, and its state behind them."""
+    """The next numbers of a generator whose state is given as bytes, and its state after them."""
     source = torch.Generator()
     source.set_state(generator.clone())  # torch reads a row of a larger tensor wrongly
     if kind == "bernoulli":
@@ -156,6 +169,7 @@ def _(
 
 
 def _lanes(x: Tensor, dim: int | None, n: int) -> Tensor:
+    """A tensor with the lanes of ``vmap`` on axis 0; one that all lanes share is repeated."""
     return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -163,7 +177,7 @@ STATE_BYTES = torch.Generator().get_state().numel()
 
 
 def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: bool, **named: bool) -> Tensor:
-    """Any kind of dropout, with the noise and the arithmetic of torch's own on a CPU."""
+    """Any of torch's dropouts: the same numbers from the same generator, and the same arithmetic, as torch's on a CPU."""
     training, inplace = _flags(func, flags, named)
     if not training or not 0 < p < 1 or not input.numel():
         return func(input, p, *flags, **named)
@@ -189,7 +203,11 @@ def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: boo
 
 
 def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bool, bool]:
-    """Whether a dropout is on, and whether in place; torch's own functions say ``train`` and underscore the name."""
+    """Whether a dropout is active, and whether it works in place.
+
+    ``torch.nn.functional`` has the arguments ``training`` and ``inplace``; the functions of ``torch`` call the first ``train``
+    and mark the second by an underscore at the end of their name.
+    """
     given = dict(zip(("training", "inplace"), flags)) | named
     default = func is not F.alpha_dropout and func is not F.feature_alpha_dropout
     training = given.get("training", given.get("train", default))
@@ -197,6 +215,8 @@ def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bo
 
 
 def _like(kind: str) -> Callable[..., Any]:
+    """What stands for ``torch.rand_like`` and its kin."""
+
     def caught(keyed: Keyed, func: Any, input: Tensor, *args: Any, dtype: Any = None, **rest: Any) -> Tensor:
         _require_plain_call(func, rest)
         keyed.require_own_key(func.__name__, input)
@@ -206,6 +226,8 @@ def _like(kind: str) -> Callable[..., Any]:
 
 
 def _factory(kind: str) -> Callable[..., Any]:
+    """What stands for ``torch.rand`` and ``torch.randn``, which say shape, dtype and device in several ways."""
+
     def caught(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
         if "size" in rest:
             size = (rest.pop("size"),)
@@ -218,6 +240,11 @@ def _factory(kind: str) -> Callable[..., Any]:
 
 
 def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
+    """Refuse arguments that name another source of numbers, or another place for them.
+
+    Raises:
+        RuntimeError: naming the function.
+    """
     if rest.get("generator") is not None or rest.get("out") is not None or rest.get("requires_grad"):
         raise RuntimeError(
             f"torch.{func.__name__}: with generator=, out= or requires_grad= it takes no key of the chain's"
@@ -225,6 +252,7 @@ def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
 
 
 def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention without dropout; with dropout it draws inside one fused operation, and is refused."""
     name = func.__name__
     if name == "multi_head_attention_forward":
         p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
@@ -237,6 +265,8 @@ def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused."""
+    # torch.lstm and its kin take many tensors, then dropout as their only float, with `train` right behind it
     floats = [x for x in args if isinstance(x, float)]
     flags = [x for x in args if isinstance(x, bool)]
     at = next((i for i, x in enumerate(args) if isinstance(x, float)), None)

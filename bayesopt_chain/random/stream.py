@@ -1,4 +1,4 @@
-r"""Noise that is a function of the state: one key, one step counter, and nothing hidden.
+r"""Noise that is a function of the state: of one key and one step counter, which the state holds.
 
 ``init`` draws one int64 key; from then on the normals depend on (key, step, leaf, element) alone, so that the same
 state gives the same noise, a copied state continues exactly, and stacked chains differ by their keys.
@@ -236,6 +236,7 @@ def _spans_of_elements(
 
 
 def _hash(path: str) -> int:
+    """32 bits of a hash of a path, the same in every process."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "little")
 
 
@@ -303,7 +304,7 @@ def draw_numbers(leaves: tuple[int, ...], draws: tuple[int, ...]) -> tuple[int, 
 
 
 def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The leaves that draw, by device and dtype."""
+    """The leaves that draw, by device and dtype: each group is one draw."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, (t, n) in enumerate(zip(templates, draws)):
         if n:
@@ -320,7 +321,7 @@ def _from_generator(
 
 
 def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
-    """The generator that feeds step ``step``; ``salt`` numbers the (device, dtype) groups of leaves."""
+    """A generator for one step, seeded by a hash of key and step; ``salt`` numbers the groups of leaves of one dtype."""
     generator = torch.Generator()
     generator.manual_seed(splitmix64(splitmix64(key + salt) + step))
     return generator

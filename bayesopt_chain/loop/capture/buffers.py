@@ -1,4 +1,7 @@
-"""Static buffers: what a captured step reads and writes, between the user's trees and flat lists of tensors."""
+"""Static buffers: the tensors that a captured step reads and writes at every replay.
+
+A recorded program works on flat lists of tensors at fixed addresses, and its caller has trees. Here one becomes the other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Steps(NamedTuple):
 
 
 class Slots:
-    """Static buffers for the leaves of one tree. Leaves that are one tensor share one buffer."""
+    """Static buffers for the leaves of one tree. Leaves that are the same tensor share one buffer."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self.spec = optree.tree_flatten(tree)
@@ -55,24 +58,34 @@ class Slots:
         unique = {i: leaf for i, leaf in zip(self.index, leaves)}
         self.buffers = [unique[i].detach().clone() for i in range(len(unique))]
         self.leaves = [self.buffers[i] for i in self.index]
+        # a tree of tuples cannot change under its holder, so that one tree of the buffers serves every call
         self.own = self.tree(self.buffers) if _is_immutable(tree) else None
 
     def tree(self, buffers: Sequence[Tensor]) -> Any:
+        """The tree with these tensors, one for each buffer, as its leaves."""
         return optree.tree_unflatten(self.spec, [buffers[i] for i in self.index])
 
-    def give(self) -> Any:
-        """The tree of the buffers. Where nobody can change its containers, it is the same object every time."""
+    def as_tree(self) -> Any:
+        """The buffers as a tree. If the tree consists of tuples only, the same object is returned at every call."""
         return self.own if self.own is not None else optree.tree_unflatten(self.spec, self.leaves)
 
-    def take(self, tree: Any, what: str) -> None:
-        """Have the buffers hold the values of ``tree``: nothing to do if it is what :meth:`give` gave."""
+    def copy_in(self, tree: Any, what: str) -> None:
+        """Copy the values of ``tree`` into the buffers; what :meth:`as_tree` returned has them already.
+
+        Raises:
+            ValueError: another structure, shape, dtype or device, where ``what`` names the tree.
+        """
         if self.own is None or tree is not self.own:
             leaves, spec = optree.tree_flatten(tree)
             if not (len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)) and spec == self.spec):
                 self.load(leaves, spec, what)
 
-    def collect(self, tree: Any, what: str) -> list[Tensor]:
-        """One tensor for each buffer from a tree that the step made."""
+    def new_values(self, tree: Any, what: str) -> list[Tensor]:
+        """The next value of each buffer, from a tree that the step returned.
+
+        Raises:
+            CaptureError: another structure, shape or dtype than the step was given, where ``what`` names the tree.
+        """
         out: list[Tensor | None] = [None] * len(self.buffers)
         leaves, spec = optree.tree_flatten(tree)
         if spec != self.spec or any(
@@ -93,7 +106,11 @@ class Slots:
         return [x for x in out if x is not None]
 
     def load(self, leaves: list, spec: Any, what: str) -> None:
-        """Copy the user's leaves in."""
+        """Copy the user's leaves into the buffers.
+
+        Raises:
+            ValueError: another structure, shape, dtype or device than was captured; nothing is written then.
+        """
         if spec != self.spec:
             raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
         written: dict[int, Tensor] = {}
@@ -108,14 +125,17 @@ class Slots:
             written[i] = x
         copies = {
             i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]
-        }  # x may be a view of one
+        }  # a clone of each first: x may be a view of another buffer, which would change under it
         with uninterrupted():
             for i, x in copies.items():
                 self.buffers[i].copy_(x)
 
 
 class Batch:
-    """What batches look like, and their tensors with the strides they were captured with, none of them in a static buffer."""
+    """What a batch must look like, and the tensors of a batch in the form that the recorded program reads.
+
+    The program relies on the strides of the first batch, and on batches that share no memory with what it overwrites.
+    """
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
         self.leaves, self.spec = batches.flatten(batch)
@@ -131,10 +151,15 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors of the example batch; a batch may hold numbers and other constants besides."""
         return [x for x in self.leaves if torch.is_tensor(x)]
 
-    def take(self, batch: Any) -> list[Tensor]:
-        """The tensors of ``batch``, once it is known to look like the first one."""
+    def tensors_of(self, batch: Any) -> list[Tensor]:
+        """The tensors of ``batch``, checked to look like the first one; the last batch, given again, is not checked again.
+
+        Raises:
+            ValueError: another structure, shape, dtype, device or constant.
+        """
         seen, leaves, tensors = self.last
         if not (self.immutable and batch is seen):
             before, (leaves, spec) = leaves, batches.flatten(batch)
@@ -143,13 +168,14 @@ class Batch:
             mine = [(x, stride) for x, stride in zip(leaves, self.strides) if stride is not None]
             tensors = [x for x, _ in mine] if all(self.fits(x, stride) for x, stride in mine) else None
             self.last = batch, leaves, tensors
-        return tensors if tensors is not None else self.laid_out(leaves)
+        return tensors if tensors is not None else self.with_strides(leaves)
 
     def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
+        """Whether the program may read this tensor where it lies."""
         return x.stride() == stride and x.untyped_storage().data_ptr() not in self.written
 
-    def laid_out(self, leaves: list) -> list[Tensor]:
-        """Copies with the first batch's strides of the tensors that have others, or that lie in a static buffer."""
+    def with_strides(self, leaves: list) -> list[Tensor]:
+        """The tensors of a batch, copied with the strides of the first batch if they have others or lie in a static buffer."""
         return [
             x
             if self.fits(x, stride)
@@ -159,6 +185,11 @@ class Batch:
         ]
 
     def check(self, leaves: list, spec: Any) -> None:
+        """Refuse a batch that does not look like the first one.
+
+        Raises:
+            ValueError: naming the first leaf that differs.
+        """
         if spec != self.spec:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
         for n, (x, mine) in enumerate(zip(leaves, self.leaves)):
@@ -173,23 +204,24 @@ class Batch:
                 )
 
     def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
-        """The tensors that step ``k`` sees."""
+        """The tensors that step ``k`` of a call sees: slice ``k`` along the axis of steps, or the whole batch."""
         return tensors if self.dim is None else [x.select(self.dim, k) for x in tensors]
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """The batch with these tensors in the place of its own."""
         given = iter(tensors)
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
 
 
 def _is_immutable(tree: Any) -> bool:
-    """Whether the containers are tuples all the way down, so that the same object holds the same leaves."""
+    """Whether a tree consists of tuples only, so that the same object always holds the same leaves."""
     if isinstance(tree, tuple):
         return all(map(_is_immutable, tree))
     return tree is None or optree.tree_is_leaf(tree)
 
 
 class Body:
-    """The step as a function of flat lists of tensors, and what is needed to go between lists and trees."""
+    """The step as a function of flat lists of tensors, with the slots and the batch that translate lists and trees."""
 
     def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
         self.step, self.steps, self.draws = step, steps, draws
@@ -198,12 +230,13 @@ class Body:
 
     @property
     def static(self) -> list[Tensor]:
+        """All static buffers: those of the parameters, then those of the state."""
         return [*self.params.buffers, *self.state.buffers]
 
     def advance(
         self, static: Sequence[Tensor], batch: Sequence[Tensor], step: Callable | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """One step: new values of the static buffers, and its report: the tensors of loss and aux, and of a draw."""
+        """Run one step: new values of the static buffers, and the tensors of its report (loss, aux, perhaps a draw)."""
         n = len(self.params.buffers)
         params, state, info = (step or self.step)(
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
@@ -215,12 +248,15 @@ class Body:
         leaves, self._info_spec = optree.tree_flatten(report)
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
         self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
-        new = [*self.params.collect(params, "params"), *self.state.collect(state, "a state")]
+        new = [*self.params.new_values(params, "params"), *self.state.new_values(state, "a state")]
         return new, [x for x in leaves if torch.is_tensor(x)]
 
     def write(self, static: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Write new values into the static buffers. What shares memory with one (an old value kept, two that change places)
-        is copied before any is written."""
+        """Write new values into the static buffers.
+
+        A new value may share memory with a buffer: the step kept an old value, or exchanged two. Those are copied before
+        anything is written.
+        """
         mine = {_torch.storage_of(buffer) for buffer in static}
         values = [x if x is b or _torch.storage_of(x) not in mine else kept(x) for b, x in zip(static, new)]
         for buffer, value in zip(static, values):
@@ -228,12 +264,13 @@ class Body:
                 buffer.copy_(value)
 
     def together(self, reports: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The reports of all steps, stacked on axis 0; of a single step only the draws are."""
+        """The reports of all steps, stacked on axis 0; of a single step only its draws are stacked."""
         if len(reports[0]) == self._single:
             return reports[0]
         return [xs[0] if i < self._single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
 
     def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
+        """The report as its caller knows it: these tensors, and the constants that the step reported beside them."""
         leaves: list[Any] = list(tensors)
         for i, constant in self._constants.items():
             leaves.insert(i, constant)
@@ -243,7 +280,7 @@ class Body:
 
 @torch.library.custom_op("bayesopt_chain::kept", mutates_args=())
 def kept(x: Tensor) -> Tensor:
-    """A copy that no compiler takes away: inductor drops a clone of an input even where that is overwritten before."""
+    """Copy a tensor by an operation of our own: inductor drops the clone of an input even if the input is overwritten later."""
     return x.clone()
 
 

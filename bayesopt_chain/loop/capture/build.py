@@ -100,13 +100,15 @@ def capture(
 
 
 def _pure(step: Any) -> Callable:
+    """The step without writes of its own: the program copies new values into the static buffers."""
     return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
 
 
 def _in_place(step: Any) -> Callable:
-    """The step that moves the static buffers themselves, by the fused kernels where it has them.
+    """The step that moves the static buffers in place, by the fused kernels if it has them.
 
-    Only where every link is the library's own: another's may keep the parameters it was shown, which then would change.
+    Only if every link is this library's own: a foreign link may have kept the parameters it was shown, which would change
+    under it.
     """
     if not isinstance(step, Step) or not isinstance(step.tx, Chain):
         return _pure(step)
@@ -116,6 +118,7 @@ def _in_place(step: Any) -> Callable:
 
 
 def _best(body: Body) -> Backend:
+    """The fastest back end that is possible here; a missing compiler is warned of once."""
     if body.static and body.static[0].device.type == "cuda":
         return "cuda"
     if compiler_found():

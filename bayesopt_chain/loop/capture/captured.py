@@ -1,4 +1,4 @@
-"""A captured step: what replays it, and what it refuses rather than replay it wrongly."""
+"""A captured step as its caller sees it: it replays the recorded program, and refuses calls that a replay would get wrong."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Backend = Literal["cuda", "inductor", "eager"]
 class Captured:
     """A captured step; made by :func:`capture` and called like the step.
 
-    There is one set of static buffers. With ``clone=True`` calls from several threads wait for each other. Without, what a call
-    returned would change in another thread's hands, so that the step belongs to the first thread that calls it, for as long as
-    that lives.
+    All calls share one set of static buffers. With ``clone=True`` every call returns copies, and calls from several threads
+    wait for each other. Without, the buffers themselves are returned, and a call from another thread would change them in the
+    hands of the first; so the step belongs to the first thread that calls it, as long as that thread lives.
 
     Attributes:
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``.
@@ -46,8 +46,16 @@ class Captured:
         self._owner: threading.Thread | None = None  # whose call is running or, without clone, whose step this is
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
-        """Replay: ``(params, state, Info)``. Parameters and state alias the static buffers unless ``clone`` was asked for;
-        the info is the call's own.
+        """Replay the step.
+
+        Args:
+            params, state: of the structure, shapes, dtypes and devices that were captured; copied into the static buffers
+                unless they are what the last call returned.
+            batch: likewise.
+
+        Returns:
+            ``(params, state, info)``. Parameters and state alias the static buffers, which the next call overwrites, unless
+            ``clone`` was asked for; the info is the call's own.
 
         Raises:
             CaptureError: a module's mode is another than when the step was captured; a call from within a call or, without
@@ -78,11 +86,11 @@ class Captured:
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
         self._modes.check()
         body = self._body
-        inputs = body.batch.take(batch)
-        body.params.take(params, "params")
-        body.state.take(state, "state")
+        inputs = body.batch.tensors_of(batch)
+        body.params.copy_in(params, "params")
+        body.state.copy_in(state, "state")
         info = body.info(self._replay(inputs))
-        made: Any = (body.params.give(), body.state.give())
+        made: Any = (body.params.as_tree(), body.state.as_tree())
         if self._clone:
             made = optree.tree_map(torch.clone, made)
         return *made, info

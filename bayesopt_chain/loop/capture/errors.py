@@ -1,4 +1,4 @@
-"""What cannot be captured, and whose line it is."""
+"""The error of a step that cannot be captured, and the search for the user's line that causes it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class CaptureError(RuntimeError):
 
 
 def describe(x: Any) -> str:
+    """Shape, dtype and device of a tensor, for messages; anything else as ``repr`` shows it."""
     return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if torch.is_tensor(x) else repr(x)
 
 
 def first_line(err: Exception) -> str:
+    """The first line of an error's message: torch's go on for pages."""
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 
 
@@ -38,7 +40,7 @@ _HERE = str(Path(__file__).parent.parent)  # the loop itself
 
 
 def users_line(err: BaseException) -> str | None:
-    """The innermost line of the traceback that is neither torch's nor the loop's."""
+    """File, number and text of the innermost line of the traceback that is not in torch, optree or this package's loop."""
     frames = traceback.extract_tb(err.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith((*_LIBRARIES, _HERE)):
@@ -47,6 +49,10 @@ def users_line(err: BaseException) -> str | None:
 
 
 def is_about_values(err: BaseException) -> bool:
+    """Whether an error says that tracing met a value or a shape that only a running step knows.
+
+    Some of torch's errors for it have no type of their own, so that their words are looked for.
+    """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

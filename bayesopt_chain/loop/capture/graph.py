@@ -1,4 +1,4 @@
-"""One step as a graph of ATen operations, every tensor that it closes over among its inputs."""
+"""Tracing: one step as a graph of ATen operations, with every tensor that the step closes over among its inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from bayesopt_chain.loop.module_state import keyed
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """One step's graph over (static buffers, batch, closed-over tensors), writing the buffers; and those tensors."""
+    """Trace one step.
+
+    Returns:
+        Its graph, a function of (static buffers, batch, closed-over tensors) that writes the buffers; and the closed-over
+        tensors.
+
+    Raises:
+        CaptureError: the step needs a value or a shape that is known only when it runs, or draws by other numbers than the
+            state's key.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -51,11 +60,11 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
 
 def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
-    """Refuse draws of a model that do not follow the state's key: a replay would draw other numbers than the step."""
+    """Refuse operations that draw by torch's own generator, since a replay would draw other numbers than the step."""
     drawing = [
         node for node in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     ]
-    if drawing and keyed(body.state.give()):
+    if drawing and keyed(body.state.as_tree()):
         raise CaptureError(
             f"capture: the step draws by {drawing[0].target} inside an operation, which cannot follow the state's key (fused "
             "attention, the dropout of an LSTM, in-place draws); give it dropout=0, with dropout layers beside it, or "
@@ -64,7 +73,7 @@ def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
 
 
 class _Mutations(TorchDispatchMode):
-    """Remembers the closed-over tensors that the traced step writes (BatchNorm's statistics), to put them back."""
+    """Remembers closed-over tensors before the traced step writes them, such as BatchNorm's statistics, to put them back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +94,7 @@ class _Mutations(TorchDispatchMode):
 
 
 def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
-    """Turn the tensors that the graph holds into inputs, so that they are read at every replay."""
+    """Turn the tensors that the graph holds as constants into inputs, so that their values are read at every replay."""
     lifted: dict[int, tuple[torch.fx.Node, Tensor]] = {}
     for node in list(graph.graph.nodes):
         if node.op == "get_attr" and torch.is_tensor(value := getattr(graph, node.target, None)):
@@ -106,7 +115,10 @@ def _new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.N
 
 
 def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
-    """Have the graph draw into inputs, so that no call allocates (and page-faults) its noise anew; and those buffers."""
+    """Have the graph draw its normals into further inputs, and return these buffers.
+
+    A draw that allocates its result costs page faults in every call, which for large leaves take as long as the draw.
+    """
     buffers = []
     ops = torch.ops.bayesopt_chain
     for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
@@ -122,7 +134,7 @@ def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
 
 
 def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:
-    """The closed-over tensors into whose memory the step writes."""
+    """The closed-over tensors whose memory the step writes."""
     written = set()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -139,7 +151,13 @@ def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[
 
 
 def check_devices(graph: torch.fx.GraphModule, body: Body) -> None:
-    """Refuse tensors on the CPU that a CUDA graph would read once and never again. Literals of the code may be there."""
+    """Refuse tensors on the CPU, which a CUDA graph would read when it is recorded and never again.
+
+    Literals in the code of the step are constants anyway, and may be there.
+
+    Raises:
+        CaptureError: naming the tensor.
+    """
     device = body.static[0].device
     placeholders = graph.graph.find_nodes(op="placeholder")
     first = len(body.static) + len(body.batch.tensors)

@@ -1,4 +1,4 @@
-"""Modules that a step runs, and whether they train: a recorded program keeps the mode it was recorded in."""
+"""Train or eval mode of the modules that a step runs: a recorded program always runs in the mode it was recorded in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _is_training = attrgetter("training")
 
 
 class Modes:
-    """The modules that were called while :meth:`watching`, and their modes then."""
+    """The modules that were called within :meth:`watching`, and the mode that each of them had there."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -23,7 +23,7 @@ class Modes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take note of every module that is called meanwhile."""
+        """Note every module that is called within this context."""
         seen: dict[int, nn.Module] = {}
         hook = register_module_forward_pre_hook(lambda module, args: seen.update({id(module): module}))
         try:
@@ -34,7 +34,7 @@ class Modes:
             self.training = list(map(_is_training, self.modules))
 
     def check(self) -> None:
-        """Refuse to replay what was recorded in another mode.
+        """Refuse a replay if a module is in another mode than when the step was recorded.
 
         Raises:
             CaptureError: naming the first module whose mode changed.

@@ -1,4 +1,4 @@
-"""Three ways to run a captured step again: as compiled code, as a CUDA graph, or operation by operation."""
+"""Three ways to replay a captured step: as compiled code, as a CUDA graph, or operation by operation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bayesopt_chain.loop.interrupts import uninterrupted
 
 
 class Compiled:
-    """The graph of one step, compiled, and called once for each step.
+    """The graph of one step, compiled by inductor, and called once for each step.
 
-    What inductor generates takes the graph's inputs in some order and returns its outputs; torch wraps it in functions that
-    see to views, aliases and gradients. The first call goes through them and watches: where the generated function
-    was handed our tensors themselves and its results came back untouched, later calls go to it directly.
+    Inductor generates a function of the graph's inputs in an order of its own. torch wraps it in functions for views, aliases
+    and gradients, which cost more than a small step. The first call goes through the wrappers and watches them: if they handed
+    our tensors on as they were and returned its results as they were, later calls call the generated function directly.
     """
 
     def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
@@ -42,7 +42,7 @@ class Compiled:
         self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
         with torch.no_grad():
-            self.whole: Any = compile_fx(graph, self.inputs, inner_compile=remember)
+            self.compiled: Any = compile_fx(graph, self.inputs, inner_compile=remember)
         self.program = self._first
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
@@ -62,7 +62,7 @@ class Compiled:
             return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
-        self.program = lambda args: self.whole(*args)
+        self.program = lambda args: self.compiled(*args)
         made: Any = self.generated[0] if len(self.generated) == 1 else None
         function: Any = getattr(made, "current_callable", None)
         if function is None:
@@ -77,7 +77,7 @@ class Compiled:
 
         made.current_callable = watch
         try:
-            out = self.whole(*args)
+            out = self.compiled(*args)
         finally:
             made.current_callable = function
         place = {id(x): i for i, x in enumerate(args)}
@@ -91,7 +91,7 @@ class Compiled:
 
 
 class Interpreted:
-    """The graph of one step, one operation after the other, called once for each step."""
+    """The graph of one step, run operation by operation, once for each step."""
 
     def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
         self.body, self.graph, self.closed_over = body, graph, closed_over
@@ -107,7 +107,7 @@ class Interpreted:
 
 
 class Eager:
-    """The Python program of all steps, to be recorded; ``step`` may move the buffers in place."""
+    """The steps of one call as a Python program, which a CUDA graph records; ``step`` may move the buffers in place."""
 
     def __init__(self, body: Body, step: Callable | None = None) -> None:
         self.body, self.step = body, step
@@ -125,10 +125,11 @@ class Eager:
 
 
 class CudaGraph:
-    """One CUDA graph: warmed up on a side stream, with every tensor and generator put back before it is recorded.
+    """The steps of one call as one CUDA graph.
 
-    A graph knows addresses, not tensors. So this holds whatever the step may read: its own batch, the program with the
-    buffers that it keeps, and the memory of the closed-over tensors, also where their owners let go of them.
+    The program first runs a few times on a side stream, since kernels are compiled and tables made at first use, which cannot
+    be recorded; every tensor and generator is put back before the recording. A graph knows addresses, not tensors. So this
+    object keeps alive whatever the step may read: a batch of its own, the program with its buffers, and closed-over tensors.
     """
 
     def __init__(
@@ -158,7 +159,11 @@ class CudaGraph:
             self.info = self.recorded(side)
 
     def recorded(self, stream: Any) -> Sequence[Tensor]:
-        """Record the program on a stream of the tensors' device. Other threads, such as loaders, may go on meanwhile."""
+        """Record the program on a stream of the tensors' device, while other threads, such as loaders, go on.
+
+        Raises:
+            CaptureError: the step waits for the device or copies from the host, naming the line.
+        """
         cause: list[Exception] = []
         try:
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
