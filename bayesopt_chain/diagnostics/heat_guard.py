@@ -218,6 +218,20 @@ def _own_dynamics(parts: Sequence[Tensor], mu: float) -> Tensor:
     return -seen @ torch.linalg.pinv(known, rtol=0.05)
 
 
+def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
+    """``n`` signs, int8: a bit of a hash of the element's number and the leaf's (the finaliser of MurmurHash3).
+
+    No generator is asked, so that a guarded step draws what an unguarded one draws.
+    """
+    out = torch.empty(n, dtype=torch.int8, device=device)
+    for at in range(0, n, CHUNK):
+        x = torch.arange(at, min(at + CHUNK, n), device=device) + (leaf + 1) * 0x9E3779B1
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        out[at : at + CHUNK] = ((x ^ (x >> 16)) & 1) * 2 - 1
+    return out
+
+
 class _Sketch:
     """``S``: random signs, one byte an element while a window is open, and 256 buckets."""
 
@@ -231,9 +245,7 @@ class _Sketch:
             g = leaf.gradient.reshape(-1)
             signs = self.signs.get(i)
             if signs is None:
-                source = torch.Generator(g.device).manual_seed(i)
-                signs = torch.randint(0, 2, (g.numel(),), generator=source, dtype=torch.int8, device=g.device)
-                self.signs[i] = signs = signs.mul_(2).sub_(1)
+                signs = self.signs[i] = _signs(g.numel(), i, g.device)
             each = isinstance(leaf.scale, Tensor) and leaf.scale.ndim > 0
             scale = leaf.scale.reshape(-1) if isinstance(leaf.scale, Tensor) and each else None
             mine = torch.zeros(
