@@ -17,6 +17,7 @@ from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.modules.functional import make_functional
+from bayesopt_chain.runs.arguments import require_whole
 from bayesopt_chain.runs.averages import Reduce
 from bayesopt_chain.runs.describe import describe_optimizer
 from bayesopt_chain.runs.draws import Draws
@@ -158,7 +159,11 @@ class Collector:
         Raises:
             ValueError: draws before that step that nobody kept.
         """
-        step, store = int(state["step"]), self.store
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int) or state["step"] < 0:
+            raise ValueError(
+                f"collect: state must be what state_dict gave, {{'step': number of steps}}, got {state!r:.100}"
+            )
+        step, store = state["step"], self.store
         self.known = True
         if store.place is None:
             kept = [i for i, x in enumerate(store.held.get(STEP, [])) if int(x) <= step]
@@ -319,8 +324,7 @@ def collect(
     if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"collect: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     for name, value, least in (("every", every, 1), ("after", after, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"collect: {name} must be a whole number, at least {least}, got {value!r}")
+        require_whole("collect", name, value, least)
     if are_spread(dict(model.named_parameters())):
         raise ValueError(
             "collect: the model's parameters are DTensors, of which this rank holds a part: sample with "

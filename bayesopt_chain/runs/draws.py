@@ -8,7 +8,6 @@ is written last, so that a directory always holds whole draws.
 
 from __future__ import annotations
 
-import glob
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
+from bayesopt_chain.runs.arguments import paths_of, require_callable, require_iterable, require_one_of, require_whole
 from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forward, warn_of_moving_buffers
 from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
 from bayesopt_chain.runs.inference_data import inference_data
@@ -92,14 +92,20 @@ class Draws:
             >>> bc.Draws.from_trees([torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]).buffers["running_mean"].shape
             torch.Size([2, 2])
         """
-        trees = list(trees)
+        trees = list(require_iterable("Draws.from_trees", "trees", trees, "a sequence of trees of parameters"))
         if not trees:
             raise ValueError("Draws.from_trees: no trees were given")
+        if chains is not None:
+            require_whole("Draws.from_trees", "chains", chains, 1)
         modules = [tree if isinstance(tree, nn.Module) else None for tree in trees]
         trees = [
             tree if m is None else {n: p.detach() for n, p in m.named_parameters()} for tree, m in zip(trees, modules)
         ]
         flat = [checkpoint.flat(tree)[0] for tree in trees]
+        if not flat[0] or any(checkpoint.flat(tree)[1] for tree in trees):
+            raise TypeError(
+                "Draws.from_trees: trees must be of tensors alone, and of one at least; make numbers tensors"
+            )
         for i, tree in enumerate(flat):
             wrong = sorted(
                 {n for n in {*tree, *flat[0]} if n not in tree or n not in flat[0] or tree[n].shape != flat[0][n].shape}
@@ -155,10 +161,8 @@ class Draws:
             >>> bc.Draws.open(folder)[::10].params["w"].shape
             torch.Size([2, 2])
         """
-        if damaged not in ("refuse", "skip"):
-            raise ValueError(f"Draws.open: damaged is 'refuse' or 'skip', got {damaged!r}")
-        given = path if isinstance(path, (list, tuple)) else [path]
-        paths = [Path(str(p)) for g in given for p in (sorted(glob.glob(str(g))) if glob.has_magic(str(g)) else [g])]
+        require_one_of("Draws.open", "damaged", damaged, ("refuse", "skip"))
+        paths = paths_of("Draws.open", "path", path)
         found = opened([folder_of_segment(p, segment) for p in paths], like, damaged == "skip")
         return cls(found.shards, found.spec, found.names, chains=found.chains, complete=found.complete, why=found.why)
 
@@ -210,8 +214,7 @@ class Draws:
 
     def thin(self, every: int) -> Draws:
         """Every ``every``-th draw, the first among them."""
-        if every < 1:
-            raise ValueError(f"Draws.thin: every must be at least 1, got {every}")
+        require_whole("Draws.thin", "every", every, 1)
         return self[::every]
 
     @property
@@ -358,8 +361,9 @@ class Draws:
             >>> draws.predict(lambda w, x: x * w, [torch.ones(3)])
             tensor([1., 1., 1.])
         """
-        if reduce not in ("mean", "log_mean_exp", "stack"):
-            raise ValueError(f"predict: reduce is 'mean', 'log_mean_exp' or 'stack', got {reduce!r}")
+        require_one_of("predict", "reduce", reduce, ("mean", "log_mean_exp", "stack"))
+        require_whole("predict", "chunk", chunk, 1)
+        require_callable("predict", "forward", forward, "a function of (params, batch), or a module")
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
         if isinstance(forward, nn.Module):
@@ -367,13 +371,21 @@ class Draws:
         if not self._buffer_names:
             warn_of_moving_buffers(forward)
         run = Forward(buffered_forward(forward) if self._buffer_names else lambda p, batch, _: forward(p, batch))
-        batches = [batches] if isinstance(batches, (Tensor, tuple, Mapping)) else batches
+        one = isinstance(batches, (Tensor, tuple, Mapping))
+        if one:
+            batches = [batches] if isinstance(batches, Tensor) or len(batches) else []
+        require_iterable("predict", "batches", batches, "batches, such as a DataLoader, or one batch")
         out = []
         for batch in batches:
             average = Average(reduce)
             for block, buffers in self._blocks(chunk):
                 y = run(block, batch, buffers)
-                average.add(y if transform is None else transform(y))
+                y = y if transform is None else transform(y)
+                if y.ndim < 2:
+                    raise ValueError(
+                        f"predict: forward must return outputs [B, *event] for each of the batches, got {tuple(y.shape[1:])}"
+                    )
+                average.add(y)
             out.append(average.value)
         if not out:
             raise ValueError(
@@ -452,6 +464,15 @@ class Draws:
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
         """The same draws with these buffers, leaves ``[S, ...]`` or ``[S, chains, ...]``, in the place of their own."""
+        if not isinstance(buffers, Mapping):
+            raise TypeError(f"Draws.with_buffers: buffers must be tensors by name, got {type(buffers).__name__}")
+        lead = (len(self),) if self.chains is None else (len(self), self.chains)
+        for name, x in buffers.items():
+            if not isinstance(x, Tensor) or tuple(x.shape[: len(lead)]) != lead:
+                shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(
+                    f"Draws.with_buffers: buffers[{name!r}] must begin with {lead}, draws and chains, got {shown}"
+                )
         leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
         leaves |= {BUFFER + name: x for name, x in buffers.items()}
         leaves |= {name: self._column(name) for name in (STEP, LOSS) if self._has(name)}

@@ -31,7 +31,7 @@ def inference_data(
         groups["posterior"] = held
     if likelihood is not None:
         groups["log_likelihood"] = {"y": _laid_out(likelihood, chains)}
-    out = arviz.from_dict(**groups)
+    out: Any = arviz.from_dict(**groups)
     if stored:
         lazy = _lazy(stored, chains)
         if held:

@@ -8,6 +8,7 @@ same versions and threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
+from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.place import Place, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
@@ -57,7 +59,7 @@ def iterate(
         2 True 0.25
         3 True 0.125
     """
-    _check(steps, burn_in, thinning)
+    _check(step, steps, burn_in, thinning)
     run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, None, (), False)
     for n in range(1, steps + 1):
         params, state, info = step(params, state, run.batches.next())
@@ -133,7 +135,7 @@ def sample(
         >>> len(draws), draws.params["w"].shape
         (5, torch.Size([5, 2]))
     """
-    _check(steps, burn_in, thinning)
+    _check(step, steps, burn_in, thinning)
     both: Any = (params, state)
     if wrong := [n for n, x in zip(optree.tree_paths(both), optree.tree_leaves(both)) if _is_meta(x)]:
         where = "/".join(map(str, wrong[0]))
@@ -141,6 +143,13 @@ def sample(
             f"sample: leaf {where} of (params, state) is on the device meta, and has no values: call init under "
             "torch.device('cpu'), or another default device than meta"
         )
+    for callback in require_iterable("sample", "callbacks", callbacks, "a sequence of functions of an Iteration"):
+        require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
+    if chains is not None:
+        require_whole("sample", "chains", chains, 1)
+    seconds: Any = checkpoint_seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
+        raise TypeError(f"sample: checkpoint_seconds must be a number of seconds, got {checkpoint_seconds!r:.100}")
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))
@@ -174,10 +183,12 @@ def _is_meta(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 
 
-def _check(steps: int, burn_in: int, thinning: int) -> None:
+def _check(step: Any, steps: int, burn_in: int, thinning: int) -> None:
+    require_callable(
+        "sample", "step", step, "a step (params, state, batch) -> (params, state, info), as of bc.make_step"
+    )
     for name, value, least in (("steps", steps, 1), ("burn_in", burn_in, 0), ("thinning", thinning, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"sample: {name} must be a whole number, at least {least}, got {value!r}")
+        require_whole("sample", name, value, least)
     if steps < burn_in + thinning:
         raise ValueError(
             f"sample: steps={steps} ends before the first draw, which comes after burn_in + thinning = {burn_in + thinning} "
