@@ -23,6 +23,7 @@ from botorch.models.ensemble import EnsembleModel
 from botorch.models.model import Model
 from botorch.posteriors import GPyTorchPosterior, Posterior
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator import to_linear_operator
 from torch import Tensor
 
 from bayesopt_chain.fitting import FittedLaplace
@@ -377,8 +378,10 @@ class DrawsModel(EnsembleModel):
         return values.reshape(self._size, *X.shape[:-1], self._num_outputs).movedim(0, -3)
 
 
-def _jittered(covariance: Tensor) -> Tensor:
-    """The covariance with a diagonal of its own rounding error, which Cholesky needs where points meet."""
+def _jittered(covariance: Tensor) -> Any:
+    """The covariance, symmetric, with a diagonal of its own rounding error where points meet; linear_operator decomposes it
+    when it is asked to, and adds more where that does not suffice."""
+    covariance = (covariance + covariance.mT) / 2
     variance = covariance.diagonal(dim1=-2, dim2=-1).detach()
     added = 100 * torch.finfo(covariance.dtype).eps * variance.amax(-1, keepdim=True).clamp_min(1e-30)
-    return covariance + torch.diag_embed(added.expand_as(variance))
+    return to_linear_operator(covariance + torch.diag_embed(added.expand_as(variance)))
