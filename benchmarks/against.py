@@ -79,6 +79,15 @@ CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
     "sghmc scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
         lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), SMALL
     ),
+    "sgld scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
+        lambda bc: bc.sgld(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), SMALL
+    ),
+    "nesterov scheduled, update + apply, 60 leaves of 1e3": update_and_apply(
+        lambda bc: bc.sgd(bc.schedules.cosine(1e-3, 10**6), 0.9, nesterov=True, temperature=1e-4), SMALL
+    ),
+    "sghmc scheduled, step in place, 10 leaves of 1e6": step(
+        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), LARGE, True
+    ),
     "adam at T > 0, update + apply, 60 leaves of 1e3": update_and_apply(
         lambda bc: bc.adam(1e-3, temperature=1e-4), SMALL
     ),

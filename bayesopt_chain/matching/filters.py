@@ -18,7 +18,8 @@ All turn the fresh draws ``xi`` of one leaf and what they remember of earlier on
 
 A step of rate 0 moves nothing, but its gradient enters the velocity: ``v = q + g``, of the right variance, with
 ``Cov(theta, v) = +T / 2``. Reversed it has the stationary law again. So the next step takes ``-v`` for what it finds, exactly;
-noise that was still owed enters at once, and SGD, which has no velocity, keeps its draw.
+noise that was still owed enters at once, and SGD, which has no velocity, keeps its draw. Nesterov's direct branch keeps its
+draw too, which is not exact beside a velocity that is reversed: ``Cov(q1, q2)`` is then ``K T / 2`` and not 0.
 """
 
 from __future__ import annotations
