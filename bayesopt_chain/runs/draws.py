@@ -463,7 +463,24 @@ class Draws:
         return sorted(name.removeprefix(BUFFER) for name in names if name.startswith(BUFFER))
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> Draws:
-        """The same draws with these buffers, leaves ``[S, ...]`` or ``[S, chains, ...]``, in the place of their own."""
+        """The same draws with these buffers in the place of their own.
+
+        Args:
+            buffers: tensors ``[S, ...]``, or ``[S, chains, ...]``, by their names in the module.
+
+        Returns:
+            Draws in memory.
+
+        Raises:
+            TypeError: no tensors by name.
+            ValueError: a tensor of another number of draws or chains.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.zeros(2)}] * 3)
+            >>> draws.with_buffers({"mean": torch.ones(3, 4)}).buffers["mean"].shape
+            torch.Size([3, 4])
+        """
         if not isinstance(buffers, Mapping):
             raise TypeError(f"Draws.with_buffers: buffers must be tensors by name, got {type(buffers).__name__}")
         lead = (len(self),) if self.chains is None else (len(self), self.chains)
