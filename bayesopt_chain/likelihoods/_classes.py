@@ -44,7 +44,7 @@ class Bernoulli(Likelihood):
         return targets * outputs - softplus(outputs)
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         return outputs.sigmoid() - targets
 
     def information(self, outputs: Tensor) -> Tensor:

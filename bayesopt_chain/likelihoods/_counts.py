@@ -33,7 +33,7 @@ class Poisson(Likelihood):
         return targets * outputs - outputs.exp() - torch.lgamma(targets.to(outputs.dtype) + 1)
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         return outputs.exp() - targets
 
     def information(self, outputs: Tensor) -> Tensor:

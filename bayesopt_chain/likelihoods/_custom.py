@@ -46,7 +46,7 @@ class FromLoss(Likelihood):
             raise ValueError(f"the custom likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
 
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         losses = self.loss(outputs, targets)
         _require_separate(losses, self.loss, outputs, targets)
         return losses

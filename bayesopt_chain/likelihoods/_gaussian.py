@@ -68,7 +68,7 @@ class Gaussian(Likelihood):
         return Gaussian(self.variance_of_noise / scale)
 
     def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         return (targets - outputs) * self._variance(outputs).rsqrt()
 
     def predictive(self, mean: Tensor, covariance: Tensor) -> Predictive:

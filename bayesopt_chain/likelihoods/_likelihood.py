@@ -224,7 +224,7 @@ class Likelihood(ABC):
         if isinstance(labels, Tensor) and (is_readable(labels) or (wait and not is_hidden(labels))):
             self.require_values(labels)
 
-    def require_once(self, outputs: Tensor, targets: Any) -> None:
+    def _require_once(self, outputs: Tensor, targets: Any) -> None:
         """:meth:`require`, unless it has just been asked of these very targets.
 
         Filters and estimators ask for the loss, its slope and its root of one batch after the other, and each of them checks.
@@ -240,7 +240,7 @@ class Likelihood(ABC):
 
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
         """The weighted loss of every target, ``[B, *positions]``; see :meth:`nll`."""
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         weights = self.weights(targets)
         losses = self.smoothed(outputs, self.labels(targets))
         return losses if weights is None else losses * weights.to(losses.dtype)
@@ -283,7 +283,7 @@ class Likelihood(ABC):
         """
         if targets is None:
             return self.exact_root(outputs, None)
-        self.require_once(outputs, targets)
+        self._require_once(outputs, targets)
         root = self.exact_root(outputs, self.labels(targets))
         scale = self._root_weights(outputs, targets)
         return root if scale is None else root.scaled(scale)
