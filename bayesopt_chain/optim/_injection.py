@@ -21,17 +21,18 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain._torch import foreach_add_, foreach_mul_
 from bayesopt_chain.optim._noise import Normals
-from bayesopt_chain.optim._plan import BLOCK, Batch, Noisy, Plan, Rule, Work, blocks_of, has_drawn, remember
+from bayesopt_chain.optim._plan import BLOCK, UNKNOWN, Batch, Noisy, Plan, Rule, Work, blocks_of, has_drawn, remember
 from bayesopt_chain.optim._refusals import warn_of_rounding
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Rescale velocities, spend those that momentum 0 forgets, and add the noise that momentum carries, ``e / mu``."""
-    for w, noise in plan.rescaled:
-        if (velocity := w.state.get(w.linear.velocity or "")) is not None:
-            velocity.mul_(noise.velocity_scale)
+    for leaves in _alike(plan.rescaled):
+        states = [(w.state, w.linear.velocity or "") for w, _ in leaves]
+        if velocities := [state[name] for state, name in states if state.get(name) is not None]:
+            foreach_mul_(velocities, leaves[0].noise.velocity_scale)
     for w, noise in plan.coasting:
         if (velocity := w.state.get("momentum_buffer")) is not None:
             w.param.add_(velocity, alpha=-noise.coasts)
@@ -64,10 +65,9 @@ def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
                 w.state["noise_direct_at"], w.state["noise_direct_of"] = now
     if plan.kept:  # every number is what it was, or has been followed
         return
+    remember(plan.noisy)
     for leaf in plan.noisy:
-        if leaf.noise.before is not None:
-            remember(leaf.work.state, leaf.noise.before)
-        elif not has_drawn(leaf.work.state):
+        if not has_drawn(leaf.work.state):
             _make_room(rule, leaf)
 
 
@@ -202,7 +202,7 @@ def _make_room(rule: Rule, leaf: Noisy) -> None:
     ``torch.distributed.checkpoint`` makes such a step to learn what a state holds, and loads no more than that.
     """
     w = leaf.work
-    remember(w.state, None)
+    w.state.update(UNKNOWN)
     if w.redraws:
         w.state.update(noise_at=-1, noise_of=w.group["noise_key"])
     else:

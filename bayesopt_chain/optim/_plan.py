@@ -82,7 +82,7 @@ class Work(NamedTuple):
         number: by which its draws are told from those of other leaves.
         linear: what torch's step does to it.
         noise: what follows; ``None`` at temperature 0.
-        before: what the last step that drew was; ``None`` where there was none.
+        before: the numbers of the last step that drew, in the order of :class:`Before`; ``None`` where there was none.
         updates: of this leaf, this one included.
         held: the update whose denominator counts, the last one before freezing; ``updates`` where nothing is frozen.
         early: whether the noise goes through the velocity, in front of torch's step.
@@ -94,7 +94,7 @@ class Work(NamedTuple):
     number: int
     linear: Linear
     noise: Noise | None
-    before: Before | None
+    before: tuple[float, ...] | None
     updates: int
     held: int
     early: bool
@@ -185,7 +185,8 @@ class Plan:
         """
         if self.frozen or self.rescaled or self.coasting:
             return False
-        if any([_settled(x.noise.before) != _settled(x.work.before) for x in self.noisy]):
+        alike = {id(x.noise): x for x in self.noisy}  # leaves share their noise where the steps before were alike
+        if any([_settled(x.noise.before) != _settled(x.work.before) for x in alike.values()]):
             return False
         self.state, self.settings = optimizer.state, []
         for group in optimizer.param_groups:
@@ -200,7 +201,7 @@ class Plan:
         mine = {id(w.param) for w, _ in self.noisy}
         groups = {id(group) for group in self.groups}
         self.absent = [p for g in optimizer.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
-        self.changes = any([x.noise.before and any(x.noise.before[n] for n in SURPLUSES) for x in self.noisy])
+        self.changes = any([x.noise.before and any(x.noise.before[n] for n in SURPLUSES) for x in alike.values()])
         self.kept = True
         return True
 
@@ -209,8 +210,8 @@ class Plan:
         rules = {id(x.noise): x for x in self.noisy}
         for work, noise in rules.values():
             noise.follow(work.linear)
-        for (_, noise), (_, state, names, values) in zip(self.noisy, self.remembered):
-            remember(state, noise.before)
+        remember(self.noisy)
+        for _, state, names, values in self.remembered:
             values[:] = map(state.get, names)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -234,38 +235,53 @@ def has_drawn(state: dict[str, Any]) -> bool:
     return "noise" in state or "noise_at" in state
 
 
-def last_step(name: str, state: dict[str, Any]) -> Before | None:
+def last_step(name: str, state: dict[str, Any]) -> tuple[float, ...] | None:
     """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none.
 
     Args:
         name: of the optimizer, for messages.
         state: the leaf's entry of the optimizer's state.
 
+    Returns:
+        The numbers, in the order of :class:`Before`.
+
     Raises:
         ValueError: the entry is of a version that remembered less.
     """
     if not has_drawn(state):
         return None
-    if absent := [key for key in BEFORE if key not in state]:
+    try:
+        numbers = _numbers(state)
+    except KeyError as absent:
         raise ValueError(
-            f"{name}: optimizer.state[p] has 'noise' but no {absent[0]!r}: it was saved by a version whose noise was not exact "
+            f"{name}: optimizer.state[p] has 'noise' but no {absent}: it was saved by a version whose noise was not exact "
             "along schedules; delete 'noise' and 'noise_direct' from it to go on from its parameters and velocities"
-        )
-    numbers = Before._make(map(state.__getitem__, BEFORE))
+        ) from None
     return None if math.isnan(numbers[0]) else numbers
 
 
-def remember(state: dict[str, Any], before: Before | None) -> None:
-    """Write it: one float by a name of its own for each number, since torch can flatten floats and no tuples.
+_numbers: Callable[[dict[str, Any]], tuple[float, ...]] = itemgetter(*BEFORE)
+UNKNOWN = dict.fromkeys(BEFORE, math.nan)  # of a leaf that has drawn nothing yet, by the names of one that has
 
-    NaN stands for ``None``, so that an entry that has drawn nothing yet has the names of one that has.
+
+def remember(noisy: Iterable[Noisy]) -> None:
+    """Write what this step was: a float by a name of its own for each number, since torch can flatten floats and no tuples.
+
+    What is not known is left as it is.
     """
-    state.update(zip(BEFORE, [math.nan] * len(BEFORE) if before is None else before))
+    entries: dict[int, dict[str, float]] = {}  # made once for leaves that share their noise
+    for work, noise in noisy:
+        if noise.before is None:
+            continue
+        entry = entries.get(id(noise))
+        if entry is None:
+            entry = entries[id(noise)] = dict(zip(BEFORE, noise.before))
+        work.state.update(entry)
 
 
-def _settled(before: Before | None) -> Any:
+def _settled(before: tuple[float, ...] | None) -> Any:
     """What is remembered of a step, but for its surpluses."""
-    return before and before._replace(surplus=0.0, direct_surplus=0.0)
+    return before and Before(*before)._replace(surplus=0.0, direct_surplus=0.0)
 
 
 def _by_size(leaves: list[Noisy]) -> tuple[list[Noisy], list[Noisy]]:

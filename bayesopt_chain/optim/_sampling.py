@@ -408,7 +408,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         freeze_after = group.get("freeze_after")
         out: list[Work] = []
         linears: dict[Clock, Linear] = {}
-        noises: dict[tuple[Clock, Before | None], Noise] = {}
+        noises: dict[tuple[Clock, tuple[float, ...] | None], Noise] = {}
         for p, number in zip(group["params"], numbers):
             if p.grad is None:
                 continue
@@ -442,9 +442,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _draws_by_element(self, p: Tensor, group: dict[str, Any]) -> bool:
         return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
-    def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
+    def _noise(self, linear: Linear, temperature: float, before: tuple[float, ...] | None) -> Noise:
         _refusals.check_lr(self._name, linear)
-        noise = noise_of(linear, temperature, before)
+        noise = noise_of(linear, temperature, None if before is None else Before(*before))
         if noise.coasts and self.adaptive:
             raise ValueError(
                 f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
