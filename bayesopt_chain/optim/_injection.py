@@ -29,7 +29,7 @@ from bayesopt_chain.optim._refusals import warn_of_rounding
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Rescale velocities, spend those that momentum 0 forgets, and add the noise that momentum carries, ``e / mu``."""
-    for leaves in _alike(plan.rescaled):
+    for leaves in _alike(plan.rescaled) if plan.rescaled else ():
         states = [(w.state, w.linear.velocity or "") for w, _ in leaves]
         if velocities := [state[name] for state, name in states if state.get(name) is not None]:
             foreach_mul_(velocities, leaves[0].noise.velocity_scale)
@@ -56,13 +56,12 @@ def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
             plan.late = [_batch(rule, normals, leaves) for leaves in _alike(plan.late_small)]
         for batch in plan.late:
             _add_batch(normals, batch)
-    for w, noise in plan.noisy:
-        if w.redraws:
-            now = w.group["noise_count"], w.group["noise_key"]
-            if w.early or noise.current or noise.previous:
-                w.state["noise_at"], w.state["noise_of"] = now
-            if w.linear.direct > 0.0:
-                w.state["noise_direct_at"], w.state["noise_direct_of"] = now
+    for w, noise in plan.redrawn:
+        now = w.group["noise_count"], w.group["noise_key"]
+        if w.early or noise.current or noise.previous:
+            w.state["noise_at"], w.state["noise_of"] = now
+        if w.linear.direct > 0.0:
+            w.state["noise_direct_at"], w.state["noise_direct_of"] = now
     if plan.kept:  # every number is what it was, or has been followed
         return
     remember(plan.noisy)
@@ -91,23 +90,28 @@ def _batch(rule: Rule, normals: Normals, leaves: list[Noisy]) -> Batch:
 
 def _add_batch(normals: Normals, batch: Batch) -> None:
     """Add ``e`` of many small leaves at once."""
-    group, noise, targets, draws, fill, work = batch
-    if work[0].redraws:
-        draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
-        now = group["noise_key"], group["noise_count"]
-        last = work[0].state.get("noise_of", 0), work[0].state.get("noise_at", 0)  # unused before the first draw
-        for size, (key, count) in ((noise.previous, last), (noise.current, now)):
-            if size:
-                normals.again(draws, work, key, count)
-                for tensors, factor in targets:
-                    foreach_add_(tensors, draws, alpha=factor * size)
-        return
+    group, noise, targets, draws, fill, _ = batch
+    if not draws:
+        return _add_redrawn(normals, batch)
     if noise.previous:
         for tensors, factor in targets:
             foreach_add_(tensors, draws, alpha=factor * noise.previous)
     fill(group["noise_count"])
     for tensors, factor in targets:
         foreach_add_(tensors, draws, alpha=factor * noise.current)
+
+
+def _add_redrawn(normals: Normals, batch: Batch) -> None:
+    """Add ``e`` of small leaves whose last draw is made again, in scratch memory, instead of kept."""
+    group, noise, targets, _, _, work = batch
+    draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
+    now = group["noise_key"], group["noise_count"]
+    last = work[0].state.get("noise_of", 0), work[0].state.get("noise_at", 0)  # unused before the first draw
+    for size, (key, count) in ((noise.previous, last), (noise.current, now)):
+        if size:
+            normals.again(draws, work, key, count)
+            for tensors, factor in targets:
+                foreach_add_(tensors, draws, alpha=factor * size)
 
 
 def _sweep(rule: Rule, normals: Normals, leaf: Noisy, momentum: float | None = None) -> None:

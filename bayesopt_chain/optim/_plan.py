@@ -169,6 +169,7 @@ class Plan:
         self.groups = list({id(w.group): w.group for w, _ in noisy}.values())
         self.rescaled = [x for x in noisy if x.noise.velocity_scale != 1.0]
         self.coasting = [x for x in noisy if x.noise.coasts]
+        self.redrawn = [x for x in noisy if x.work.redraws]
         self.direct = [x for x in noisy if x.work.linear.direct > 0.0]
         late = [x for x in noisy if (x.noise.current or x.noise.previous) and not x.work.early]
         self.late_large, self.late_small = _by_size(late)

@@ -337,7 +337,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if self.heat_guard is not None:
             self.heat_guard.look(partial(_heat.leaves_of, self), float(self.param_groups[0]["lr"]))
         cache = self._cache
-        self._leaf_numbers()  # of the parameters themselves, not of their local parts
+        if cache.numbers is None:
+            self._leaf_numbers()  # of the parameters themselves, not of their local parts
         if cache.plan is not None and cache.plan.holds(self):  # one of DTensors holds only inside ``entered``
             self._run(cache.plan)
         elif _shards.are_spread(self.param_groups):
