@@ -28,14 +28,11 @@ from bayesopt_chain.optim._refusals import warn_of_rounding
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Rescale velocities, spend those that momentum 0 forgets, and add the noise that momentum carries, ``e / mu``."""
+    """Rescale velocities, and add the noise that momentum carries, ``e / mu``."""
     for leaves in _alike(plan.rescaled) if plan.rescaled else ():
         states = [(w.state, w.linear.velocity or "") for w, _ in leaves]
         if velocities := [state[name] for state, name in states if state.get(name) is not None]:
             foreach_mul_(velocities, leaves[0].noise.velocity_scale)
-    for w, noise in plan.coasting:
-        if (velocity := w.state.get("momentum_buffer")) is not None:
-            w.param.add_(velocity, alpha=-noise.coasts)
     for leaf in plan.early_large:
         _sweep(rule, normals, leaf, leaf.work.linear.momentum)
     if plan.early is None:
@@ -46,6 +43,9 @@ def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
 
 def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Add the noise that goes to parameters and velocities, and remember what the step was."""
+    for w, noise in plan.coasting:  # behind torch's step, whose weight decay is that of the parameter before
+        if (velocity := w.state.get("momentum_buffer")) is not None:
+            w.param.add_(velocity, alpha=-noise.coasts)
     # leaves of an adaptive rule have a denominator each, so that no two of them share a call
     for leaf in [*plan.late_large, *plan.late_small] if rule.adaptive else plan.late_large:
         _sweep(rule, normals, leaf)

@@ -17,7 +17,7 @@ independently, both by :func:`bayesopt_chain.matching.law.scheduled_noise`. In i
 at the rate ``h b``; its last velocity counts ``mu_t b_{t-1} / b_t``, and where the rule asks for another momentum than that
 the buffer is multiplied by their ratio before torch's step. At constant numbers ``e = b alpha (w_t + w_{t-1})``.
 
-Where ``mu_t`` is 0 torch forgets the velocity: what the rule still wants of it goes to the parameter in front of torch's
+Where ``mu_t`` is 0 torch forgets the velocity: what the rule still wants of it goes to the parameter behind torch's
 step, ``theta -= h_t k_t V_{t-1} / b_{t-1}``, and the next step starts from a buffer of zeros. A step with ``h = 0`` moves
 nothing; its velocity is reversed before the next step, and SGD keeps its draw.
 """
@@ -74,7 +74,7 @@ class Noise:
     current: float = 0.0
     previous: float = 0.0
     velocity_scale: float = 1.0  # of the buffer, before torch's step
-    coasts: float = 0.0  # how much of the buffer goes to the parameter before a step that forgets it
+    coasts: float = 0.0  # how much of the buffer goes to the parameter behind a step that forgets it
     direct: float = 0.0
     direct_previous: float = 0.0
     before: Before | None = None  # what the next step has to know

@@ -193,8 +193,10 @@ def test_a_momentum_that_is_set_anew_is_exact_where_the_velocity_needs_more_nois
             if self.steps == 6:
                 self.group.update(lr=0.02, momentum=0.7)
 
-    ratio = variances(lambda p: bc.optim.SGD(p, 0.3, 0.5, temperature=T), Setter, of_the_limit(0.3, 0.5), 12)
-    assert (ratio - 1.0).abs().max() < 1e-9
+    for decay in (0.0, 0.5):
+        k = torch.tensor(of_the_limit(0.3, 0.5), dtype=torch.float64) * 0.9
+        ratio = variances(lambda p, wd=decay: bc.optim.SGD(p, 0.3, 0.5, 0.0, wd, temperature=T), Setter, k, 12)
+        assert (ratio * (k + decay) / k - 1.0).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
