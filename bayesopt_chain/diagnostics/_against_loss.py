@@ -244,7 +244,7 @@ def temperature(found: Readings, numbers: dict[str, float]) -> list[Finding]:
                 "heated",
                 f"The draws are too hot: {max(hot)[1]}.",
                 "Minibatches heat the chain, or lr is too large for the curvature at the draws. Lower lr, enlarge the batch, "
-                "or take all data; bc.suggest_chain compares them.",
+                "or take all data.",
             )
         )
     elif cold:

@@ -430,8 +430,8 @@ class HeatGuard:
         return (
             f"{self.who}: minibatches heat this chain. In the worst direction it samples about {1 + heat.excess:.2g} times the "
             f"variance asked for (the batches spend {heat.rho:.2g} +- {heat.standard_error:.1g} of the noise budget{law}). "
-            f"Use lr {cooler:.1g} (now {lr:.3g}), larger batches, or all data; bc.diagnostics.suggest_chain compares "
-            f"them. heat_guard=None silences this.{total}"
+            f"Use lr {cooler:.1g} (now {lr:.3g}), larger batches, or all data; bc.suggest_lr gives a rate that heats little. "
+            f"heat_guard=None silences this.{total}"
         )
 
 
