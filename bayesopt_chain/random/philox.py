@@ -16,7 +16,9 @@ depends on how many there are. A block's number has 32 bits, so that elements fr
 
 Normals are one operation, ``torch.ops.bayesopt_chain.philox_normals``: on a CPU a C++ kernel
 (:mod:`bayesopt_chain.random.philox_cpu`), on a CUDA device a Triton kernel (:mod:`bayesopt_chain.random.philox_cuda`) for
-float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`).
+float32. Where neither is to be had, tensor operations do the same (:func:`in_tensors`). Other variables are these tensor
+operations everywhere; a compiled graph calls them as one operation too (``philox_others``), since torch's compiler
+vectorises their integers wrongly on some processors.
 """
 
 from __future__ import annotations
@@ -134,11 +136,16 @@ def draw_elements(
     if kind == "gaussian" and traced and not starts and _goes_into_the_graph(key, real):
         each = [Elements((), (n,), (draw,), (n,)) for n, draw in zip(elements.lengths, elements.draws)]
         return [in_tensors(key, step, one, real).to(dtype) for one in each]
-    if kind == "gaussian":
-        ops = torch.ops.bayesopt_chain
-        flat: Tensor = ops.philox_normals(key, step, starts, elements.lengths, elements.draws, real)
-    else:
+    if kind != "gaussian" and not traced:
         flat = in_tensors(key, step, elements, real, kind)
+    else:
+        ops, numbers = torch.ops.bayesopt_chain, (starts, elements.lengths, elements.draws)
+        normal = kind == "gaussian"
+        flat: Tensor = (
+            ops.philox_normals(key, step, *numbers, real)
+            if normal
+            else ops.philox_others(key, step, *numbers, real, kind)
+        )
     flat = flat.to(dtype)
     parts: Sequence[Tensor] = (flat,) if len(elements.sizes) == 1 else _functions.split(flat, elements.sizes, -1)
     return [x.clone() for x in parts] if traced else [*parts]  # in a graph a write to one would rewrite them all
@@ -253,7 +260,7 @@ def _of_one_length(
 
 _OTHERS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {  # of words; exact in float32 but for the root of 3
     "uniform": lambda words, real: (words >> 8).to(real) * 2.0**-24,
-    "three_point": lambda words, real: three_point(words * 6 >> 32),
+    "three_point": lambda words, real: three_point(words * 6 >> 32).to(real),
     "rademacher": lambda words, real: (words & 2).to(real) - 1.0,
 }
 
@@ -262,6 +269,7 @@ _OPS: Any = _library.Library("bayesopt_chain", "FRAGMENT")
 _ARGUMENTS = "Tensor key, Tensor step, int[] starts, int[] lengths, int[] draws"  # the fields of Elements
 _OPS.define(f"philox_normals({_ARGUMENTS}, ScalarType dtype) -> Tensor")
 _OPS.define(f"philox_normals_(Tensor(a!) out, {_ARGUMENTS}) -> ()")
+_OPS.define(f"philox_others({_ARGUMENTS}, ScalarType dtype, str kind) -> Tensor")
 
 
 def _require_counted(starts: Sequence[int], lengths: Sequence[int]) -> None:
@@ -270,7 +278,13 @@ def _require_counted(starts: Sequence[int], lengths: Sequence[int]) -> None:
 
 
 def _room(
-    key: Tensor, step: Tensor, starts: Sequence[int], lengths: Sequence[int], draws: Sequence[int], dtype: torch.dtype
+    key: Tensor,
+    step: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    draws: Sequence[int],
+    dtype: torch.dtype,
+    kind: str = "gaussian",
 ) -> Tensor:
     """Room for the elements; keys or steps with further axes, one for each chain, give it these axes."""
     _require_counted(starts, lengths)
@@ -304,6 +318,18 @@ def _fill(
         out.copy_(in_tensors(key, step, elements, out.dtype).view(out.shape))
 
 
+def _others(
+    key: Tensor,
+    step: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    draws: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+) -> Tensor:
+    return in_tensors(key, step, Elements(tuple(starts), tuple(lengths), tuple(draws), ()), dtype, kind)
+
+
 def _leave(out: Tensor, *rest: Any) -> None:
     """What filling does to a tensor without numbers: nothing."""
 
@@ -311,15 +337,23 @@ def _leave(out: Tensor, *rest: Any) -> None:
 for _device in ("CPU", "CUDA"):
     _OPS.impl("philox_normals", _drawn, _device)
     _OPS.impl("philox_normals_", _fill, _device)
+    _OPS.impl("philox_others", _others, _device)
 _library.register_fake("bayesopt_chain::philox_normals", _room, lib=_OPS)
 _library.register_fake("bayesopt_chain::philox_normals_", _leave, lib=_OPS)
+_library.register_fake("bayesopt_chain::philox_others", _room, lib=_OPS)
 
 
-def _stacked(info: Any, in_dims: tuple[int | None, ...], key: Tensor, step: Tensor, *rest: Any) -> tuple[Tensor, int]:
-    """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
-    key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
-    out: Tensor = torch.ops.bayesopt_chain.philox_normals(key, step, *rest)
-    return out, out.ndim - 2
+def _register_vmap(name: str) -> None:
+    def stacked(
+        info: Any, in_dims: tuple[int | None, ...], key: Tensor, step: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        """One call for all lanes of ``vmap``; the lanes' axis comes last in the keys."""
+        key, step = (x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip((key, step), in_dims))
+        out: Tensor = getattr(torch.ops.bayesopt_chain, name)(key, step, *rest)
+        return out, out.ndim - 2
+
+    _library.register_vmap(f"bayesopt_chain::{name}", stacked, lib=_OPS)
 
 
-_library.register_vmap("bayesopt_chain::philox_normals", _stacked, lib=_OPS)
+for _name in ("philox_normals", "philox_others"):
+    _register_vmap(_name)

@@ -126,8 +126,8 @@ class Natural(Drawing):
                 f"{who}: betas must be two numbers, the first in [0, 1), the second in [0, 1], got {betas!r}"
             )
         checks.positive(f"{who}: init_hessian", self.init_hessian)
-        if self.trust_radius not in (None, math.inf):
-            checks.positive(f"{who}: trust_radius", self.trust_radius)
+        if self.trust_radius is not None:
+            checks.number(f"{who}: trust_radius", self.trust_radius, "(0, inf]")
         require_samples(who, self.n_samples, self.antithetic)
         require_one_prior(who, self.prior, self.weight_decay, self.temperature)
         if self.prior is not None and not isinstance(self.prior.precision, Diagonal):

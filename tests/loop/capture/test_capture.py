@@ -720,17 +720,18 @@ def test_memory_does_not_grow_over_ten_thousandreplays():
 @pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
 def test_compiled_philox_is_eager_philox_for_every_key():
     """Small leaves once lost a mask to signed overflow, for half of the keys; the integers decide the cell and quadrant,
-    so that one wrong bit moves a normal by far more than 1e-6."""
+    so that one wrong bit moves a normal by far more than 1e-6. Other variables were vectorised wrongly where the compiler
+    saw their integers."""
     from bayesopt_chain.random.stream import new_key
-    from tests.random.draws import leaf, leaf_in_tensors
+    from tests.random.draws import leaf
 
-    for n, draw in ((3, leaf), (300, leaf), (300, leaf_in_tensors)):
+    for n, kind in ((3, "gaussian"), (300, "gaussian"), (20, "uniform"), (300, "three_point"), (21, "rademacher")):
         compiled = torch.compile(
-            lambda k, s, n=n, draw=draw: draw(k, s, n, 1, torch.float32), fullgraph=True, dynamic=False
+            lambda k, s, n=n, kind=kind: leaf(k, s, n, 1, torch.float32, kind), fullgraph=True, dynamic=False
         )
         for i in range(20):
             key, count = new_key(None, torch.device("cpu")), torch.tensor(i + (i << 33))
-            want = leaf(key, count, n, 1, torch.float32)
+            want = leaf(key, count, n, 1, torch.float32, kind)
             torch.testing.assert_close(compiled(key, count), want, rtol=0, atol=1e-6)
 
 
