@@ -1,120 +1,335 @@
-"""Bayesian optimisation with a network's Laplace posterior and with a Gaussian process, by BoTorch.
+"""Bayesian optimisation with posteriors of a network beside a Gaussian process, by BoTorch: regret of every step.
 
-    python -m benchmarks.bayesian_optimisation            # Branin, Hartmann-6 and a noisy Branin; regret of every step
+    python -m benchmarks.bayesian_optimisation --workers 16       # all cells that the record lacks
+    python -m benchmarks.bayesian_optimisation --figure regret.png # a picture of the record
+    python -m benchmarks.bayesian_optimisation --smoke --record /tmp/smoke.json
 
-Each run begins with 2 d + 2 random points; each step trains the model anew, maximises qLogNEI and evaluates its point. The
-network (two layers of 32 and tanh) is trained to the mode of its joint, its prior and noise tuned by the evidence over all
-layers (``structure="root"``), outcomes standardised. The process is BoTorch's ``SingleTaskGP``.
+A cell is one problem, one model and one seed: 2 d + 2 random points, then ``--steps`` points, each at the maximum of qLogNEI
+under a model that is fitted anew to standardised values. The models that see the same seed begin with the same points. The
+regret is the optimum less the best noiseless value of any point so far. The models:
+
+    process    BoTorch's ``SingleTaskGP``
+    Laplace    ``fit_laplace`` at the end of ``train_by_evidence``, all layers, ``structure="root"``
+    VI         a mean field that starts there, with the prior and the noise that the evidence found
+    draws      one chain of SGHMC that starts there, with the same prior and noise, 20 draws
+    ensemble   five networks from different weights, each trained with a weight decay
+    random     points drawn uniformly; the model that knows nothing
+
+Each worker has one thread. A finished cell stands in the record before the next one begins, and is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import optree
 import torch
 from botorch.acquisition.logei import qLogNoisyExpectedImprovement
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
+from botorch.models.model import Model
 from botorch.models.transforms import Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
+from botorch.sampling.index_sampler import IndexSampler
 from botorch.test_functions import Branin, Hartmann
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor, nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.botorch import LinearizedModel
+from bayesopt_chain.botorch import DrawsModel, LinearizedModel
+from bayesopt_chain.fitting import train_by_evidence
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.precision import Diagonal
+from benchmarks.measure import environment
 
-PROBLEMS: dict[str, tuple[Callable[..., object], float]] = {
-    "Branin": (Branin, 0.0),
-    "Hartmann-6": (Hartmann, 0.0),
-    "noisy Branin": (Branin, 5.0),
-}
-
-
-def network(x: Tensor, y: Tensor) -> LinearizedModel:
-    """A network trained on standardised outcomes, and its Laplace posterior."""
-    transform = Standardize(1)
-    z, _ = transform(y)
-    transform.eval()
-    d = x.shape[1]
-    module = nn.Sequential(nn.Linear(d, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    for _ in range(300):
-        optimizer.zero_grad()
-        decay = sum(p.square().sum() for p in module.parameters())
-        ((module(x) - z).square().mean() + 1e-3 * decay / len(x)).backward()
-        optimizer.step()
-    fitted = bc.fit_laplace(module.eval(), bc.likelihoods.gaussian(0.01), [(x, z)], subset="all", structure="root")
-    return LinearizedModel.of(fitted, outcome_transform=transform)
+RECORD = Path(__file__).parent / "results" / "bayesian_optimisation.json"
+SEEDS, STEPS, WIDTH, EPOCHS, DRAWS, MEMBERS = 8, 25, 50, 300, 20, 5
 
 
-def process(x: Tensor, y: Tensor) -> SingleTaskGP:
+class Problem(NamedTuple):
+    """A function on a box, and the standard deviation of the noise of its observations."""
+
+    function: Callable[..., Any]
+    noise: float
+
+
+PROBLEMS = {"Branin": Problem(Branin, 0.0), "Hartmann-6": Problem(Hartmann, 0.0), "noisy Branin": Problem(Branin, 5.0)}
+
+
+def network(inputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+    ).double()
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def trained(x: Tensor, z: Tensor, epochs: int) -> bc.FittedLaplace:
+    """A network at the end of its training by the evidence, with its Laplace posterior over all layers."""
+    every, likelihood = max(1, epochs // 8), bc.likelihoods.gaussian(0.1)
+    return train_by_evidence(
+        network(x.shape[1]),
+        likelihood,
+        [(x, z)],
+        optimizer=adam,
+        epochs=epochs,
+        every=every,
+        burn_in=2 * every,
+        structure="root",
+    ).fitted
+
+
+def loss_of(fitted: bc.FittedLaplace, with_prior: bool) -> Callable[[Any, Any], Tensor]:
+    """The mean negative log-likelihood of a datum with the noise of a fit; with its prior, the mean negative log joint."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        data = fitted.likelihood.nll(fitted.model.forward(params, batch), batch[1]).mean()
+        if not with_prior:
+            return data
+        squares = [fitted.prior_precision[name] * p.square().sum() for name, p in params.items()]
+        return data + torch.stack(squares).sum() / (2 * len(batch[1]))
+
+    return loss
+
+
+def top_curvature(loss: Callable[[Any], Tensor], params: Any, products: int = 20) -> float:
+    """The largest eigenvalue of the Hessian, by the power method."""
+    v = optree.tree_map(torch.randn_like, params)
+    for _ in range(products):
+        size = float(torch.stack([x.square().sum() for x in v.values()]).sum().sqrt())
+        v = optree.tree_map(lambda x, size=size: x / size, v)
+        v = bc.curvature.hvp(loss, (params,), (v,))[-1]
+    return float(torch.stack([x.square().sum() for x in v.values()]).sum().sqrt())
+
+
+def process(x: Tensor, z: Tensor, epochs: int) -> Model:
     """BoTorch's default."""
-    model = SingleTaskGP(x, y, outcome_transform=Standardize(1))
+    model = SingleTaskGP(x, z, outcome_transform=None)
     fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
     return model
 
 
-def regret(make: Callable[[Tensor, Tensor], object], name: str, seed: int, steps: int) -> list[float]:
-    """The best noiseless value so far below the optimum, after every step."""
+def laplace(x: Tensor, z: Tensor, epochs: int) -> Model:
+    return LinearizedModel.of(trained(x, z, epochs))
+
+
+def variational(x: Tensor, z: Tensor, epochs: int) -> Model:
+    """The mean field, from the mode on, of the prior and the noise that the evidence found."""
+    fitted = trained(x, z, epochs)
+    params, n = dict(fitted.model.params), len(x)
+    widths = {name: fitted.prior_precision[name].expand_as(p).clone() for name, p in params.items()}
+    prior = Gaussian(optree.tree_map(torch.zeros_like, params), Diagonal(widths, torch.tensor(1.0)))
+    tx = bc.vi.mean_field(bc.adam(1e-2), temperature=1 / n, prior=prior, init_scale=0.02)
+    step, state = bc.make_step(loss_of(fitted, with_prior=False), tx), tx.init(params)
+    for _ in range(2 * epochs):
+        params, state, _ = step(params, state, (x, z))
+    noise = fitted.likelihood.variance(z[:1])
+    return LinearizedModel(fitted.model.forward, tx.posterior(state, params), noise=noise)
+
+
+def chain(x: Tensor, z: Tensor, epochs: int) -> Model:
+    """Draws of SGHMC from the mode on, at an eighth of the largest rate that is stable there: curvature grows elsewhere."""
+    fitted = trained(x, z, epochs)
+    params, n = dict(fitted.model.params), len(x)
+    loss = loss_of(fitted, with_prior=True)
+    rate = 2 * (1 + 0.9) / top_curvature(lambda p: loss(p, (x, z)), params) / 8
+    while True:
+        tx = bc.sghmc(rate, momentum=0.9, temperature=1 / n)
+        options = {"steps": 3 * epochs, "burn_in": epochs, "thinning": max(1, 2 * epochs // DRAWS)}
+        run = bc.sample(bc.make_step(loss, tx), params, tx.init(params), (x, z), **options)
+        if run.complete:
+            break
+        rate /= 4  # it ran away
+    return DrawsModel(fitted.model.forward, run.params)
+
+
+def ensemble(x: Tensor, z: Tensor, epochs: int) -> Model:
+    """Networks trained from different weights, by the mean squared error and a weight decay."""
+    members = []
+    for _ in range(MEMBERS):
+        module = network(x.shape[1])
+        optimizer = adam(list(module.parameters()))
+        for _ in range(epochs):
+            optimizer.zero_grad()
+            decay = torch.stack([p.square().sum() for p in module.parameters()]).sum()
+            ((module(x) - z).square().mean() + 1e-3 * decay / len(x)).backward()
+            optimizer.step()
+        members.append(module)
+    forward, _, _ = bc.make_functional(members[0].eval())
+    return DrawsModel(forward, bc.Draws.from_trees([dict(m.named_parameters()) for m in members]).params)
+
+
+MODELS: dict[str, Callable[[Tensor, Tensor, int], Model] | None] = {
+    "process": process,
+    "Laplace": laplace,
+    "VI": variational,
+    "draws": chain,
+    "ensemble": ensemble,
+    "random": None,
+}
+
+
+def next_point(model: Model, x: Tensor, seed: int, samples: int = 64) -> Tensor:
+    """The point ``[1, d]`` of the unit cube at which qLogNEI is largest."""
+    shape = torch.Size([samples])
+    draws_of = (
+        IndexSampler(shape, seed=seed) if isinstance(model, DrawsModel) else SobolQMCNormalSampler(shape, seed=seed)
+    )
+    acquisition = qLogNoisyExpectedImprovement(model, x, sampler=draws_of, prune_baseline=False, cache_root=False)
+    box = torch.stack([torch.zeros(x.shape[1]), torch.ones(x.shape[1])])
+    point, _ = optimize_acqf(acquisition, box, q=1, num_restarts=2, raw_samples=64, options={"maxiter": 30})
+    return point.detach()
+
+
+def run_cell(problem: str, model: str, seed: int, steps: int, epochs: int) -> dict[str, Any]:
+    """One cell: the regret after the first points and after every further one, and the seconds a step took."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    kind, noise = PROBLEMS[name]
-    problem = kind(negate=True).double()
-    low, high = problem.bounds
-    true = lambda u: problem(low + (high - low) * u)[:, None]  # noqa: E731
-    d = problem.dim
+    begin = time.process_time()
+    function, noise = PROBLEMS[problem].function(negate=True).double(), PROBLEMS[problem].noise
+    low, high = function.bounds.double()
+    d = function.dim
+
+    def value(u: Tensor) -> Tensor:
+        return function(low + (high - low) * u)[:, None]
+
     x = torch.rand(2 * d + 2, d)
-    y = true(x) + noise * torch.randn(len(x), 1)
-    unit = torch.stack([torch.zeros(d), torch.ones(d)])
-    found = []
-    for _ in range(steps):
-        model = make(x, y)
-        sampler = SobolQMCNormalSampler(torch.Size([64]), seed=seed)
-        acquisition = qLogNoisyExpectedImprovement(model, x, sampler=sampler, prune_baseline=False, cache_root=False)
-        point, _ = optimize_acqf(acquisition, unit, q=1, num_restarts=2, raw_samples=64, options={"maxiter": 30})
-        x = torch.cat([x, point.detach()])
-        y = torch.cat([y, true(point.detach()) + noise * torch.randn(1, 1)])
-        found.append(float(problem.optimal_value - true(x).max()))
+    y = value(x) + noise * torch.randn(len(x), 1)
+    best = value(x).max()
+    regret = [float(function.optimal_value - best)]
+    make = MODELS[model]
+    for k in range(steps):
+        if make is None:
+            point = torch.rand(1, d)
+        else:
+            z, _ = Standardize(1)(y)
+            point = next_point(make(x, z.detach(), epochs), x, seed=1000 * seed + k)
+        x, y = torch.cat([x, point]), torch.cat([y, value(point) + noise * torch.randn(1, 1)])
+        best = torch.maximum(best, value(point).max())
+        regret.append(float(function.optimal_value - best))
+    return {
+        "problem": problem,
+        "model": model,
+        "seed": seed,
+        "regret": regret,
+        "seconds a step": round((time.process_time() - begin) / steps, 2),
+    }
+
+
+def fill(record: Path, cells: list[tuple[str, str, int]], steps: int, epochs: int, workers: int) -> dict[str, Any]:
+    """Make the cells that the record lacks; write it after each.
+
+    Raises:
+        ValueError: a record of other settings.
+    """
+    settings = {"steps": steps, "epochs": epochs, "width": WIDTH, "draws": DRAWS, "members": MEMBERS}
+    kept: dict[str, Any] = {"settings": settings, "environment": environment(), "cells": []}
+    if record.exists():
+        kept = json.loads(record.read_text())
+        if kept["settings"] != settings:
+            raise ValueError(f"{record} has the settings {kept['settings']}, asked for are {settings}: move it away")
+    done = {(c["problem"], c["model"], c["seed"]) for c in kept["cells"]}
+    missing = [cell for cell in cells if cell not in done]
+    run = partial(run_cell, steps=steps, epochs=epochs)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(run, *cell): cell for cell in missing}
+        for future in as_completed(futures):
+            try:
+                cell = future.result()
+            except Exception as error:  # the other cells go on; this one is missing, and is made at the next call
+                print(f"{futures[future]}: {type(error).__name__}: {error}", flush=True)
+                continue
+            kept["cells"].append(cell)
+            kept["cells"].sort(key=lambda c: (c["problem"], c["model"], c["seed"]))
+            written = record.with_suffix(".tmp")
+            written.write_text(json.dumps(kept, indent=1) + "\n")
+            written.replace(record)
+            last = cell["regret"][-1]
+            print(f"{cell['problem']:13s} {cell['model']:9s} seed {cell['seed']}  regret {last:.3g}", flush=True)
+    return kept
+
+
+def curves(record: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Regrets ``[seeds, 1 + steps]`` by problem and model."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for problem in PROBLEMS:
+        for model in MODELS:
+            rows = [c["regret"] for c in record["cells"] if (c["problem"], c["model"]) == (problem, model)]
+            if rows:
+                found.setdefault(problem, {})[model] = torch.tensor(rows, dtype=torch.float64)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--problems", nargs="*", default=list(PROBLEMS))
-    parser.add_argument("--figure", type=Path, default=None)
-    options = parser.parse_args()
-    torch.set_default_dtype(torch.float64)
-    curves = {}
-    for name in options.problems:
-        for label, make in (("network, Laplace", network), ("Gaussian process", process)):
-            runs = torch.tensor([regret(make, name, seed, options.steps) for seed in range(options.seeds)])
-            curves[name, label] = runs
-            middle = runs.median(0).values
-            print(f"{name:14s} {label:18s} median regret " + " ".join(f"{r:.3g}" for r in middle[4::5]), flush=True)
-    if options.figure:
-        draw(curves, options.figure)
+def table(record: dict[str, Any]) -> str:
+    """The median regret at the end with its quartiles, and the median seconds of a step, in Markdown."""
+    lines = ["| problem | model | seeds | regret (quartiles) | seconds a step |", "| --- | --- | --- | --- | --- |"]
+    for problem, models in curves(record).items():
+        for model, regret in models.items():
+            low, middle, high = regret[:, -1].quantile(torch.tensor([0.25, 0.5, 0.75], dtype=regret.dtype)).tolist()
+            spent = [c["seconds a step"] for c in record["cells"] if (c["problem"], c["model"]) == (problem, model)]
+            seconds = torch.tensor(spent).median().item()
+            lines.append(
+                f"| {problem} | {model} | {len(regret)} | {middle:.3g} ({low:.3g} to {high:.3g}) | {seconds:.2g} |"
+            )
+    return "\n".join(lines)
 
 
-def draw(curves: dict[tuple[str, str], Tensor], path: Path) -> None:
+def draw(record: dict[str, Any]) -> Any:
+    """A figure of the regrets: medians over seeds, quartiles shaded."""
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(name for name, _ in curves))
-    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False)
-    for axis, name in zip(axes[0], names):
-        for (problem, label), runs in curves.items():
-            if problem == name:
-                steps = range(1, runs.shape[1] + 1)
-                axis.plot(steps, runs.median(0).values, label=label)
-                axis.fill_between(steps, runs.quantile(0.25, 0), runs.quantile(0.75, 0), alpha=0.2)
-        axis.set(title=name, xlabel="step", ylabel="regret", yscale="log")
-    axes[0][0].legend()
+    found = curves(record)
+    figure, axes = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.4), squeeze=False)
+    for axis, (problem, models) in zip(axes[0], found.items()):
+        for model, regret in models.items():
+            steps = range(regret.shape[1])
+            (line,) = axis.plot(steps, regret.median(0).values, label=model)
+            low, high = regret.quantile(0.25, 0), regret.quantile(0.75, 0)
+            axis.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
+        axis.set(title=problem, xlabel="points after the first ones", ylabel="regret", yscale="log")
+    axes[0][0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--problems", nargs="*", default=list(PROBLEMS), choices=list(PROBLEMS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--smoke", action="store_true", help="one seed, two steps, short training")
+    parser.add_argument("--figure", type=Path, default=None, help="draw the record into this file, make no cells")
+    options = parser.parse_args()
+    if options.figure:
+        draw(json.loads(options.record.read_text())).savefig(options.figure, dpi=120)
+        return
+    if options.smoke and options.record == RECORD:
+        parser.error("--smoke needs --record, another file than that of the results")
+    seeds, steps, epochs = (1, 2, 40) if options.smoke else (options.seeds, options.steps, EPOCHS)
+    cells = [
+        (problem, model, seed) for seed in range(seeds) for problem in options.problems for model in options.models
+    ]
+    print(table(fill(options.record, cells, steps, epochs, options.workers)))
 
 
 if __name__ == "__main__":
