@@ -122,6 +122,36 @@ class Epochs:
             raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
         return self._of_chains(lambda chain: self.stream.rows(epoch, offset, chain))
 
+    def common_rows(self) -> Tensor:
+        """The numbers of the data that batches are made of, int64 ``[n]``, ascending.
+
+        Raises:
+            ValueError: they differ from chain to chain.
+        """
+        if len(self.stream.kept) > 1:
+            raise ValueError(
+                "epochs: leave_out takes other data from each chain, so that no mean over the data is that of all chains; "
+                "make one epochs(..., leave_out=rows) for each"
+            )
+        return self.stream.kept[0]
+
+    def parts(self, size: int | None = None, *, shuffled: bool = False) -> Iterator[Any]:
+        """All data once, without those left out: batches of ``size`` (default: ``batch_size``), the last one of what remains.
+
+        Args:
+            size: number of data in each.
+            shuffled: in the order of epoch 0, in place of that of the data; then parts that are smaller are left out.
+
+        Returns:
+            An iterator over trees like the data, without an axis for chains and without rows.
+        """
+        rows, size = self.common_rows(), size or self.batch_size
+        if shuffled:
+            rows = self.stream.permuted(0, 0)
+            rows = rows[: len(rows) - len(rows) % size]
+        for part in rows.split(size):
+            yield self._gathered(part)
+
     def _of_chains(self, rows_of: Any) -> Tensor:
         """This rank's part of the batch of each chain."""
         part = self.batch_size // self.ranks
@@ -131,13 +161,16 @@ class Epochs:
         return torch.stack([rows_of(chain)[mine] for chain in range(self.chains)])
 
     def _picked(self, rows: Tensor) -> Any:
+        batch = self._gathered(rows)
+        return (batch, rows) if self.with_rows else batch
+
+    def _gathered(self, rows: Tensor) -> Any:
         if self.leaves is None:
             raise TypeError(
                 f"epochs: {type(self.data).__name__} is not a tree of tensors; read it with "
                 "DataLoader(dataset, batch_sampler=epochs.indices)"
             )
-        batch = self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
-        return (batch, rows) if self.with_rows else batch
+        return self.spec.unflatten([leaf[rows.to(leaf.device)] for leaf in self.leaves])
 
     def _advance(self) -> tuple[int, int]:
         """The position of the next batch; the iteration moves past it."""

@@ -31,7 +31,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.links.foreign import keywords_of
-from bayesopt_chain.loop.gradients import GradientEstimator
+from bayesopt_chain.loop.gradients import GradientEstimator, watched
 from bayesopt_chain.loop.loss import (
     Evaluation,
     GradientSource,
@@ -111,7 +111,11 @@ class EstimatedGradient:
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Estimate."""
-        return Evaluation(*self.estimator.estimate(params, carried, batch), {}, carried)
+        memory, watch = carried
+        grads, info, *correction = self.estimator.estimate(params, memory, batch)
+        if correction:
+            watch = watched(watch, grads, *correction)
+        return Evaluation(grads, info, {}, (memory, watch))
 
 
 @dataclass(frozen=True)

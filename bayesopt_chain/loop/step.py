@@ -112,7 +112,7 @@ class Step:
             >>> import torch, bayesopt_chain as bc
             >>> data = torch.arange(6.0).split(2)
             >>> loss = lambda p, batch: ((p - batch) ** 2).mean() / 2
-            >>> step = bc.make_step(bc.gradients.svrg(loss, bc.gradients.mean_gradient(loss, data)), bc.sgd(1.0))
+            >>> step = bc.make_step(bc.gradients.svrg(loss, data), bc.sgd(1.0))
             >>> state = step.init(torch.tensor(0.0))
             >>> params, state, info = step(torch.tensor(0.0), state, data[0])
             >>> step.refresh(params, state).estimator.reference
@@ -121,7 +121,7 @@ class Step:
         if not isinstance(self.memory, EstimatorMemory):
             raise ValueError(
                 "refresh: this step follows the gradient of a loss, which has no reference to move; pass "
-                "bc.gradients.svrg(loss, full_gradient) to make_step in the place of the loss"
+                "bc.gradients.svrg(loss, data) to make_step in the place of the loss"
             )
         with uninterrupted():
             return self.memory.refreshed(params, state, self.inplace)

@@ -109,7 +109,7 @@ def test_the_stein_force_drives_any_optimizer():
 def test_estimated_gradients_feed_a_thermostat():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     objective = lambda p, batch: ((p - batch) ** 2).sum(-1).mean() / 2  # noqa: E731
-    estimator = bc.gradients.svrg(objective, bc.gradients.mean_gradient(objective, data.split(10)))
+    estimator = bc.gradients.svrg(objective, data.split(10))
     step = bc.make_step(estimator, bc.samplers.sgnht(0.1, temperature=1 / 40))
     p = torch.zeros(2)
     state = step.init(p)

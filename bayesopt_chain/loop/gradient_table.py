@@ -1,0 +1,138 @@
+r"""A table of the data's gradients at a reference, seen along a few directions: what stored control variates and herding need.
+
+With per-datum losses ``l_i`` and their mean over ``N`` data,
+
+    z_i = Q^T grad l_i(theta*),        Q [P, r] orthonormal,   z [N, r] less its mean over the data.
+
+Column ``j`` of ``z`` is the derivative of all ``l_i`` along ``q_j``: one forward-mode product, about as dear as two forward
+passes over the data. The directions are those along which the gradients of batches differ most at ``theta*``: ``r``
+combinations of the rows ``R`` of centred batch gradients, by the eigenvectors of ``R R^T``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import batches
+from bayesopt_chain.data.epochs import Epochs
+from bayesopt_chain.loop.loss import Loss, gradient, value
+from bayesopt_chain.trees import combine, flatten, gram, unflatten, wide
+
+CHUNK = 1024  # data that one forward-mode product goes through at once
+
+
+class GradientTable(NamedTuple):
+    """What :func:`gradient_table` made.
+
+    Attributes:
+        directions: orthonormal, a tree of leaves ``[r, *leaf.shape]``.
+        numbers: ``z``, ``[N, r]``, with mean zero over the data; rows that the epochs leave out are zero.
+        reference: the parameters ``theta*``.
+    """
+
+    directions: Any
+    numbers: Tensor
+    reference: Any
+
+
+def gradient_table(
+    loss: Loss, data: Epochs, reference: Any, *, rank: int = 8, directions: Any = None, max_batches: int = 100
+) -> GradientTable:
+    """Tabulate the gradients of single data at a reference, along the directions of largest batch noise.
+
+    Args:
+        loss: ``loss(params, batch)``, the mean over the batch of what each datum adds; it is evaluated for single data under
+            ``torch.vmap``.
+        data: ``bc.epochs(...)`` over a tree of tensors.
+        reference: parameters ``theta*``, near a minimum of the loss.
+        rank: number of directions ``r``; the table takes ``N r`` numbers, the directions ``P r``.
+        directions: take these, leaves ``[r, *leaf.shape]`` that are linearly independent, in the place of those of largest
+            noise.
+        max_batches: batches whose gradients the directions are made from; so many copies of the parameters are held.
+
+    Returns:
+        :class:`GradientTable`.
+
+    Raises:
+        TypeError: data that are not ``bc.epochs(...)`` over tensors.
+        ValueError: data that differ from chain to chain; ``rank`` below 1; directions that are not independent.
+        RuntimeError: a model that draws (dropout) or whose operations know no forward-mode derivative, from torch.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0], [9.0, 0.0]])
+        >>> loss = lambda w, x: ((w - x) ** 2).sum(-1).mean() / 2
+        >>> table = bc.gradients.gradient_table(loss, bc.epochs(x, 2), torch.zeros(2), rank=1)
+        >>> table.numbers.abs().flatten().round(decimals=4).tolist(), table.directions.abs().round(decimals=4).tolist()
+        ([3.0, 2.0, 0.0, 5.0], [[1.0, 0.0]])
+    """
+    if not isinstance(data, Epochs) or data.leaves is None:
+        raise TypeError(
+            f"gradient_table: data must be bc.epochs(...) over a tree of tensors, got {type(data).__name__}; the table has a "
+            "row for each datum, which the batches name with bc.epochs(..., with_rows=True)"
+        )
+    if rank < 1:
+        raise ValueError(f"gradient_table: rank must be at least 1, got {rank}")
+    reference = optree.tree_map(lambda p: p.detach().clone(), reference)
+    rows = data.common_rows()
+    if directions is None:
+        directions = _largest(loss, data, reference, rank, max_batches)
+    else:
+        directions = _orthonormal(directions, reference)
+    z = torch.cat([_along(loss, part, reference, directions) for part in data.parts(CHUNK)])
+    z = z.to(wide(z.dtype))
+    numbers = z.new_zeros(data.size, z.shape[1])
+    numbers[rows.to(z.device)] = z - z.mean(0)
+    return GradientTable(directions, numbers, reference)
+
+
+def gradient_table_correction(table: GradientTable, rows: Tensor) -> Any:
+    """``Q (mean of z over these rows)``, a tree like the parameters, whose mean over all data is zero."""
+    mean = table.numbers[rows.to(table.numbers.device)].mean(0)
+    return combine(mean, table.directions)
+
+
+def _along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
+    """The derivatives of single-datum losses along the directions, ``[n, r]``, in forward mode."""
+    leaves, spec = batches.flatten(batch)
+    points, structure = optree.tree_flatten(reference)
+
+    def losses(*params: Tensor) -> Tensor:
+        def one(*datum: Tensor) -> Tensor:
+            return value(loss, structure.unflatten(params), spec.unflatten([x[None] for x in datum]))[0]
+
+        return torch.vmap(one)(*leaves)
+
+    tangents = zip(*optree.tree_leaves(directions))
+    return torch.stack([torch.func.jvp(losses, tuple(points), along)[1] for along in tangents], dim=1)
+
+
+def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> Any:
+    """The orthonormal directions of largest batch noise, fewer than ``rank`` where the noise has fewer."""
+    found = [gradient(loss, reference, part)[0] for part, _ in zip(data.parts(shuffled=True), range(most))]
+    if len(found) < 2:
+        raise ValueError("gradient_table: the data make one batch, which has no noise; take smaller batches")
+    rows = optree.tree_map(lambda *leaves: torch.stack(leaves), *found)
+    rows = optree.tree_map(lambda leaf: leaf - leaf.mean(0), rows)
+    values, vectors = torch.linalg.eigh(gram(rows).double())
+    largest = values.argsort(descending=True)[:rank]
+    largest = largest[values[largest] > 1e-10 * values.amax()]
+    if not len(largest):
+        raise ValueError("gradient_table: the gradients of all batches are the same; there is nothing to take away")
+    return _orthonormal(combine(vectors[:, largest].T, rows), reference)
+
+
+def _orthonormal(directions: Any, like: Any) -> Any:
+    """The same span with orthonormal rows."""
+    matrix = flatten(directions, like)
+    Q, R = torch.linalg.qr(matrix.mT)
+    if matrix.ndim != 2 or not bool((R.diagonal().abs() > 1e-6 * R.diagonal().abs().amax()).all()):
+        raise ValueError(
+            f"gradient_table: directions must be leaves [r, *leaf.shape] of independent vectors, got {list(matrix.shape)} "
+            "that are not independent"
+        )
+    return unflatten(Q.mT.contiguous(), like)
