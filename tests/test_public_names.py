@@ -2,8 +2,6 @@
 
 import ast
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,10 +53,3 @@ def test_a_namespace_says_what_it_is_and_names_what_it_holds(name):
     for member in module.__all__:
         assert not member.startswith("_") and hasattr(module, member), f"bc.{name}.{member}"
         assert inspect.getdoc(getattr(module, member)), f"bc.{name}.{member} wants a docstring"
-
-
-@pytest.mark.slow
-def test_the_import_leaves_torchs_compiler_to_its_first_use():
-    """It takes twice as long to import as all of this library."""
-    code = "import sys, bayesopt_chain; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

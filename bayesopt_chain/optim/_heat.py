@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics.heat_guard import Leaf
 from bayesopt_chain.optim._plan import Rule
 from bayesopt_chain.optim._refusals import temperature_of
@@ -26,7 +26,7 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             continue
         for p in group["params"]:
             g = p.grad
-            if g is None or g.layout is not torch.strided or isinstance(g, DTensor):
+            if g is None or g.layout is not torch.strided or is_dtensor(g):
                 continue
             state: dict[str, Any] = rule.state.get(p, {})
             if rule.adaptive and "step" not in state:

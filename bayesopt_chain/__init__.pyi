@@ -1,0 +1,121 @@
+from bayesopt_chain import (
+    curvature,
+    diagnostics,
+    distributed,
+    likelihoods,
+    links,
+    meta,
+    optim,
+    precision,
+    predict,
+    samplers,
+    schedules,
+    testing,
+)
+from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
+from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
+from bayesopt_chain.fitting import fit_laplace
+from bayesopt_chain.links.langevin_noise import inject_langevin_noise
+from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.links.momentum import add_momentum
+from bayesopt_chain.links.preconditioner import scale_by_preconditioner
+from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
+from bayesopt_chain.loop import gradients
+from bayesopt_chain.loop.capture import CaptureError, Steps, capture
+from bayesopt_chain.loop.loss import Info
+from bayesopt_chain.loop.parallel import fork, parallel, stack, unstack
+from bayesopt_chain.loop.state_dict import load_state_dict, state_dict
+from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.matching import response
+from bayesopt_chain.modules.functional import make_functional, write_back
+from bayesopt_chain.optimizers.classes import SGD, AdaDelta, AdaGrad, Adam, AdaMax, AdamW, RAdam, RMSProp
+from bayesopt_chain.optimizers.functional import adadelta, adagrad, adam, adamax, adamw, radam, rmsprop, sgd
+from bayesopt_chain.posterior import ekf, vi
+from bayesopt_chain.posterior.gaussian import Gaussian
+from bayesopt_chain.posterior.laplace import laplace
+from bayesopt_chain.posterior.swag import swag
+from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
+from bayesopt_chain.runs.batch_norm import refresh_batch_norm
+from bayesopt_chain.runs.checkpoint import load, save
+from bayesopt_chain.runs.collect import collect
+from bayesopt_chain.runs.draws import Draws
+from bayesopt_chain.runs.sample import iterate, sample
+from bayesopt_chain.samplers.langevin import sghmc, sgld
+from bayesopt_chain.version import __version__
+
+__all__ = [
+    "SGD",
+    "AdaDelta",
+    "AdaGrad",
+    "AdaMax",
+    "Adam",
+    "AdamW",
+    "CaptureError",
+    "Chain",
+    "Draws",
+    "Gaussian",
+    "Info",
+    "RAdam",
+    "RMSProp",
+    "Steps",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "add_momentum",
+    "capture",
+    "chain",
+    "collect",
+    "curvature",
+    "diagnostics",
+    "ekf",
+    "epochs",
+    "fit_laplace",
+    "fork",
+    "gradients",
+    "inject_langevin_noise",
+    "iterate",
+    "laplace",
+    "likelihoods",
+    "links",
+    "load",
+    "load_state_dict",
+    "make_functional",
+    "make_step",
+    "masked",
+    "meta",
+    "optim",
+    "parallel",
+    "partition",
+    "precision",
+    "predict",
+    "radam",
+    "refresh_batch_norm",
+    "response",
+    "rmsprop",
+    "sample",
+    "samplers",
+    "save",
+    "scale_by_neg_lr",
+    "scale_by_preconditioner",
+    "schedules",
+    "sgd",
+    "sghmc",
+    "sgld",
+    "skip_nonfinite",
+    "stack",
+    "state_dict",
+    "suggest_lr",
+    "swag",
+    "testing",
+    "tune_by_evidence",
+    "tune_by_validation",
+    "unstack",
+    "vi",
+    "with_response",
+    "with_stream",
+    "write_back",
+]

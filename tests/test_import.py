@@ -1,0 +1,37 @@
+"""What ``import bayesopt_chain`` costs, and what it leaves for later."""
+
+import subprocess
+import sys
+
+import pytest
+
+import bayesopt_chain as bc
+
+FILES = "import sys, torch, torchopt; before = set(sys.modules); {}; print(*sorted(set(sys.modules) - before))"
+
+
+def imported_by(statement: str) -> set[str]:
+    out = subprocess.run([sys.executable, "-c", FILES.format(statement)], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+def test_importing_the_package_loads_no_room_of_it():
+    assert {name for name in imported_by("import bayesopt_chain") if name.startswith("bayesopt")} == {
+        "bayesopt_chain",
+        "bayesopt_chain._lazy",
+    }
+
+
+def test_a_training_loop_loads_neither_torchs_tensors_over_ranks_nor_a_compiler():
+    heavy = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy", "arviz", "sklearn", "pandas")
+    every = imported_by("import bayesopt_chain as bc; bc.optim.SGHMC; bc.sample; bc.fit_laplace; bc.diagnostics.doctor")
+    assert not [name for name in every if name in heavy]
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'sghmcc'"):
+        bc.sghmcc  # noqa: B018
+
+
+def test_all_names_can_be_listed_before_they_are_loaded():
+    assert {*bc.__all__, "__version__"} <= {*dir(bc)}
