@@ -184,7 +184,7 @@ class FittedLaplace:
         batch = self.model.seen_by_head(batches[0])
         return functional_samples(self.model.forward, self.posterior, batch, samples=samples, generator=generator)
 
-    def foretold(self, data: Any) -> Prediction:
+    def predictive(self, data: Any) -> Prediction:
         """The predictive distribution of new targets, for any likelihood: ``predict(data, method="linearized")``.
 
         Args:
@@ -478,11 +478,11 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
         some = part(some, 0, data)
         targets = fitted.likelihood.labels(some[1])
         mean, covariance = fitted.outputs([some])
-        foretold = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
+        under = fitted.likelihood.predictive(mean, covariance).log_prob(some[1]).mean().item()
         own = fitted.likelihood.log_prob(outputs[:data], targets).mean().item()
-    if own - foretold > WORSE:
+    if own - under > WORSE:
         warnings.warn(
-            f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-foretold:.2f} a target, "
+            f"fit_laplace: on training data the predictive density has a negative log-likelihood of {-under:.2f} a target, "
             f"the network itself {-own:.2f}: the evidence has chosen a posterior far wider than the data ask for, as for an "
             "overfitted network or few data. Choose the prior by held-out data (tune='validation'), or set it (tune=None)",
             stacklevel=3,
@@ -495,7 +495,7 @@ def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> Fitt
 
     def loss(prior: float) -> float:
         fitted = at(model, seen, prior, scale)
-        parts = [-fitted.foretold([batch]).log_prob(targets).sum() for batch, targets in held_out]
+        parts = [-fitted.predictive([batch]).log_prob(targets).sum() for batch, targets in held_out]
         return float(torch.stack(parts).sum())
 
     best, _ = tune_by_validation(loss, CANDIDATES)

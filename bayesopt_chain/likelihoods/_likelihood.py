@@ -109,6 +109,12 @@ class Likelihood(ABC):
 
         Returns:
             ``[*lead, B, *positions]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().log_prob(torch.zeros(1), torch.ones(1))
+            tensor([-0.6931])
         """
 
     def grouping(self, event: torch.Size) -> Grouping:
@@ -122,35 +128,149 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: outputs of a shape that the likelihood does not take.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().grouping(torch.Size([7, 3]))[:2]  # seven tokens of three classes
+            ((7,), 3)
         """
         return Grouping(tuple(event), 1)
 
     def information(self, outputs: Tensor) -> Tensor:
-        """The Fisher information of one target in its one output, ``[B, *event]``; needed unless :meth:`exact_root` is."""
+        """The Fisher information of one target in its one output; a subclass needs it unless it has :meth:`exact_root`.
+
+        Args:
+            outputs: ``[B, *event]``.
+
+        Returns:
+            ``[B, *event]``, the expected second derivative of the loss.
+
+        Raises:
+            NotImplementedError: a likelihood that has not said it.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().information(torch.zeros(1, 1))  # the rate
+            tensor([[1.]])
+        """
         raise NotImplementedError(f"the {self.name} likelihood has no information(outputs)")
 
     def exact_root(self, outputs: Tensor, labels: Any) -> OutputRoot:
-        """A root of the expected Hessian of unweighted losses. Default: the square root of :meth:`information`."""
+        """A root of the expected Hessian of unweighted losses in the outputs.
+
+        Args:
+            outputs: ``[B, *event]``.
+            labels: of :meth:`labels`, ``[B, *positions]``, or ``None`` where the Hessian does not depend on them.
+
+        Returns:
+            An :class:`OutputRoot` over ``[B, *event]``. Default: the square root of :meth:`information`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().exact_root(torch.zeros(1, 1), None).diagonal()
+            tensor([[1.]])
+        """
         return Elementwise(self.information(outputs).sqrt())
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """``E[y | f]``, shaped like the targets; for classes their probabilities, ``[*, C]``. It is the inverse link."""
+        """The mean of a target given its outputs, ``E[y | f]``: the inverse link.
+
+        Args:
+            outputs: ``[*lead, B, *event]``.
+
+        Returns:
+            ``[*lead, B, *positions]``; for classes their probabilities, ``[*lead, B, *positions, C]``.
+
+        Raises:
+            ValueError: a likelihood whose mean is not known.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().mean(torch.zeros(1))
+            tensor([0.5000])
+        """
         raise self._lacks("known mean", "mean")
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """``Var[y | f]``, shaped like :meth:`mean`."""
+        """The variance of a target given its outputs, ``Var[y | f]``, in squared units of the target.
+
+        Args:
+            outputs: ``[*lead, B, *event]``.
+
+        Returns:
+            Shaped like :meth:`mean`.
+
+        Raises:
+            ValueError: a likelihood whose variance is not known.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().variance(torch.zeros(1))
+            tensor([0.2500])
+        """
         raise self._lacks("known variance", "variance")
 
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Any:
-        """Targets drawn from the model, ``[B, *positions]``."""
+        """Draw targets from the model.
+
+        Args:
+            outputs: ``[B, *event]``.
+            generator: source of randomness. Default: torch's global generator.
+
+        Returns:
+            ``[B, *positions]``.
+
+        Raises:
+            ValueError: a likelihood that cannot draw.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().draw(torch.tensor([-100.0, 100.0]))
+            tensor([0., 1.])
+        """
         raise self._lacks("draws of labels", "draw")
 
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
-        """``P(y <= value | f)``, shaped like the values broadcast to the targets."""
+        """The distribution function of a target given its outputs, ``P(y <= value | f)``.
+
+        Args:
+            outputs: ``[*lead, B, *event]``.
+            values: in the targets' units, shaped to broadcast to ``[*lead, B, *positions]``.
+
+        Returns:
+            Probabilities, shaped like the values broadcast to the targets.
+
+        Raises:
+            ValueError: a likelihood whose distribution function is not known, or whose targets have no order.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(1.0).cdf(torch.zeros(1, 1), torch.tensor([[1.96]]))
+            tensor([[0.9750]])
+        """
         raise self._lacks("distribution function", "cdf")
 
     def require_values(self, targets: Tensor) -> None:
-        """Raise for targets of a value that they cannot have; called where they can be read. Default: the support."""
+        """Raise for targets of a value that they cannot have; called where values can be read.
+
+        Args:
+            targets: of :meth:`labels`, ``[B, *positions]``. By default they must lie in :attr:`support`.
+
+        Raises:
+            ValueError: a value that no target can have.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().require_values(torch.tensor([0.0, 2.0]))
+        """
         support = self.support
         if support is None:
             return
@@ -164,15 +284,56 @@ class Likelihood(ABC):
         self._refuse(wrong, targets, what)
 
     def weights(self, targets: Any) -> Tensor | None:
-        """The weight of every target, ``[B, *positions]``; ``None``, the default, for 1."""
+        """The weight of every target.
+
+        Args:
+            targets: as for :meth:`nll`.
+
+        Returns:
+            Numbers or booleans ``[B, *positions]``; ``None``, the default, where each counts once.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().weights(torch.tensor([1, -100]))
+            tensor([ True, False])
+        """
         return None
 
     def labels(self, targets: Any) -> Any:
-        """The targets themselves, those of weight 0 replaced by ``filler``."""
+        """The targets without their weights.
+
+        Args:
+            targets: as for :meth:`nll`.
+
+        Returns:
+            ``[B, *positions]``, those of weight 0 replaced by ``filler``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().labels(torch.tensor([1, -100]))
+            tensor([1, 0])
+        """
         return targets
 
     def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:
-        """The loss of every target before its weight, ``[B, *positions]``. Default: minus :meth:`log_prob`."""
+        """The loss of every target before its weight.
+
+        Args:
+            outputs: ``[B, *event]``.
+            labels: of :meth:`labels`.
+
+        Returns:
+            ``[B, *positions]``, in nats. Default: minus :meth:`log_prob`; with label smoothing another one.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> smooth = likelihoods.categorical(label_smoothing=0.2)
+            >>> smooth.smoothed(torch.tensor([[5.0, 0.0]]), torch.tensor([0]))
+            tensor([0.5067])
+        """
         return -self.log_prob(outputs, labels)
 
     @property
@@ -181,10 +342,22 @@ class Likelihood(ABC):
         return False
 
     def scaled(self, scale: Tensor | float) -> Likelihood:
-        """The same with Gaussian noise of ``variance / scale``.
+        """The same likelihood with Gaussian noise of ``variance / scale``.
+
+        Args:
+            scale: a positive number or a 0-d tensor.
+
+        Returns:
+            A new likelihood; itself for a scale of 1.
 
         Raises:
             ValueError: a scale other than 1 of a likelihood without Gaussian noise of known variance.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(1.0).scaled(4.0).variance(torch.zeros(1, 1))
+            tensor([[0.2500]])
         """
         if isinstance(scale, (int, float)) and scale == 1:
             return self
@@ -193,7 +366,24 @@ class Likelihood(ABC):
         raise ValueError(f"a {self.name} likelihood has no noise to scale: leave likelihood_scale at 1")
 
     def whitened(self, outputs: Tensor, targets: Any) -> Tensor:
-        """Residuals in units of the noise, ``sqrt(w) (y - f) / sd``, where :attr:`has_noise_scale`."""
+        """Residuals in units of the noise, ``sqrt(w) (y - f) / sd``.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`.
+
+        Returns:
+            Shaped like the targets.
+
+        Raises:
+            ValueError: a likelihood without :attr:`has_noise_scale`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(0.25).whitened(torch.zeros(1, 1), torch.ones(1, 1))
+            tensor([[2.]])
+        """
         raise ValueError(f"a {self.name} likelihood has no residuals in units of Gaussian noise")
 
     # What follows.
@@ -209,6 +399,11 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: another shape, an empty batch, or values such as NaN, -1 for a yes-or-no target or 3.5 for a count.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().require(torch.zeros(2, 3), torch.tensor([0, 2]))
         """
         if outputs.ndim == 0 or outputs.shape[0] == 0:
             raise ValueError(f"the {self.name} likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
@@ -239,7 +434,24 @@ class Likelihood(ABC):
             _checked = weakref.ref(self), weakref.ref(targets), what
 
     def losses(self, outputs: Tensor, targets: Any) -> Tensor:
-        """The weighted loss of every target, ``[B, *positions]``; see :meth:`nll`."""
+        """The weighted loss of every target; :meth:`nll` is its sum over a datum.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`.
+
+        Returns:
+            ``[B, *positions]``, in nats.
+
+        Raises:
+            ValueError: as :meth:`require`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().losses(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]))
+            tensor([[0.6931, 0.0000]])
+        """
         self._require_once(outputs, targets)
         weights = self.weights(targets)
         losses = self.smoothed(outputs, self.labels(targets))
@@ -280,6 +492,12 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: as :meth:`require`; a Hessian that is not positive semidefinite.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.categorical().root(torch.zeros(1, 2), torch.tensor([0])).diagonal()
+            tensor([[0.2500, 0.2500]])
         """
         if targets is None:
             return self.exact_root(outputs, None)
@@ -311,19 +529,45 @@ class Likelihood(ABC):
         return root.part(0, root.columns)
 
     def gradient(self, outputs: Tensor, targets: Any) -> Tensor:
-        """Return ``d nll / d outputs``, ``[B, *event]``.
+        """The gradient of :meth:`nll` in the outputs.
 
         Args:
             outputs: ``[B, *event]``.
             targets: as for :meth:`nll`.
 
+        Returns:
+            ``[B, *event]``.
+
         Raises:
             ValueError: as :meth:`require`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().gradient(torch.zeros(2), torch.tensor([0.0, 1.0]))
+            tensor([ 0.5000, -0.5000])
         """
         return slope(lambda f: self.nll(f, targets).sum(), outputs)
 
     def empirical_factors(self, outputs: Tensor, targets: Any) -> Tensor:
-        """Return the empirical Fisher's single factor, ``[1, B, *event]``, from the arguments of :meth:`gradient`."""
+        """The empirical Fisher's single factor: the gradient at the observed targets.
+
+        Args:
+            outputs: ``[B, *event]``.
+            targets: as for :meth:`nll`.
+
+        Returns:
+            ``[1, B, *event]``.
+
+        Raises:
+            ValueError: as :meth:`require`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().empirical_factors(torch.zeros(2), torch.tensor([0.0, 1.0]))
+            tensor([[ 0.5000, -0.5000]])
+        """
         return self.gradient(outputs, targets)[None]
 
     def sampled_factors(
@@ -342,6 +586,12 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: a custom likelihood that cannot draw.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().sampled_factors(torch.zeros(4), torch.zeros(4), samples=1).abs()
+            tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
         """
         scale = self._root_weights(outputs, targets)
         draws = []
@@ -364,15 +614,30 @@ class Likelihood(ABC):
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
-            >>> foretold = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
-            >>> foretold.variance, foretold.quantile(0.975)
+            >>> predictive = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> predictive.variance, predictive.quantile(0.975)
             (tensor([[1.]]), tensor([[1.9600]]))
         """
         nodes, log_weights = self.nodes(mean, covariance)
         return Predictive(self, nodes, log_weights)
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[S, N, *event]`` and log weights ``[S]`` that stand for Gaussian outputs."""
+        """Points that stand for Gaussian outputs: of one output a target a quadrature, of several a rule of their own.
+
+        Args:
+            mean: of the outputs, ``[N, *event]``.
+            covariance: of one datum's E outputs, ``[N, E, E]``.
+
+        Returns:
+            Outputs ``[S, N, *event]`` and log weights ``[S]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> nodes, log_weights = likelihoods.poisson().nodes(torch.ones(1, 1), torch.full((1, 1, 1), 0.25))
+            >>> (log_weights.exp() @ nodes[:, 0, 0]).item(), (log_weights.exp() @ (nodes[:, 0, 0] - 1) ** 2).item()
+            (1.0, 0.25)
+        """
         grouping = self.grouping(mean.shape[1:])
         m, s = grouping.split(mean), grouping.blocks(covariance)
         points = self._points(mean, s) if grouping.width == 1 else 0
@@ -392,6 +657,12 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: another method.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.bernoulli().expected_mean(torch.zeros(1, 1), torch.ones(1, 1, 1))
+            tensor([[0.5000]])
         """
         if method not in (None, *self.methods):
             raise ValueError(
@@ -422,6 +693,13 @@ class Likelihood(ABC):
 
         Raises:
             ValueError: a likelihood whose targets have several outputs, or no known mean.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> line = likelihoods.poisson().straight_line(torch.zeros(1, 1), torch.tensor([2.0]), torch.eye(1)[None])
+            >>> [part.shape for part in line]
+            [torch.Size([1, 1, 1]), torch.Size([1, 1]), torch.Size([1])]
         """
         z, w = (x.to(outputs) for x in fine_grid())
         m, deviation = outputs[:, 0], covariance[:, 0, 0].clamp_min(FLOOR).sqrt()
@@ -480,13 +758,40 @@ class Grouping(NamedTuple):
     order: Tensor | None = None
 
     def split(self, outputs: Tensor) -> Tensor:
-        """``[*lead, *event]`` to ``[*lead, *positions, width]``, for one leading axis."""
+        """Gather the outputs of each target.
+
+        Args:
+            outputs: ``[B, *event]``.
+
+        Returns:
+            ``[B, *positions, width]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.likelihoods import Grouping
+            >>> Grouping((2,), 2).split(torch.arange(4)[None])
+            tensor([[[0, 1],
+                     [2, 3]]])
+        """
         flat = outputs.reshape(outputs.shape[0], -1)
         flat = flat if self.order is None else flat[:, self.order.to(flat.device)]
         return flat.reshape(outputs.shape[0], *self.positions, self.width)
 
     def blocks(self, covariance: Tensor) -> Tensor:
-        """The covariance of each target's own outputs, ``[N, *positions, width, width]``, of ``[N, E, E]``."""
+        """The covariance of each target's own outputs.
+
+        Args:
+            covariance: of all E outputs of a datum, ``[N, E, E]``.
+
+        Returns:
+            ``[N, *positions, width, width]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.likelihoods import Grouping
+            >>> Grouping((2,), 1).blocks(torch.tensor([[[1.0, 0.5], [0.5, 2.0]]])).flatten()
+            tensor([1., 2.])
+        """
         n, entries = covariance.shape[:2]
         index = (
             torch.arange(entries, device=covariance.device) if self.order is None else self.order.to(covariance.device)
@@ -496,14 +801,42 @@ class Grouping(NamedTuple):
         return out.reshape(n, *self.positions, self.width, self.width)
 
     def join(self, groups: Tensor, event: Sequence[int]) -> Tensor:
-        """``[*lead, *positions, width]`` to ``[*lead, *event]``."""
+        """Undo :meth:`split`, for any leading axes.
+
+        Args:
+            groups: ``[*lead, *positions, width]``.
+            event: the shape of one datum's outputs.
+
+        Returns:
+            ``[*lead, *event]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.likelihoods import Grouping
+            >>> Grouping((2,), 2).join(torch.tensor([[[0, 1], [2, 3]]]), (4,))
+            tensor([[0, 1, 2, 3]])
+        """
         lead = groups.shape[: groups.ndim - 1 - len(self.positions)]
         flat = groups.reshape(*lead, -1)
         flat = flat if self.order is None else flat[..., self.order.argsort().to(flat.device)]
         return flat.reshape(*lead, *event)
 
     def over_outputs(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Numbers of targets ``[B, *positions]`` at each of their outputs, ``[B, *event]``."""
+        """Repeat a number of each target at each of its outputs.
+
+        Args:
+            values: ``[B, *positions]``.
+            shape: of the outputs, ``[B, *event]``.
+
+        Returns:
+            ``[B, *event]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.likelihoods import Grouping
+            >>> Grouping((2,), 2).over_outputs(torch.tensor([[5, 6]]), torch.Size([1, 4]))
+            tensor([[5, 5, 6, 6]])
+        """
         return self.join(values[..., None].expand(*values.shape, self.width), shape[1:])
 
 

@@ -45,11 +45,18 @@ class Predictive:
 
     Made by :meth:`bayesopt_chain.likelihoods.Likelihood.predictive`.
 
+    Attributes:
+        likelihood: of a target given the outputs at a node.
+        outputs: the nodes, ``[S, N, *event]``.
+        log_weights: of the nodes, ``[S]``; their exponentials sum to 1.
+        of: the likelihood whose targets these are, which knows their weights.
+        noise: ``E Var[y | f]``, the part of the variance that no data remove, shaped like the mean.
+
     Example:
         >>> import torch
         >>> from bayesopt_chain import likelihoods
-        >>> foretold = likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
-        >>> foretold.mean, foretold.variance  # exp(1/4), and that plus exp(1/2) (exp(1/2) - 1)
+        >>> predictive = likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+        >>> predictive.mean, predictive.variance  # exp(1/4), and that plus exp(1/2) (exp(1/2) - 1)
         (tensor([[1.2840]]), tensor([[2.3536]]))
     """
 
@@ -67,7 +74,21 @@ class Predictive:
         self.of = likelihood if of is None else of  # whose targets these are: their weights, labels and checks
 
     def average(self, values: Tensor) -> Tensor:
-        """``sum_s w_s values_s`` of ``[S, *]``."""
+        """The weighted mean over the nodes, ``sum_s w_s values_s``.
+
+        Args:
+            values: ``[S, *]``.
+
+        Returns:
+            ``[*]``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> predictive = likelihoods.poisson().predictive(torch.ones(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> predictive.average(predictive.outputs)
+            tensor([[1.]])
+        """
         return torch.tensordot(self.log_weights.to(values.dtype).exp(), values, dims=1)
 
     @property
@@ -91,14 +112,43 @@ class Predictive:
         return self.average(self.likelihood.variance(self.outputs))
 
     def log_prob(self, targets: Any) -> Tensor:
-        """The log density of targets, ``[N, *positions]``, in nats, times their weights."""
+        """The log density of targets.
+
+        Args:
+            targets: as the likelihood takes them, ``[N, *positions]``.
+
+        Returns:
+            ``[N, *positions]``, in nats, times the targets' weights; differentiable.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).log_prob(torch.zeros(1, 1))
+            tensor([[-0.9189]])
+        """
         labels, weights = self.of.labels(targets), self.of.weights(targets)
         each = self.likelihood.log_prob(self.outputs, labels)
         logs = (each + self.log_weights.to(each).reshape(-1, *[1] * (each.ndim - 1))).logsumexp(0)
         return logs if weights is None else logs * weights.to(logs.dtype)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """``P(y <= value)``, for values shaped like the targets."""
+        """The distribution function of a new target, ``P(y <= value)``.
+
+        Args:
+            values: in the targets' units, shaped like the targets, ``[N, *positions]``.
+
+        Returns:
+            Probabilities, like the values.
+
+        Raises:
+            ValueError: a likelihood without ``cdf``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).cdf(torch.zeros(1, 1))
+            tensor([[0.5000]])
+        """
         return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype))
 
     @torch.no_grad()
@@ -113,6 +163,12 @@ class Predictive:
 
         Raises:
             ValueError: a level out of range; targets without an order, such as classes; a likelihood without ``cdf``.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
+            tensor([[2.]])
         """
         if not 0 < level < 1:
             raise ValueError(f"quantile: level must lie between 0 and 1, got {level}")
@@ -133,13 +189,23 @@ class Predictive:
         return (low + high) / 2
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """The central interval that holds a target with probability ``level`` (of counts: at least), as ``(low, high)``.
+        """The central interval that holds a target with probability ``level`` (of counts: at least).
 
         Args:
             level: between 0 and 1. Default 0.9.
 
+        Returns:
+            ``(low, high)``, each ``[N, *positions]``, in the targets' units.
+
         Raises:
             ValueError: as :meth:`quantile`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> predictive = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> predictive.interval(0.95)
+            (tensor([[-1.9600]]), tensor([[1.9600]]))
         """
         if not 0 < level < 1:
             raise ValueError(f"interval: level must lie between 0 and 1, got {level}")
@@ -159,6 +225,13 @@ class Predictive:
 
         Raises:
             ValueError: targets without an order, such as classes; a likelihood without ``cdf``; counts beyond a million.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> predictive = likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5))
+            >>> predictive.crps(torch.zeros(1, 1))  # (sqrt(2) - 1) / sqrt(pi)
+            tensor([[0.2337]])
         """
         support = self._ordered("crps")
         labels, weights = self.of.labels(targets), self.of.weights(targets)

@@ -45,18 +45,61 @@ class OutputRoot(ABC):
 
     @abstractmethod
     def part(self, start: int, stop: int) -> Tensor:
-        """Return the columns from ``start`` up to ``stop``, ``[stop - start, b, *event]``."""
+        """Make some of the columns.
+
+        Args:
+            start: the first.
+            stop: one behind the last.
+
+        Returns:
+            ``[stop - start, b, *event]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.likelihoods.gaussian(0.25).root(torch.zeros(1, 2), torch.zeros(1, 2)).part(1, 2)
+            tensor([[[0., 2.]]])
+        """
 
     @abstractmethod
     def combine(self, weights: Tensor) -> Tensor:
-        """Return ``sum_k w_kb s_kb``, ``[b, *event]``, for weights ``[b, K]``."""
+        """Add up the columns with weights, ``sum_k w_kb s_kb``, without holding them.
+
+        Args:
+            weights: ``[b, K]``.
+
+        Returns:
+            ``[b, *event]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> root = bc.likelihoods.gaussian(0.25).root(torch.zeros(1, 2), torch.zeros(1, 2))
+            >>> root.combine(torch.tensor([[1.0, -1.0]]))
+            tensor([[ 2., -2.]])
+        """
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """Return the diagonal of ``S S^T``, ``[b, *event]``."""
+        """The diagonal of ``S S^T``.
+
+        Returns:
+            ``[b, *event]``.
+        """
 
     def scaled(self, scale: Tensor) -> OutputRoot:
-        """The root whose columns are multiplied by ``scale``, ``[b, *event]``, constant over the entries of one target."""
+        """The root of a weighted Hessian: its columns multiplied.
+
+        Args:
+            scale: the square roots of the weights, ``[b, *event]``, constant over the entries of one target.
+
+        Returns:
+            A new root.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> root = bc.likelihoods.gaussian(0.25).root(torch.zeros(1, 2), torch.zeros(1, 2))
+            >>> root.scaled(torch.full((1, 2), 3.0)).diagonal()
+            tensor([[36., 36.]])
+        """
         return Scaled(self, scale, self.separates_positions)
 
 

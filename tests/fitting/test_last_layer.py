@@ -67,7 +67,7 @@ def test_the_last_layer_is_the_one_whose_output_reaches_the_output(name):
     assert {n.rpartition(".")[0] for n in fitted.posterior.mean} == layers
     by_name = bc.fit_laplace(net, bc.likelihoods.gaussian(0.3), [(x, y)], subset=sorted(layers), **options)
     at = 5 * torch.ones(1, 2)
-    torch.testing.assert_close(fitted.foretold(at).outputs.covariance, by_name.foretold(at).outputs.covariance)
+    torch.testing.assert_close(fitted.predictive(at).outputs.covariance, by_name.predictive(at).outputs.covariance)
 
 
 def test_what_has_no_last_layer_is_refused_by_name():

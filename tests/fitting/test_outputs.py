@@ -61,7 +61,7 @@ def test_joint_outputs_are_the_jacobians_and_have_exact_derivatives(structure, s
     torch.testing.assert_close(got.covariance, wanted, rtol=1e-9, atol=1e-11)
     blocks = torch.stack([wanted[2 * n : 2 * n + 2, 2 * n : 2 * n + 2] for n in range(3)])
     torch.testing.assert_close(fit.outputs(x).covariance, blocks, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(fit.foretold(x).outputs.covariance, blocks, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(fit.predictive(x).outputs.covariance, blocks, rtol=1e-9, atol=1e-11)
     for joint in (True, False):
         for part in (0, 1):
             value = lambda z: fit.outputs(z, joint=joint)[part]  # noqa: B023, E731
@@ -95,7 +95,7 @@ def test_predictions_have_derivatives_in_the_inputs(method):
 @pytest.mark.parametrize("question", ["mean", "variance", "noise"])
 def test_moments_of_new_targets_have_derivatives_too(question):
     fit, x = fitted("dense", "all"), torch.randn(2, 3)
-    value = lambda z: getattr(fit.foretold(z), question) + 0 * z[:, :1]  # noqa: E731
+    value = lambda z: getattr(fit.predictive(z), question) + 0 * z[:, :1]  # noqa: E731
     torch.testing.assert_close(
         torch.autograd.functional.jacobian(value, x), differences(value, x), rtol=1e-8, atol=1e-8
     )
@@ -130,10 +130,10 @@ def test_a_fit_is_saved_loaded_and_pickled(structure, subset, tmp_path):
     other = fitted(structure, subset)  # another module, other data
     restored = other.load_state_dict(bc.load(tmp_path / "fit.safetensors", like=other.state_dict()))
     data = [(torch.randn(5, 3), torch.randn(5, 2))]
-    assert torch.equal(twin.foretold(x).variance, first.foretold(x).variance)
+    assert torch.equal(twin.predictive(x).variance, first.predictive(x).variance)
     torch.testing.assert_close(twin.refit(data).log_evidence, first.refit(data).log_evidence)
     if subset == "all":
-        torch.testing.assert_close(restored.foretold(x).variance, first.foretold(x).variance)
+        torch.testing.assert_close(restored.predictive(x).variance, first.predictive(x).variance)
         torch.testing.assert_close(restored.refit(data).log_evidence, first.refit(data).log_evidence)
     torch.testing.assert_close(restored.log_evidence, first.log_evidence)
     assert not torch.equal(restored.log_evidence, other.log_evidence)

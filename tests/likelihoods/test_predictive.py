@@ -43,23 +43,23 @@ def fine():
 def test_density_and_moments_are_integrals_over_the_outputs(name):
     """To 1e-7, for targets drawn from the likelihood."""
     likelihood, (f, w) = ONE_OUTPUT[name], fine()
-    foretold = likelihood.predictive(MEAN, COVARIANCE)
+    predictive = likelihood.predictive(MEAN, COVARIANCE)
     means, spreads = (x.movedim(1, -1) @ w for x in (likelihood.mean(f), likelihood.variance(f)))
     around = (likelihood.mean(f).movedim(1, -1) - means[..., None]).square() @ w
-    torch.testing.assert_close(foretold.mean.reshape(means.shape), means, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(foretold.variance.reshape(means.shape), spreads + around, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(foretold.noise.reshape(means.shape), spreads, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(predictive.mean.reshape(means.shape), means, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(predictive.variance.reshape(means.shape), spreads + around, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(predictive.noise.reshape(means.shape), spreads, rtol=1e-7, atol=1e-9)
     y = likelihood.draw(MEAN, torch.Generator().manual_seed(3))
     wanted = (likelihood.log_prob(f, y.expand_as(f)) + w.log()).logsumexp(-1)
-    torch.testing.assert_close(foretold.log_prob(y)[:, 0], wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(predictive.log_prob(y)[:, 0], wanted, rtol=1e-9, atol=1e-9)
 
 
 @one_output
 def test_quantiles_invert_the_distribution_function(name):
     likelihood, (f, w) = ONE_OUTPUT[name], fine()
-    foretold = likelihood.predictive(MEAN, COVARIANCE)
+    predictive = likelihood.predictive(MEAN, COVARIANCE)
     for level in (0.05, 0.5, 0.95):
-        y = foretold.quantile(level)
+        y = predictive.quantile(level)
         known = likelihood.support_at(f) if name == "gamma" else likelihood.support
         below = (likelihood.cdf(f[:, ::50], y.expand_as(f[:, ::50])) @ w[::50])[:, None] * 50
         if known.is_discrete:
@@ -67,31 +67,31 @@ def test_quantiles_invert_the_distribution_function(name):
             assert (below >= level).all() and (less < level).all()
         else:
             torch.testing.assert_close(below, torch.full_like(below, level), rtol=1e-7, atol=1e-8)
-    low, high = foretold.interval(0.9)
-    torch.testing.assert_close((low, high), (foretold.quantile(0.05), foretold.quantile(0.95)))
+    low, high = predictive.interval(0.9)
+    torch.testing.assert_close((low, high), (predictive.quantile(0.05), predictive.quantile(0.95)))
 
 
 @one_output
 def test_scores_are_integrals_of_the_squared_distance_of_distribution_functions(name):
     """Against the trapezoidal rule on 401 points, which errs at the target by its spacing (a sum for counts, to 1e-6)."""
     likelihood = ONE_OUTPUT[name]
-    foretold = likelihood.predictive(MEAN[:1], COVARIANCE[:1])
+    predictive = likelihood.predictive(MEAN[:1], COVARIANCE[:1])
     y = likelihood.draw(MEAN[:1], torch.Generator().manual_seed(4)).double()
     is_discrete = name in ("bernoulli", "poisson", "negative_binomial", "ordinal")
     ends = {"beta": (0, 1), "gamma": (0, 60), "gaussian": (-8, 8), "student_t": (-40, 40)}.get(name)
     grid = torch.arange(0.0, 90) if is_discrete else torch.linspace(*ends, 401)
-    squares = torch.stack([(foretold.cdf(x.reshape(1, 1)) - (x >= y).double()).square().squeeze() for x in grid])
+    squares = torch.stack([(predictive.cdf(x.reshape(1, 1)) - (x >= y).double()).square().squeeze() for x in grid])
     wanted = squares.sum() if is_discrete else torch.trapezoid(squares, grid)
-    assert abs(foretold.crps(y).item() - wanted.item()) < (1e-5 if is_discrete else grid[1] - grid[0])
+    assert abs(predictive.crps(y).item() - wanted.item()) < (1e-5 if is_discrete else grid[1] - grid[0])
 
 
 def test_the_score_of_a_gaussian_is_its_closed_form():
     """Gneiting and Raftery (2007), equation 21; standard deviation 2, standardised targets 0 and 1.5."""
-    foretold = likelihoods.gaussian(1.0).predictive(torch.zeros(2, 1), torch.full((2, 1, 1), 3.0))
+    predictive = likelihoods.gaussian(1.0).predictive(torch.zeros(2, 1), torch.full((2, 1, 1), 3.0))
     z = torch.tensor([0.0, 1.5])
     phi, cdf = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi), torch.special.ndtr(z)
     wanted = 2 * (z * (2 * cdf - 1) + 2 * phi - 1 / math.sqrt(math.pi))
-    torch.testing.assert_close(foretold.crps(2 * z[:, None])[:, 0], wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(predictive.crps(2 * z[:, None])[:, 0], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_learned_variance_is_integrated_with_its_mean():
@@ -99,7 +99,7 @@ def test_a_learned_variance_is_integrated_with_its_mean():
     mean, root = torch.randn(3, 4), torch.randn(3, 4, 4)
     covariance = root @ root.mT / 4
     likelihood, y = likelihoods.gaussian("learned"), torch.randn(3, 2)
-    foretold = likelihood.predictive(mean, covariance)
+    predictive = likelihood.predictive(mean, covariance)
     z = torch.linspace(-8.5, 8.5, 301)
     w = torch.exp(-z.square() / 2)
     pairs, weights = torch.cartesian_prod(z, z), (w[:, None] * w).reshape(-1) / w.sum() ** 2
@@ -111,10 +111,10 @@ def test_a_learned_variance_is_integrated_with_its_mean():
             density = weights @ (-(y[n, c] - f[:, 0]).square() / (2 * f[:, 1].exp())).exp().div(
                 (2 * math.pi * f[:, 1].exp()).sqrt()
             )
-            assert math.isclose(foretold.log_prob(y)[n, c].item(), density.log().item(), rel_tol=1e-8, abs_tol=1e-8)
+            assert math.isclose(predictive.log_prob(y)[n, c].item(), density.log().item(), rel_tol=1e-8, abs_tol=1e-8)
             variance = covariance[n, c, c] + (mean[n, c + 2] + covariance[n, c + 2, c + 2] / 2).exp()
-            assert math.isclose(foretold.variance[n, c].item(), variance.item(), rel_tol=1e-8)
-            assert math.isclose(foretold.noise[n, c].item(), (variance - covariance[n, c, c]).item(), rel_tol=1e-8)
+            assert math.isclose(predictive.variance[n, c].item(), variance.item(), rel_tol=1e-8)
+            assert math.isclose(predictive.noise[n, c].item(), (variance - covariance[n, c, c]).item(), rel_tol=1e-8)
 
 
 @pytest.mark.parametrize("classes, deviation", [(3, 3.0), (10, 1.0), (100, 3.0)])
@@ -166,8 +166,8 @@ def test_a_custom_loss_has_a_predictive_density():
 
 
 def test_classes_have_no_quantiles():
-    foretold = likelihoods.categorical().predictive(torch.zeros(1, 3), torch.eye(3)[None])
-    for question in (lambda: foretold.quantile(0.5), lambda: foretold.crps(torch.tensor([0]))):
+    predictive = likelihoods.categorical().predictive(torch.zeros(1, 3), torch.eye(3)[None])
+    for question in (lambda: predictive.quantile(0.5), lambda: predictive.crps(torch.tensor([0]))):
         with pytest.raises(ValueError, match="have no order"):
             question()
     with pytest.raises(ValueError, match="between 0 and 1"):

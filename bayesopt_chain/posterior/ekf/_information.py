@@ -77,7 +77,7 @@ class Information(NamedTuple):
         force: like the leaves; ``None`` for Gaussian innovations.
         count: the number of data, 0-d.
         log_likelihood: at the mean, in nats; ``None`` where it was not given.
-        foretold: the log probability of the targets under the filter's prediction, where it is known directly.
+        log_predictive: the log probability of the targets under the filter's prediction, where it is known directly.
     """
 
     rows: list[Tensor]
@@ -85,7 +85,7 @@ class Information(NamedTuple):
     force: list[Tensor] | None
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     log_likelihood: Tensor | None
-    foretold: Tensor | None = None
+    log_predictive: Tensor | None = None
 
 
 def observe(
@@ -251,9 +251,9 @@ def information(
         ValueError: none given, one over other parameters, or an indefinite one.
         TypeError: a structure without rows.
     """
-    innovation, force, foretold, log_likelihood = None, None, None, None
+    innovation, force, log_predictive, log_likelihood = None, None, None, None
     if isinstance(increment, Unlinearised):
-        rows, innovation, foretold = _linearised(increment, leaves, who, solve)
+        rows, innovation, log_predictive = _linearised(increment, leaves, who, solve)
     elif isinstance(increment, Observation):
         rows, innovation, log_likelihood = increment.rows, increment.innovation, increment.log_likelihood
         force = None if increment.force is None else optree.tree_leaves(increment.force)
@@ -267,7 +267,7 @@ def information(
             "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
     flat = _require_over(rows, leaves, who)
-    return Information(flat, innovation, force, increment.count, log_likelihood, foretold)
+    return Information(flat, innovation, force, increment.count, log_likelihood, log_predictive)
 
 
 def _linearised(
@@ -281,15 +281,19 @@ def _linearised(
         a, b = (x.reshape(groups, size, -1).to(torch.float64) for x in (j, moved))
         spread = spread + a @ b.mT
     line = increment.likelihood.straight_line
-    slope, innovation, foretold = line(increment.outputs.to(torch.float64), increment.targets, spread)
+    slope, innovation, log_predictive = line(increment.outputs.to(torch.float64), increment.targets, spread)
     if increment.weights is not None:
         weights = increment.weights.to(torch.float64)
         root = weights.sqrt()
-        slope, innovation, foretold = slope * root[:, None, None], innovation * root[:, None], foretold * weights
+        slope, innovation, log_predictive = (
+            slope * root[:, None, None],
+            innovation * root[:, None],
+            log_predictive * weights,
+        )
     kept = slope.shape[1]
     rows = [(slope.to(j.dtype) @ j.reshape(groups, size, -1)).reshape(groups * kept, *j.shape[1:]) for j in jacobian]
     tree = optree.tree_unflatten(optree.tree_structure(increment.jacobian), rows)
-    return tree, innovation.reshape(-1).to(increment.outputs.dtype), foretold.sum()
+    return tree, innovation.reshape(-1).to(increment.outputs.dtype), log_predictive.sum()
 
 
 def _require_over(rows: Tree, leaves: list[Tensor], who: str) -> list[Tensor]:

@@ -209,9 +209,9 @@ def evidence(
     batch: Information, lr: float | Tensor, growth: Tensor, misfit: Tensor
 ) -> tuple[float | Tensor, float | Tensor]:
     """What a batch adds to the log evidence, and how many data are scored by that."""
-    if batch.foretold is not None:
+    if batch.log_predictive is not None:
         known = torch.as_tensor(lr == 1, device=batch.count.device)
-        return torch.where(known, batch.foretold, 0.0), torch.where(known, batch.count, 0.0)
+        return torch.where(known, batch.log_predictive, 0.0), torch.where(known, batch.count, 0.0)
     if batch.log_likelihood is None:
         return 0.0, 0.0
     gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)

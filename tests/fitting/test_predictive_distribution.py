@@ -46,7 +46,7 @@ def test_validation_scores_targets_and_not_outputs_at_the_mode(name):
     fitted = bc.fit_laplace(module, likelihood, train, tune="validation", validation=[held])
     scores = {}
     for prior in CANDIDATES:
-        one = bc.fit_laplace(module, likelihood, train, tune=None, prior_precision=prior).foretold(held[0])
+        one = bc.fit_laplace(module, likelihood, train, tune=None, prior_precision=prior).predictive(held[0])
         drawn = torch.distributions.MultivariateNormal(
             one.outputs.mean, one.outputs.covariance + 1e-12 * torch.eye(one.outputs.mean.shape[1])
         ).sample((4000,))
@@ -62,12 +62,12 @@ def test_the_variance_is_a_new_targets(name):
     """Against 200,000 draws of targets, whose variance has a relative standard error below 2 % here (heavy tails: Student's
     with 3 degrees of freedom are left to the quadrature's own test)."""
     module, x, y, likelihood = noisy(name)
-    foretold = bc.fit_laplace(module, likelihood, [(x, y)], tune=None, prior_precision=3.0).foretold(x[:3])
+    predictive = bc.fit_laplace(module, likelihood, [(x, y)], tune=None, prior_precision=3.0).predictive(x[:3])
     if name != "student":
-        drawn = foretold.sample(200_000, generator=torch.Generator().manual_seed(1))
-        torch.testing.assert_close(foretold.variance, drawn.var(0), rtol=0.12, atol=0)
-        torch.testing.assert_close(foretold.mean, drawn.mean(0), rtol=0.05, atol=0.02)
-    assert (foretold.noise > 0).all() and (foretold.noise <= foretold.variance).all()
+        drawn = predictive.sample(200_000, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(predictive.variance, drawn.var(0), rtol=0.12, atol=0)
+        torch.testing.assert_close(predictive.mean, drawn.mean(0), rtol=0.05, atol=0.02)
+    assert (predictive.noise > 0).all() and (predictive.noise <= predictive.variance).all()
 
 
 def tokens():
@@ -91,7 +91,7 @@ def test_tokens_are_predicted_and_validated_position_by_position():
         torch.testing.assert_close(fitted.predict(ids, method=method).reshape(-1, 4), rule(mean, covariance))
     assert fitted.predict(ids, method="bridge").shape == (12, 3, 4)
     assert fitted.predict(ids, method="mc", samples=3).shape == (12, 3, 4)
-    logs = fitted.foretold(ids).log_prob(labels)
+    logs = fitted.predictive(ids).log_prob(labels)
     assert logs.shape == (12, 3) and not logs[:, 2].any()
     tuned = bc.fit_laplace(module, likelihood, [(ids, labels)], tune="validation", validation=[(ids, labels)])
     assert tuned.prior_precision in CANDIDATES
@@ -109,11 +109,11 @@ def test_a_pair_and_a_mapping_are_one_batch():
 def test_scores_and_intervals_come_through_a_fit():
     module, x, y = regression()
     fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, y)])
-    foretold = fitted.foretold(x)
-    normal = torch.distributions.Normal(foretold.mean, foretold.variance.sqrt())
-    torch.testing.assert_close(foretold.log_prob(y), normal.log_prob(y))
-    torch.testing.assert_close(foretold.quantile(0.9), normal.icdf(torch.tensor(0.9)), rtol=1e-9, atol=1e-9)
-    variance = foretold.outputs.covariance[..., 0] + 1 / fitted.likelihood_scale
-    torch.testing.assert_close(foretold.variance, variance)
-    low, high = foretold.interval(0.5)
-    assert (low < foretold.mean).all() and (foretold.mean < high).all() and foretold.crps(y).shape == y.shape
+    predictive = fitted.predictive(x)
+    normal = torch.distributions.Normal(predictive.mean, predictive.variance.sqrt())
+    torch.testing.assert_close(predictive.log_prob(y), normal.log_prob(y))
+    torch.testing.assert_close(predictive.quantile(0.9), normal.icdf(torch.tensor(0.9)), rtol=1e-9, atol=1e-9)
+    variance = predictive.outputs.covariance[..., 0] + 1 / fitted.likelihood_scale
+    torch.testing.assert_close(predictive.variance, variance)
+    low, high = predictive.interval(0.5)
+    assert (low < predictive.mean).all() and (predictive.mean < high).all() and predictive.crps(y).shape == y.shape
