@@ -1,10 +1,10 @@
 # Two commands: `make demo` and `make test`. Each builds its own virtual environment on a machine that has only Python.
-# Beside them: `make quick` (two minutes), `make lint`, `make types`, `make processors`, `make clean`.
+# Beside them: `make quick` (two minutes), `make lint`, `make types`, `make processors`, `make package`, `make clean`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo example test quick docs lint types processors clean
+.PHONY: demo example test quick docs lint types processors package clean
 
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -38,6 +38,13 @@ types: $(VENV)/.installed
 # The suite with the kernels of other processors, with one thread and with two. PYTEST_ARGS narrows it down.
 processors: $(VENV)/.installed
 	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
+
+# The wheel and the source archive, checked; `python -m tests.release` says what is left to do before they are uploaded.
+package: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/pyroma --min 10 .
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
