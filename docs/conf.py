@@ -51,6 +51,7 @@ TITLES = {
     "links": "Links",
     "samplers": "Samplers",
     "optim": "torch.optim classes",
+    "plot": "Pictures",
     "meta": "Differentiable optimizers",
     "gradients": "Gradient estimators",
     "vi": "Variational inference",

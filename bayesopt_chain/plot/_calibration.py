@@ -1,0 +1,125 @@
+r"""Whether probabilities come true.
+
+Classes, in ``bins`` of equal width of the largest probability: the mean of that probability against the share of data for
+which the class was right (DeGroot and Fienberg, 1983). Targets on the line: for every level ``p`` the share of data inside
+the central interval of probability ``p``, which is the share of data with ``|2 F(y) - 1| <= p``, where ``F`` is the
+prediction's distribution function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain.plot._axes import axes_or_new, plain
+
+
+def reliability(
+    probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
+) -> Any:
+    """How often the predicted class is right, against how sure the prediction was; on the diagonal it is calibrated.
+
+    Args:
+        probabilities: of the classes, ``[N, C]``; rows add up to 1.
+        targets: class numbers, int64 ``[N]``.
+        bins: of confidence, of equal width; empty ones are left out. The size of a dot is the share of data in its bin.
+        label: for the legend; the expected calibration error is written behind it.
+        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare methods.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes.
+        ValueError: shapes that do not belong together, rows that are no probabilities, fewer than one bin.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import plot
+        >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> plot.reliability(p, torch.tensor([0, 1, 1]), label="network").get_legend_handles_labels()[1]
+        ['calibrated', 'network (ECE 0.300)']
+    """
+    if probabilities.ndim != 2 or targets.shape != probabilities.shape[:1] or not len(targets):
+        raise ValueError(
+            f"plot.reliability: expected probabilities [N, C] and targets [N], got {tuple(probabilities.shape)} and "
+            f"{tuple(targets.shape)}"
+        )
+    if not (probabilities >= 0).all() or not (probabilities.sum(-1) - 1).abs().max() < 1e-3:
+        raise ValueError(
+            "plot.reliability: rows of probabilities must be at least 0 and add up to 1; pass softmax values"
+        )
+    if bins < 1:
+        raise ValueError(f"plot.reliability: bins must be at least 1, got {bins}")
+    confidence, predicted = probabilities.double().max(-1)
+    right = (predicted == targets).double()
+    which = (confidence * bins).long().clamp(max=bins - 1)
+    counts = torch.zeros(bins, dtype=torch.float64, device=which.device).index_add(0, which, torch.ones_like(right))
+    sure, correct = (counts.new_zeros(bins).index_add(0, which, x)[counts > 0] for x in (confidence, right))
+    counts = counts[counts > 0]
+    sure, correct = sure / counts, correct / counts
+    error = float((counts * (sure - correct).abs()).sum() / counts.sum())
+
+    ax = axes_or_new("reliability", ax)
+    _diagonal(ax, "confidence", "share that is right")
+    named = f"{label} (ECE {error:.3f})" if label else f"ECE {error:.3f}"
+    (line,) = ax.plot(plain(sure), plain(correct), label=named)
+    ax.scatter(plain(sure), plain(correct), s=plain(200 * counts / counts.sum() + 4), color=line.get_color())
+    ax.legend()
+    return ax
+
+
+def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: Any = None) -> Any:
+    """The share of targets inside the central intervals, for every level; on the diagonal the prediction is calibrated.
+
+    Below the diagonal intervals are too narrow, above it too wide.
+
+    Args:
+        prediction: with ``cdf(targets)``, the probability of a smaller target, such as that of ``fitted.predict``. Of
+            targets on the line: of counts, intervals are wider than their level.
+        targets: of the shape of the prediction's mean; all elements count alike.
+        label: for the legend.
+        ax: matplotlib axes (default: a new figure). Call again with the same axes to compare methods.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+        TypeError: ``ax`` is no axes.
+        ValueError: no targets, or NaN among the probabilities.
+
+    Example:
+        >>> import torch
+        >>> from bayesopt_chain import likelihoods, plot
+        >>> prediction = likelihoods.gaussian(1.0).predictive(torch.zeros(100, 1), torch.zeros(100, 1, 1))
+        >>> levels = torch.arange(0.5, 100)[:, None] / 100
+        >>> ax = plot.coverage(prediction, torch.special.ndtri(levels), label="exact")
+        >>> x, y = ax.lines[-1].get_data()
+        >>> bool(abs(x - y).max() < 0.02)
+        True
+    """
+    inside = (2 * prediction.cdf(targets) - 1).abs().reshape(-1).double()
+    if not len(inside) or inside.isnan().any():
+        raise ValueError(
+            f"plot.coverage: {'no targets' if not len(inside) else 'the prediction or the targets hold NaN'}"
+        )
+    needed = inside.sort().values
+    shares = torch.arange(1, len(needed) + 1, dtype=torch.float64) / len(needed)
+
+    ax = axes_or_new("coverage", ax)
+    _diagonal(ax, "probability of the interval", "share of targets inside")
+    ax.plot([0.0, *plain(needed)], [0.0, *plain(shares)], label=label, drawstyle="steps-post")
+    if label:
+        ax.legend()
+    return ax
+
+
+def _diagonal(ax: Any, x: str, y: str) -> None:
+    """The line of perfect calibration, once for each axes."""
+    if not ax.lines:
+        ax.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
+        ax.set(xlabel=x, ylabel=y, xlim=(0, 1), ylim=(0, 1.02))
