@@ -102,6 +102,12 @@ def is_fully_sharded(module: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
 
 
+def is_flattened(module: Any) -> bool:
+    """Whether a module, or one inside it, is a ``FullyShardedDataParallel`` (FSDP1)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
+
+
 def spec_of(x: Any) -> Any:
     """Mesh, placements and global shape of a DTensor."""
     return x._spec

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.tracing import is_traced, is_transformed
 
 Tree = Any
@@ -187,9 +188,16 @@ def inner(left: Tree, right: Tree, like: Tree) -> Tensor:
     """Return the inner products ``[*lead]`` of two trees like ``like``."""
     total: Any = 0
     for a, b, other in zip(*map(optree.tree_leaves, (left, right, like))):
-        product = a * b
-        total = total + (product.flatten(product.ndim - other.ndim).sum(-1) if other.ndim else product)
+        total = total + _summed(a * b, other.ndim)
     return total
+
+
+def _summed(x: Any, axes: int) -> Tensor:
+    """The sum over the last ``axes`` axes."""
+    if not axes:
+        return x
+    # a DTensor that is cut unevenly cannot be flattened
+    return x.sum(tuple(range(-axes, 0))) if is_dtensor(x) else x.flatten(x.ndim - axes).sum(-1)
 
 
 def spread(value: Any, like: Tree, name: str) -> list[Tensor]:

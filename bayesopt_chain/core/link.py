@@ -196,6 +196,13 @@ class LinkContext:
             out.append(x)
         return out
 
+    def spread(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of this rank's elements of the leaves that are present, laid out as these leaves are.
+
+        Where parameters are sharded they are DTensors, else the tensors themselves.
+        """
+        return list(leaves) if self.scope.shards is None else self.scope.shards.laid_out(self.present, leaves)
+
     def total(self, values: Sequence[Tensor]) -> Tensor:
         """The sum of 0-d ``values``, one for each leaf that is present; over all ranks where each holds a part of a leaf."""
         shards = self.scope.shards
@@ -207,6 +214,9 @@ class LinkContext:
             return self.scope.shards.count(self.present)
         shapes = dict(zip(self.index, self.scope.shapes))
         return sum([shapes[j].numel() for j in self.present])
+
+
+OnShards = Literal["refused", "elementwise", "tree"]
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,7 @@ class Traits:
         rescales: whether :meth:`Link.rescaled` reaches all that the link remembers, however many poles it has.
     """
 
-    on_shards: Literal["refused", "elementwise", "tree"] = "refused"
+    on_shards: OnShards = "refused"
     refusal_hint: str = ""
     needs_params: bool = False
     checks_gradients: bool = False

@@ -1,5 +1,6 @@
 """Curvature of any likelihood in any structure: estimators (``_estimators.py``), products and solvers."""
 
+from bayesopt_chain.curvature._backward import diagonal_by_backward
 from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
 from bayesopt_chain.curvature._log_density import LogDensity, of_log_density
@@ -23,6 +24,7 @@ __all__ = [
     "CGInfo",
     "LogDensity",
     "cg",
+    "diagonal_by_backward",
     "empirical_fisher",
     "entries",
     "fisher",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -44,6 +45,32 @@ def pieces_of(leaves: Sequence[Any]) -> Pieces:
 def local(x: Any) -> Any:
     """This rank's part of a DTensor; anything else as it is."""
     return local_of(x) if is_dtensor(x) else x
+
+
+def local_tree(tree: Any) -> Any:
+    """A tree with this rank's parts of its DTensors."""
+    return optree.tree_map(local, tree)
+
+
+class Part(NamedTuple):
+    """The elements of a leaf that are here, and how many the leaf has."""
+
+    runs: Runs
+    size: int
+
+    @staticmethod
+    def of(x: Any) -> Part:
+        """Of a DTensor."""
+        return Part(runs_of(x), x.numel())
+
+    def repeated(self, n: int) -> Runs:
+        """The elements that are here of ``n`` leaves like this, one after the other, numbered through."""
+        return _repeated(self.runs, self.size, n)
+
+
+@lru_cache(maxsize=4096)
+def _repeated(runs: Runs, size: int, n: int) -> Runs:
+    return tuple([(start + i * size, length) for i in range(n) for start, length in runs])
 
 
 class Sharding:
@@ -116,6 +143,8 @@ class Sharding:
             if x is None:
                 continue
             spec = self.specs[j]
+            if spec is not None and is_dtensor(x) and x.ndim == len(spec.shape) + 1:  # gradients at several draws
+                spec = stacked_spec(spec, x, 1)
             if came is not None and spec is not None:
                 if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
                     self.alike[j] = came
@@ -128,6 +157,11 @@ class Sharding:
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
         """Make DTensors of these local tensors, for links that take DTensors."""
         return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
+
+    def laid_out(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
+        """Make DTensors of these local tensors, which may have dtypes of their own."""
+        specs = [self.specs[j] for j in leaves]
+        return [x if x is None or s is None else dtensor_of(x, stacked_spec(s, x, 0)) for s, x in zip(specs, xs)]
 
     def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
         """This rank's parts of values given for these leaves: DTensors laid out likewise, or numbers for all elements.
@@ -174,6 +208,8 @@ class Sharding:
                 of: Any = noise[i].by_leaf if i in noise else dict.fromkeys(entry._fields, w)
                 fields = [self._memory(x, of.get(name, ()), leaves) for name, x in zip(entry._fields, entry)]
                 entry = self._agreed(type(entry)(*fields))
+            elif link.traits.samples:
+                entry = self._agreed(entry)
             out.append(entry)
         return out
 
@@ -194,10 +230,7 @@ class Sharding:
         """With the key of the first rank, on all ranks that hold parts."""
         if not hasattr(entry, "key"):
             return entry
-        key: Tensor = entry.key.clone()
-        for group in _groups([spec.mesh for spec in self.specs if spec is not None]):
-            dist.broadcast(key, group=group, group_src=0)
-        return entry._replace(key=key)
+        return entry._replace(key=_first(entry.key, [spec.mesh for spec in self.specs if spec is not None]))
 
 
 def _cut_over(spec: Any) -> tuple[Any, ...]:
@@ -307,6 +340,18 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
     for group in groups:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return least.to(torch.bool)
+
+
+def agreed_key(key: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """The first rank's key, on all ranks that hold parts of these leaves."""
+    return _first(key, [x.device_mesh for x in leaves if is_dtensor(x)])
+
+
+def _first(key: Tensor, meshes: Sequence[Any]) -> Tensor:
+    key = key.clone()
+    for group in _groups(meshes):
+        dist.broadcast(key, group=group, group_src=0)
+    return key
 
 
 def _groups(meshes: Sequence[Any]) -> list[Any]:

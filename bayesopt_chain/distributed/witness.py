@@ -169,7 +169,7 @@ class Witness:
             mine = [rank, _combined([c.key for c, _, _ in pulled]), _combined([b for _, _, b in pulled])]
             other = self._first(store, f"{top}/gradient/{name}", mine)
             if other[1] != mine[1] and other[2] != mine[2]:
-                return _TWO_KEYS.format(rank, other[0])
+                return _TWO_KEYS.format(*sorted([rank, other[0]]))
         return said
 
     def _first(self, store: Any, name: str, mine: list[Any]) -> Any:
@@ -187,12 +187,11 @@ class Witness:
             for place in mine.keys() & theirs.keys():
                 *held, count, name = mine[place]
                 *holds, counted, _ = theirs[place]
+                (a, few), (b, many) = sorted([(rank, count), (other, counted)])  # whoever came last says the same
                 if held != holds:
-                    return _SHARED.format(
-                        rank, other, name, f" after {count} and {counted} draws" if count != counted else ""
-                    )
-                if count != counted:
-                    return _COUNTS.format(rank, other, count, counted)
+                    return _SHARED.format(a, b, name, f" after {few} and {many} draws" if few != many else "")
+                if few != many:
+                    return _COUNTS.format(a, b, few, many)
             mine = {place: value for place, value in mine.items() if place not in theirs}
             number += 1
         return None

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain._torch import is_flattened
+from bayesopt_chain.distributed.ranks import gather_objects, world
+from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim import _noise
@@ -35,10 +38,19 @@ class ModelStep:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, scheduler: Any) -> None:
         self.model, self.optimizer, self.loss, self.scheduler = model, optimizer, loss, scheduler
         self.identity = _identity(optimizer, scheduler)
-        self._named = dict(model.named_parameters())
+        if is_flattened(model):
+            raise ValueError(
+                "as_step: the model is under FullyShardedDataParallel (FSDP1), whose parameters change their shapes in every "
+                "pass, so that no loop can hold them; shard it with fully_shard (FSDP2), or train it in a loop of your own "
+                "with bc.distributed.part (docs: many ranks)"
+            )
+        replicated = is_replicated(model)
+        self._rank = world().rank if replicated else 0  # replicas have dropout masks of their own
+        named: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = _noise.fresh_key(), 0
-        if are_spread(self.params):
+        if are_spread(self.params) or replicated:
             self._key = gather_objects(self._key, None)[0]
         self._sources = list(self._named.values())
         self.state = self._pack()
@@ -48,7 +60,7 @@ class ModelStep:
         self.optimizer.zero_grad(set_to_none=True)
         devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(_noise.step_seed(self._key, self._count))
+            torch.manual_seed(_noise.step_seed(self._key + self._rank, self._count))
             out = self.loss(self.model, batch)
             loss, aux = out if isinstance(out, tuple) else (out, ())
             if not torch.is_tensor(loss) or loss.ndim != 0 or not loss.requires_grad:
@@ -75,7 +87,7 @@ class ModelStep:
     def _pack(self) -> dict[str, Any]:
         out = {
             "optimizer": _tensors(self.optimizer.state_dict()),
-            "buffers": {name: b.detach() for name, b in self.model.named_buffers()},
+            "buffers": {name: b.detach() for name, b in self._buffers.items()},
             "step": _tensors({"key": self._key, "count": self._count}),
         }
         if self.scheduler is not None:
@@ -101,9 +113,8 @@ class ModelStep:
             saved = _restored(state["optimizer"], self.optimizer.state_dict())
             saved["state"] = {int(k): v for k, v in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
-            buffers = dict(self.model.named_buffers())
             for name, value in state["buffers"].items():
-                buffers[name].copy_(value)
+                self._buffers[name].copy_(value)
             position = _restored(state["step"])
             self._key, self._count = position["key"], position["count"]
             if self.scheduler is not None:
@@ -114,7 +125,8 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
     """One step of a torch model and a torch optimizer, for loops that take ``(params, state, batch)`` steps.
 
     Args:
-        model: the module; its parameters and buffers move in place.
+        model: the module; its parameters and buffers move in place. Under DistributedDataParallel or ``fully_shard`` all ranks
+            sample one chain, each on its own data; leaves have the names of the module inside.
         optimizer: any ``torch.optim.Optimizer`` over its parameters, with or without a temperature.
         loss: ``loss(model, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
         scheduler: a scheduler of ``torch.optim.lr_scheduler``, stepped behind the optimizer.
@@ -126,7 +138,7 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         replays too; of DTensors all ranks call this, and take the first one's seed.
 
     Raises:
-        ValueError: at a step, params of other names or shapes than the model's; a loss that is no scalar.
+        ValueError: a model under FSDP1; at a step, params of other names or shapes than the model's; a loss that is no scalar.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -2,6 +2,10 @@
 
     theta_s = mean + displacement(noise_s),    s = 1 ... S
 
+Of parameters of which every rank holds a part (DTensors) the normals are those of this rank's elements: element ``i`` of sample
+``s`` has the number ``s P + i`` in a leaf of ``P`` elements, so that a draw is the same however the leaf is laid out. The drawn
+parameters are DTensors again, and nothing is sent.
+
 The draw carries its noise along: to compute it back as ``theta_s - mean`` would lose digits in low precision.
 """
 
@@ -15,8 +19,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
-from bayesopt_chain.core.link import LinkContext, Traits
+from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain.core.link import LinkContext, OnShards, Traits
 from bayesopt_chain.core.op import Leaves
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.posterior.state import device_of
 from bayesopt_chain.random import stream as keyed_stream
@@ -48,14 +54,17 @@ def standard_normals(
     samples: int,
     antithetic: bool = False,
     stream: keyed_stream.Stream | None = None,
+    parts: Sequence[shards.Part | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """``[samples, *template.shape]`` for each template; antithetic draws come as ``(z, -z)``.
 
     ``names`` tell the templates from each other where the stream is counter-based: the paths of leaves, or other words.
+    ``parts`` say of which elements of a leaf a template is, where ranks hold parts of it.
     """
     drawn = samples // 2 if antithetic else samples
     shapes = [t.new_empty(()).expand(1, drawn, *t.shape) for t in templates]
-    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), stream=stream)
+    runs = None if parts is None else tuple([None if part is None else part.repeated(drawn) for part in parts])
+    variables = keyed_stream.Variables(keyed_stream.leaf_numbers(tuple(names)), stream=stream, runs=runs)
     noise = [z for (z,) in variables.draw(key, count, shapes)]
     return tuple(torch.cat([z, -z]) for z in noise) if antithetic else tuple(noise)
 
@@ -67,8 +76,20 @@ class Drawing(Keyed):
     temperature: ScalarOrSchedule
 
     @property
+    def on_shards(self) -> OnShards:
+        """What the link can do with parameters of which every rank holds a part."""
+        return "refused"
+
+    @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Traits(needs_params=True, checks_gradients=True, all_leaves=True, samples=self.n_samples)
+        return Traits(
+            on_shards=self.on_shards,
+            refusal_hint=" (bc.vi.mean_field, bc.vi.ivon and bc.optim.IVON take them)",
+            needs_params=True,
+            checks_gradients=True,
+            all_leaves=True,
+            samples=self.n_samples,
+        )
 
     @property
     def is_deterministic(self) -> bool:
@@ -91,11 +112,25 @@ class Drawing(Keyed):
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
             return Draw(same, (), state.key, state.count)
         checks.own_key(state.key, leaves)
-        noise, moves = self.displacements(state, leaves, names)
-        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(leaves, moves)]
-        return Draw(drawn, noise, state.key, state.count)
+        parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
+        are_spread = any([part is not None for part in parts])
+        here, mine = ([shards.local(x) for x in leaves], shards.local_tree(state)) if are_spread else (leaves, state)
+        noise, moves = self.displacements(mine, here, names, parts if are_spread else None)
+        drawn = [p + (x[0] if self.n_samples == 1 else x) for p, x in zip(here, moves)]
+        axes = int(self.n_samples > 1)
+        whole = [
+            x if part is None else dtensor_of(x, stacked_spec(spec_of(p), x, axes))
+            for x, p, part in zip(drawn, leaves, parts)
+        ]
+        return Draw(whole, noise, state.key, state.count)
 
-    def displacements(self, state: Any, leaves: Leaves, names: Sequence[str]) -> tuple[tuple[Tensor, ...], Leaves]:
+    def displacements(
+        self,
+        state: Any,
+        leaves: Leaves,
+        names: Sequence[str],
+        parts: Sequence[shards.Part | None] | None = None,
+    ) -> tuple[tuple[Tensor, ...], Leaves]:
         """Standard normals, and how far they lead from the mean: ``[n_samples, ...]`` each."""
         raise NotImplementedError
 

@@ -14,9 +14,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.precision import Precision
-from bayesopt_chain.trees import Tree, require_like, size
+from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
+from bayesopt_chain.trees import Tree, paths, require_like, size
 
 
 class Gaussian(NamedTuple):
@@ -74,13 +77,14 @@ class Gaussian(NamedTuple):
             generator: source of randomness. Default: torch's global generator.
 
         Returns:
-            A tree of leaves ``[*shape, *leaf.shape]``, with the dtype and device of the mean's.
+            A tree of leaves ``[*shape, *leaf.shape]``, with the dtype and device of the mean's. Of a mean of DTensors each rank
+            draws its own elements, from the first rank's key: the draw does not depend on how the leaves are laid out.
 
         Raises:
             ValueError: a precision that is not positive definite.
         """
         precision = self.precision.factorised()
-        noise = optree.tree_map(lambda leaf: _white(leaf, shape, generator), self.mean)
+        noise = _white(self.mean, shape, generator)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)
 
     def log_prob(self, tree: Tree) -> Tensor:
@@ -105,8 +109,8 @@ class Gaussian(NamedTuple):
         require_like(tree, self.mean, "the tree", batched=True)
         precision = self.precision.factorised()
         centred = optree.tree_map(torch.sub, tree, self.mean)
-        normaliser = precision.logdet() - size(self.mean) * math.log(2 * math.pi)
-        return 0.5 * (normaliser - precision.quad(centred))
+        normaliser = shards.whole(precision.logdet()) - size(self.mean) * math.log(2 * math.pi)
+        return 0.5 * (normaliser - shards.whole(precision.quad(centred)))
 
     @property
     def marginal_variance(self) -> Tree:
@@ -132,8 +136,25 @@ class Gaussian(NamedTuple):
             >>> q.log_evidence(-1.0)  # the volume under exp(-1 - pi x^2)
             tensor(-1.)
         """
-        return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - self.precision.logdet())
+        return log_joint + 0.5 * (size(self.mean) * math.log(2 * math.pi) - shards.whole(self.precision.logdet()))
 
 
-def _white(leaf: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randn((*shape, *leaf.shape), dtype=leaf.dtype, device=leaf.device, generator=generator)
+def _white(mean: Tree, shape: tuple[int, ...], generator: torch.Generator | None) -> Tree:
+    """Standard normals ``[*shape, *leaf.shape]`` for every leaf."""
+    leaves, structure = optree.tree_flatten(mean)
+    if not any(map(is_dtensor, leaves)):
+        noise = [torch.randn((*shape, *x.shape), dtype=x.dtype, device=x.device, generator=generator) for x in leaves]
+        return structure.unflatten(noise)
+    n = math.prod(shape)
+    here = [shards.local(x) for x in leaves]
+    key = shards.agreed_key(new_key(generator, here[0].device), leaves)
+    runs = tuple([shards.Part.of(x).repeated(n) if is_dtensor(x) else None for x in leaves])
+    variables = Variables(leaf_numbers(tuple(paths(mean))), stream="philox", runs=runs)
+    drawn = variables.draw(key, torch.zeros_like(key), [x.new_empty(()).expand(1, n, *x.shape) for x in here])
+    whole = [
+        dtensor_of(z.reshape(*shape, *mine.shape), stacked_spec(spec_of(x), z.reshape(*shape, *mine.shape), len(shape)))
+        if is_dtensor(x)
+        else z.reshape(*shape, *mine.shape)
+        for (z,), x, mine in zip(drawn, leaves, here)
+    ]
+    return structure.unflatten(whole)

@@ -32,10 +32,11 @@ from torch import Tensor
 from bayesopt_chain import checks
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
+from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
-from bayesopt_chain.precision import Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
+from bayesopt_chain.precision import Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, paths, require_like, spread
 
@@ -61,11 +62,22 @@ def accumulated(total: Any, increment: Any) -> Any:
     return total.add(increment)
 
 
+def _require_diagonal_on_shards(increment: Any, context: LinkContext) -> None:
+    """Refuse an increment that couples elements, or lies otherwise than the parameters, where ranks hold parts of them."""
+    if not isinstance(increment, Diagonal):
+        raise ValueError(
+            f"laplace: the parameters are DTensors, of which each rank has a part, and curvature is of structure "
+            f"{type(increment).__name__}, which couples their elements: take a diagonal one "
+            "(bc.curvature.diagonal_by_backward), or the posterior of a part of the model whose leaves are whole"
+        )
+    context.leaves(increment.values)  # which refuses other layouts
+
+
 @dataclass(frozen=True)
 class Accumulate(Link):
     """The link behind :func:`laplace`."""
 
-    traits = Traits(all_leaves=True)
+    traits = Traits(on_shards="tree", all_leaves=True)
     state = LaplaceState
 
     @property
@@ -83,7 +95,10 @@ class Accumulate(Link):
     def update(
         self, g: Leaves, state: LaplaceState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LaplaceState]:
-        return g, LaplaceState(accumulated(state.precision, context.extra.get("curvature")))
+        increment = context.extra.get("curvature")
+        if increment is not None and context.scope.shards is not None:
+            _require_diagonal_on_shards(increment, context)
+        return g, LaplaceState(accumulated(state.precision, increment))
 
     def __str__(self) -> str:
         return "laplace()"
@@ -318,8 +333,8 @@ def log_prior(params: Tree, prior_precision: Any, prior_mean: Any = 0.0) -> Tens
     total: Any = 0
     precisions, means = spread(prior_precision, params, "prior_precision"), spread(prior_mean, params, "prior_mean")
     for leaf, precision, mean in zip(optree.tree_leaves(params), precisions, means):
-        normaliser = (precision / (2 * math.pi)).log().expand(leaf.shape).sum()
-        total = total + 0.5 * (normaliser - (precision * (leaf - mean).square()).sum())
+        normaliser = whole((precision / (2 * math.pi)).log().expand(leaf.shape).sum())
+        total = total + 0.5 * (normaliser - whole((precision * (leaf - mean).square()).sum()))
     return total
 
 

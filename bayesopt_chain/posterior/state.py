@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.state import State
+from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import paths, require_like
 
@@ -99,7 +100,7 @@ def _is_finite(leaf: Tensor) -> bool:
 
     Zero times NaN or infinity is NaN, so that the sum of zero times each entry shows it, several times faster than a mask.
     """
-    return not bool((leaf.detach() * 0).sum().isnan())
+    return not bool(whole((leaf.detach() * 0).sum()).isnan())
 
 
 def times(x: Tensor, factor: float | Tensor) -> Tensor:

@@ -74,16 +74,13 @@ def place_of(path: Path, step: Any, tree: Any) -> Place:
         tree: parameters and state.
 
     Raises:
-        ValueError: meshes that leave out some of the ranks; replicas of which nothing says which one writes.
+        ValueError: meshes that leave out some of the ranks.
     """
     inner = getattr(step, "step", step)
     chains, data = getattr(step, "mesh", None), getattr(getattr(inner, "ranks", None), "mesh", None)
     everyone, sharded = world(), are_spread(tree)
-    if everyone.size > 1 and is_replicated(getattr(step, "model", None)):
-        raise ValueError(
-            "sample: the ranks of a DistributedDataParallel model would all write the same run, each up to another "
-            "step: sample without path=, or with bc.make_step(loss, tx, mesh=mesh), whose ranks resume together"
-        )
+    if data is None and everyone.size > 1 and is_replicated(model := getattr(step, "model", None)):
+        data = _mesh_of_all(model)  # DistributedDataParallel over all ranks
     if sharded and chains is None:
         numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
         return Place(path, path, True, None, numbers, total)
@@ -102,6 +99,14 @@ def place_of(path: Path, step: Any, tree: Any) -> Place:
     numbers, total = (getattr(step, "numbers", None), getattr(step, "total", None)) if numbered else (None, None)
     mesh = shared if shared is not None and (sharded or shared.size() > 1) else None
     return Place(path, _folder_of(path, numbers, total, rank), sharded, mesh, numbers, total, rank)
+
+
+def _mesh_of_all(model: Any) -> Any:
+    """All ranks as one mesh, on the device of a model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next(model.parameters()).device.type
+    return init_device_mesh(device, (world().size,))
 
 
 def _mesh_of(tree: Any) -> Any:

@@ -250,6 +250,11 @@ class Store:
             params, state = self._read(held, said, grows)
         if not self.place.alone and not self.place.sharded:
             together(self.place.mesh, lambda: None)
+            if grows:  # only the writer's state has what an optimizer makes in its first step
+                leaves, spec = optree.tree_flatten(state)
+                about, theirs = self.gathered(([(x.shape, x.dtype, x.device.type) for x in leaves], spec))[0]
+                empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
+                state = state if self.writes else theirs.unflatten(empty)
             params, state = broadcast((params, state), self.place.mesh)
         if step < run.steps:
             self._go_on(run.batches, said, held[0][0])

@@ -355,6 +355,61 @@ def ivon_ddp(rank):
     return ivon(DistributedDataParallel(network()), data(rank))
 
 
+class Dropping(nn.Module):
+    """Dropout, and a buffer that moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.dropout, self.norm = network(), nn.Dropout(0.3), nn.BatchNorm1d(1)
+
+    def forward(self, x):
+        return self.norm(self.net(self.dropout(x)))
+
+
+def as_step_under_ddp(folder, steps, pause=None):
+    """Draws of one chain on two ranks, each with its part of every batch, and the bits of the replica in the end."""
+    torch.manual_seed(dist.get_rank())  # as it happens
+    model = DistributedDataParallel(Dropping())
+    step = bc.optim.as_step(model, sghmc(model.parameters()), lambda model, x: model(x).square().mean())
+    mesh = init_device_mesh("cpu", (2,))
+    batches = bc.epochs(torch.cat([data(0), data(1)]), 8, seed=3, mesh=mesh)
+    draws = bc.sample(
+        step, step.params, step.state, batches, steps=steps, burn_in=2, path=folder, checkpoint_seconds=0.0
+    )
+    return draws.params["net.0.weight"].clone(), weights(model)
+
+
+@case
+def ddp_as_step(rank):
+    whole, replica = as_step_under_ddp(FOLDER / "whole", 9)
+    as_step_under_ddp(FOLDER / "parts", 5)
+    parts, again = as_step_under_ddp(FOLDER / "parts", 9)
+    return whole, replica, parts, again
+
+
+@case
+def fsdp1_as_step(rank):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    try:
+        bc.optim.as_step(model, sghmc(model.named_parameters()), lambda model, x: model(x).square().mean())
+    except ValueError as err:
+        return str(err)
+
+
+@case
+def hidden_replicas(rank):
+    """DistributedDataParallel inside of the loss: nothing says that the ranks run one chain."""
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    step = bc.optim.as_step(model, sghmc(model.parameters()), lambda model, x: wrapped(x).square().mean())
+    bc.sample(step, step.params, step.state, [data(rank)], steps=4, path=FOLDER / "hidden")
+    dist.barrier()
+    try:
+        bc.Draws.open(FOLDER / "hidden")
+    except ValueError as err:
+        return str(err)
+
+
 @case
 def cost(rank):
     """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network."""
@@ -375,7 +430,9 @@ def cost(rank):
 
 def main():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    global FOLDER
     rank, folder = dist.get_rank(), Path(sys.argv[1])
+    FOLDER = folder
     wanted = sys.argv[2:] or list(CASES)
     out = {}
     for name in wanted:

@@ -325,10 +325,6 @@ def refusals():
     said["chain"] = message_of(
         lambda: bc.optim.Optimizer(model.parameters(), lambda group: bc.sghmc(0.1, temperature=0.1))
     )
-    modelled = bc.optim.as_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b[0]).square().mean())
-    said["as_step"] = message_of(
-        lambda: bc.sample(modelled, modelled.params, modelled.state, [batch], steps=2, path="nowhere")
-    )
     return said
 
 
@@ -346,7 +342,6 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank(tmp_path):
             "class": ("2 ranks run", "take bc.optim.SGD with generator=bc.distributed.generator(seed)"),
             "cold class": ("nothing",),
             "chain": ("2 ranks run", "generator"),
-            "as_step": ("without path=",),
         }.items():
             assert said[case] is not None, case
             assert all(word in said[case] for word in words), (case, said[case])

@@ -128,6 +128,22 @@ def test_a_gaussian_posterior_on_shards_is_that_of_one_process_and_sends_no_mess
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_one_chain_under_ddp_is_sampled_to_disk_and_goes_on_where_it_stopped(cases):
+    """With dropout, buffers and the batches of both ranks: the replicas and the draws have the bits of a run in one piece."""
+    (whole, first, parts, again), (same, second, others, later) = cases["ddp_as_step"]
+    assert len(whole) == 7 and torch.equal(first, second) and torch.equal(again, later) and torch.equal(first, again)
+    for draws in (parts, same, others):
+        assert torch.equal(draws, whole)
+
+
+def test_fsdp1_is_no_step_and_says_so(cases):
+    assert all("under FullyShardedDataParallel (FSDP1)" in said for said in cases["fsdp1_as_step"])
+
+
+def test_replicas_that_nothing_tells_from_chains_are_not_opened_as_chains(cases):
+    assert any(said and "drew the same noise" in said for said in cases["hidden_replicas"])
+
+
 def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):
     for share in cases["cost"]:
         assert share < 0.01

@@ -82,9 +82,8 @@ def refusals():
     for name, tx in {
         "sgfs": bc.samplers.sgfs(0.1, temperature=0.1, batch_size=4, dense=True),
         "precision": bc.chain(bc.scale_by_preconditioner(precision), bc.sghmc(0.1, temperature=0.1)),
-        "vi": bc.vi.mean_field(bc.sgd(0.1), temperature=0.1),
+        "vi": bc.vi.dense(bc.sgd(0.1), temperature=0.1),
         "swag": bc.swag(rank=2),
-        "laplace": bc.laplace(),
         "ekf": bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
         "generator": bc.with_stream(bc.sghmc(0.1, temperature=0.1), "generator"),
     }.items():

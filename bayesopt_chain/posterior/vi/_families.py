@@ -50,6 +50,7 @@ class Family:
     name: str
     init_scale: Any
     by_leaf = False  # whether the first standard deviation must be the same for all entries of a leaf
+    elementwise = False  # whether phi has a tensor like each leaf, and every element is treated by itself
 
     def start(self, leaves: list[Tensor], scales: list[Tensor], normals: Callable[[int], Noise]) -> Scale:
         """The first phi for standard deviations that broadcast to the leaves; ``normals(n)`` are ``n`` standard normals like
@@ -101,6 +102,7 @@ class Family:
 class MeanField(Family):
     init_scale: Any = field(hash=False, compare=False)
     name = "vi.mean_field"
+    elementwise = True
 
     def start(self, leaves, scales, normals):
         return tuple(_logs(leaf, scale) for leaf, scale in zip(leaves, scales))

@@ -49,8 +49,9 @@ from torch import Tensor
 
 from bayesopt_chain import checks
 from bayesopt_chain.arguments import checked_types, with_options
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Drawing,
@@ -157,16 +158,24 @@ class Natural(Drawing):
 
     def init(self, leaves: list, context: LinkContext) -> NaturalState:
         checks.parameters(leaves, context.paths)
-        require_prior(self.prior, context.tree(leaves), self.name)
+        params = context.tree(leaves)
+        require_prior(self.prior, params, self.name)
         key, count = self.first_key(leaves, context)
         momentum = tuple(torch.zeros_like(leaf).detach() for leaf in leaves)
-        return NaturalState(momentum, self.first_hessian(context.tree(leaves)), key, count)
+        return NaturalState(momentum, self.first_hessian(shards.local_tree(params)), key, count)
 
     def first_hessian(self, params: Any) -> Any:
         raise NotImplementedError
 
-    def displacements(self, state: NaturalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
-        noise = standard_normals(state.key, state.count, leaves, names, self.n_samples, self.antithetic, self.stream)
+    def displacements(
+        self,
+        state: NaturalState,
+        leaves: list,
+        names: Sequence[str],
+        parts: Sequence[shards.Part | None] | None = None,
+    ) -> tuple[tuple, list]:
+        known = self.n_samples, self.antithetic, self.stream, parts
+        noise = standard_normals(state.key, state.count, leaves, names, *known)
         return noise, self.displace(state, noise, leaves)
 
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
@@ -225,6 +234,10 @@ class IVON(Natural):
     clip_radius: float = math.inf
     name = "vi.ivon"
     default_radius = 1.0
+
+    @property
+    def on_shards(self) -> OnShards:
+        return "elementwise"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,8 +31,9 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import checks
 from bayesopt_chain.compose import chain
-from bayesopt_chain.core.link import LinkContext
+from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import (
     Draw,
@@ -121,6 +122,10 @@ class Variational(Drawing):
         require_one_prior(who, self.prior, self.weight_decay, self.temperature)
 
     @property
+    def on_shards(self) -> OnShards:  # the optimizers are given DTensors, so that they keep their own rules about them
+        return "tree" if self.family.elementwise else "refused"
+
+    @property
     def extra_kwargs(self) -> frozenset[str]:
         return frozenset({"draw"})
 
@@ -141,13 +146,15 @@ class Variational(Drawing):
 
         require_prior(self.prior, params, self.family.name)
         if not self.is_deterministic:
-            require_gradients_alone(self.optimizer, params, self.family.name)
-        scale = self.family.start(leaves, self._first_scales(params), normals)
+            require_gradients_alone(self.optimizer, shards.local_tree(params), self.family.name)
+        scale = self.family.start(leaves, self._first_scales(params, context), normals)
+        scale = tuple(context.spread(scale)) if self.family.elementwise else scale
         return VariationalState(scale, self.optimizer.init(params), self.scale_optimizer.init(scale), key, zero + 1)
 
-    def _first_scales(self, params: Any) -> list[Tensor]:
+    def _first_scales(self, params: Any, context: LinkContext) -> list[Tensor]:
         """The standard deviations to start from, by leaf."""
-        scales = spread(self.family.init_scale, params, f"{self.family.name}: init_scale")
+        what = f"{self.family.name}: init_scale"
+        scales = context.parts(spread(self.family.init_scale, params, what), what)
         for path, scale in zip(paths(params), scales):
             if not is_hidden(scale) and not bool((scale.isfinite() & (scale > 0)).all()):
                 raise ValueError(
@@ -160,9 +167,16 @@ class Variational(Drawing):
                 )
         return scales
 
-    def displacements(self, state: VariationalState, leaves: list, names: Sequence[str]) -> tuple[tuple, list]:
+    def displacements(
+        self,
+        state: VariationalState,
+        leaves: list,
+        names: Sequence[str],
+        parts: Sequence[shards.Part | None] | None = None,
+    ) -> tuple[tuple, list]:
         like, names = self.family.noise_like(leaves), self.family.noise_names(names)
-        noise = standard_normals(state.key, state.count, like, names, self.n_samples, self.antithetic, self.stream)
+        known = self.n_samples, self.antithetic, self.stream, parts
+        noise = standard_normals(state.key, state.count, like, names, *known)
         return noise, self.family.displace(state.scale, noise, leaves)
 
     def update(
@@ -178,8 +192,11 @@ class Variational(Drawing):
             return moves, state._replace(mean_optimizer=optimizer)
         draw: Any = context.extra.get("draw")
         require_drawn_from(draw, state, self.family.name)
-        by_mean, by_scale = self._gradients(g, draw.noise, state, params)
+        mine = state._replace(scale=tuple(map(shards.local, state.scale)))
+        by_mean, by_scale = self._gradients(g, draw.noise, mine, params)
         moves, mean_optimizer = self._move_mean(by_mean, state, params, op, context)
+        if self.family.elementwise:
+            by_scale = tuple(context.spread(by_scale))
         steps, scale_optimizer = self.scale_optimizer.update(
             by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
         )
@@ -229,16 +246,18 @@ class Variational(Drawing):
             raise ValueError(
                 f"{self.family.name}: with a prior or weight_decay the negative ELBO needs draw=, the draw of the loss"
             )
+        loss = shards.whole(loss)
         drawn = [] if draw is None else optree.tree_leaves(draw.params)
         if self.prior is not None:
             density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
             loss = loss - times(density.to(loss), now(self.temperature, state.count - 1))
         if self.weight_decay:
-            squares = torch.stack([x.square().sum().to(loss) for x in drawn]).sum()
+            squares = torch.stack([shards.whole(x.square().sum()).to(loss) for x in drawn]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
         if self.is_deterministic:
             return loss
-        return loss - times(self.family.entropy(state.scale), now(self.temperature, state.count - 1))
+        entropy = shards.whole(self.family.entropy(state.scale))  # of DTensors a message
+        return loss - times(entropy, now(self.temperature, state.count - 1))
 
     def shapes(self, state: VariationalState) -> list | int:
         """The parameters' shapes that the state remembers, or their number."""
@@ -308,7 +327,12 @@ def require_gradients_alone(tx: Any, params: Any, who: str) -> None:
 
 
 def require_prior(prior: Gaussian | None, params: Any, who: str) -> None:
-    """Refuse a prior over other parameters."""
+    """Refuse a prior over other parameters, and one over parameters of which every rank holds a part."""
+    if prior is not None and shards.are_spread(params):
+        raise ValueError(
+            f"{who}: prior= is over whole leaves, and the parameters are DTensors, of which each rank has a part: give "
+            "weight_decay=, or put the prior into the loss"
+        )
     if prior is not None:
         require_like(prior.mean, params, f"{who}: prior.mean")
 

@@ -1,0 +1,227 @@
+"""Gaussian posteriors of parameters that are spread over ranks: what every case of test_posteriors.py gives on this rank."""
+
+import optree
+import torch
+import torch.distributed as dist
+import torchopt
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import bayesopt_chain as bc
+from tests.distributed.layouts import layouts, leaves, local, parts, spread
+
+STEPS = 4
+
+
+def families():
+    """Transformations that carry a diagonal Gaussian."""
+    adam, decay = torchopt.adam(1e-2), {"weight_decay": 0.1}
+    return {
+        "mean field": bc.vi.mean_field(adam, temperature=0.1),
+        "mean field, clipped": bc.vi.mean_field(bc.chain(torchopt.clip_grad_norm(0.3), bc.adam(1e-2)), temperature=0.1),
+        "mean field, four draws": bc.vi.mean_field(adam, temperature=0.1, n_samples=4, antithetic=True, **decay),
+        "ivon": bc.vi.ivon(0.1, temperature=0.1, betas=(0.9, 0.9), **decay),
+        "ivon, two draws": bc.vi.ivon(0.1, temperature=0.1, betas=(0.9, 0.9), n_samples=2, **decay),
+    }
+
+
+def inferred(tx, params, seed=3):
+    """Parameters, state and last draw after some steps on a loss whose gradient is elementwise."""
+    torch.manual_seed(seed)
+    state, draw = tx.init(params), None
+    for _ in range(STEPS):
+        draw = tx.sample(state, params)
+        grads = {name: x.sin() + 0.3 * x for name, x in draw.params.items()}
+        updates, state = tx.update(grads, state, params=params, draw=draw, inplace=False)
+        params = {name: p + updates[name] for name, p in params.items()}
+    return params, state, draw
+
+
+def off(whole, mine, layout):
+    """The largest difference between what this rank holds and its part of the whole."""
+    pairs = zip(*(optree.tree_leaves(x) for x in (parts(whole, layout), local(mine))))
+    return max([(a - b).abs().max().item() for a, b in pairs if a.numel()], default=0.0)
+
+
+def compared(philox):
+    """By family and layout: differences of means and variances to one process, and the messages of draws and updates."""
+    found = {}
+    for name, tx in families().items():
+        with philox():
+            params, state, draw = inferred(tx, leaves(0))
+        variance = tx.posterior(state, params).marginal_variance
+        for way, layout in layouts().items():
+            if way not in ("Shard(0), uneven and empty", "FSDP x TP") and name not in ("mean field", "ivon"):
+                continue
+            mine, here, drawn = inferred(tx, spread(leaves(0), layout), 3 + dist.get_rank())
+            q = tx.posterior(here, mine)
+            differ = off(params, mine, layout), off(variance, q.marginal_variance, layout)
+            if draw.params["weight"].ndim == 2:
+                differ += (off(draw.params, drawn.params, layout),)
+            with CommDebugMode() as messages:
+                again = tx.sample(here, mine)
+                grads = {leaf: x.sin() for leaf, x in again.params.items()}
+                tx.update(grads, here, params=mine, draw=again, inplace=False)
+            whole = [x for x in optree.tree_leaves(here) if x.ndim > 1 and not isinstance(x, DTensor)]
+            plain = {tuple(x.shape) for x in whole} & {(10, 6), (3, 7)}
+            found[name, way] = max(differ), messages.get_total_counts(), plain
+    return found
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data(n=8):
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(n, 3, generator=g).double(), torch.randint(2, (n,), generator=g)
+
+
+def whole(tree):
+    """DTensors gathered."""
+    return optree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+
+
+def curved():
+    """Diagonal Laplace of a sharded model: its variances, log evidence and a draw, and those of one process."""
+    likelihood, (x, y) = bc.likelihoods.categorical(), data()
+    alone = network()
+    params = {name: p.detach() for name, p in alone.named_parameters()}
+    forward = lambda p, batch: torch.func.functional_call(alone, p, (batch[0],))  # noqa: E731
+    increment = bc.curvature.ggn(forward, likelihood, "diagonal")(params, (x, y))
+    tx = bc.laplace()
+    _, state = tx.update(params, tx.init(params), curvature=increment, inplace=False)
+    wanted = tx.posterior(state, params, prior_precision=2.0), tx.log_evidence(state, params, -3.0, prior_precision=2.0)
+    found = {}
+    for way in ("fsdp", "tp"):
+        model = network()
+        if way == "fsdp":
+            mesh = init_device_mesh("cpu", (4,))
+            fully_shard(model, mesh=mesh)
+            batch = x[dist.get_rank() :: 4], y[dist.get_rank() :: 4]
+        else:
+            line, mesh, batch = init_device_mesh("cpu", (4,)), None, (x, y)
+            parallelize_module(model, line, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model(batch[0]).sum().backward()  # a gradient that stays
+        before = [p.grad for p in model.parameters()]
+        increment = bc.curvature.diagonal_by_backward(model, likelihood, mesh=mesh)(batch)
+        assert all(p.grad is g for p, g in zip(model.parameters(), before))
+        mine = {name: p.detach() for name, p in model.named_parameters()}
+        state = tx.init(mine)
+        _, state = tx.update(mine, state, curvature=increment, inplace=False)
+        with CommDebugMode() as messages:
+            tx.update(mine, state, curvature=increment, inplace=False)
+        q = tx.posterior(state, mine, prior_precision=2.0)
+        evidence = tx.log_evidence(state, mine, -3.0, prior_precision=2.0)
+        off = optree.tree_map(lambda a, b: (a - b).abs().max(), whole(q.marginal_variance), wanted[0].marginal_variance)
+        differ = max(x.item() for x in optree.tree_leaves(off)), (evidence - wanted[1]).abs().item()
+        torch.manual_seed(7 + dist.get_rank())  # the first rank's key is all ranks'
+        draws = whole(q.sample((2,)))
+        density = q.log_prob({name: x.detach() for name, x in mine.items()})
+        differ += ((density - wanted[0].log_prob(params)).abs().item(),)
+        probed = bc.curvature.diagonal_by_backward(
+            model,
+            likelihood,
+            probes=100,
+            mesh=mesh,
+            generator=torch.Generator().manual_seed(dist.get_rank() if way == "fsdp" else 0),
+        )(batch)
+        ratio = optree.tree_map(lambda a, b: (a / b - 1).abs().max(), whole(probed.values), whole(increment.values))
+        count = increment.count.item(), probed.count.item()
+        most = max(x.item() for x in optree.tree_leaves(ratio))
+        found[way] = differ, messages.get_total_counts(), draws, most, count
+    return found
+
+
+def last_layer():
+    """The head's variances from the features of a sharded model, and from those of one process, as the page has it."""
+    x, y = data()
+    found = []
+    for sharded in (False, True):
+        model, mine = network().eval(), slice(None)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+            mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+        features = []
+        handle = model[-1].register_forward_hook(lambda module, args, out, features=features: features.append(args[0]))
+        with torch.no_grad():
+            model(x[mine])
+        handle.remove()
+        every = [[(features[0], y[mine])]] * (4 if sharded else 1)
+        if sharded:
+            dist.all_gather_object(every, [(features[0], y[mine])])
+        head = nn.Linear(4, 2).double().eval()
+        head.load_state_dict(whole(dict(model[-1].state_dict())))
+        batches = [batch for rank in every for batch in rank]
+        fitted = bc.fit_laplace(head, bc.likelihoods.categorical(), batches, tune=None)
+        found.append(optree.tree_leaves(fitted.posterior.marginal_variance))
+    return [(a - b).abs().max().item() for a, b in zip(*found)]
+
+
+def refused():
+    """What is said where whole leaves are needed."""
+    params = spread(leaves(0), layouts()["HSDP"])
+    said = {}
+    for name, tx in {
+        "vi.dense": bc.vi.dense(bc.sgd(0.1), temperature=0.1),
+        "vi.low_rank": bc.vi.low_rank(bc.sgd(0.1), temperature=0.1, rank=2),
+        "vi.kronecker": bc.vi.kronecker(bc.sgd(0.1), temperature=0.1),
+        "vi.von": bc.vi.von(0.1, temperature=0.1),
+        "vi.vogn": bc.vi.vogn(0.1, temperature=0.1),
+        "ekf.diagonal": bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+        "swag": bc.swag(rank=2),
+    }.items():
+        try:
+            tx.init(params)
+        except ValueError as err:
+            said[name] = str(err)
+    tx = bc.laplace()
+    state = tx.init(params)
+    rows = bc.precision.Root(leaves(0), torch.tensor(1.0, dtype=torch.float64))
+    plain = bc.precision.Diagonal(leaves(0), torch.tensor(1.0, dtype=torch.float64))
+    for name, increment in {"laplace, rows": rows, "laplace, plain": plain}.items():
+        try:
+            tx.update(params, state, curvature=increment, inplace=False)
+        except ValueError as err:
+            said[name] = str(err)
+    return said
+
+
+def regression():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 6, generator=g).double()
+    return x, x @ torch.randn(6, 4, generator=g).double() + torch.randn(64, 4, generator=g).double()
+
+
+def line(sharded, steps=280, kept=200):
+    """IVON on a regression: the last mean and variances on this rank, and their averages over the last steps."""
+    (x, y), model, mine = regression(), nn.Linear(6, 4, bias=False).double(), slice(None)
+    nn.init.zeros_(model.weight)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        mine = slice(dist.get_rank(), None, 4)
+    optimizer = bc.optim.IVON(
+        model.named_parameters(),
+        0.05,
+        temperature=1 / 64,
+        betas=(0.9, 0.99),
+        weight_decay=1 / 64,
+        generator=bc.distributed.generator(0),
+    )
+    means, variances = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            ((model(x[mine]) - y[mine]) ** 2).sum(1).mean().mul(0.5).backward()
+        optimizer.step()
+        if step >= steps - kept:
+            held = local({"mean": model.weight.detach(), **optimizer.variances()})
+            means.append(held["mean"].clone())
+            variances.append(held["weight"].clone())
+    averages = [torch.stack(kept).mean(0) for kept in (means, variances)]
+    return means[-1], variances[-1], *averages
