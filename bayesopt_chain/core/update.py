@@ -74,8 +74,8 @@ class Injection(Protocol):
 class NoiseLink(Protocol):
     """A link whose response is ``Noise``."""
 
-    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
-        """What draws the noise of these sites."""
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Link]) -> Injection:
+        """What draws the noise of these sites, in a chain of these links."""
         ...
 
 
@@ -92,7 +92,7 @@ class Plan:
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
         matched = match(links, self.where)  # the sites of every noise link
         self.noise = {
-            i: cast(NoiseLink, links[i]).injection(noise_inputs, layout) for i, noise_inputs in matched.items()
+            i: cast(NoiseLink, links[i]).injection(noise_inputs, layout, links) for i, noise_inputs in matched.items()
         }
         self.entering = {noise_input.entry_link for noise_inputs in matched.values() for noise_input in noise_inputs}
         self.noisy = sorted({j for injection in self.noise.values() for j in injection.leaves})

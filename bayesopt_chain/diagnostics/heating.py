@@ -23,6 +23,17 @@ alone, without ``B = C (1 - 1/K)`` for one and ``-C / K`` between two, and nothi
 ``N``. In the book-keeping of one batch's own covariance ``B`` that is ``B K/(K-1) (delta_ij - 1/K)``. The model's own
 draws (dropout) are independent in every order.
 
+**Room.** In the eigenvectors of ``H`` two directions ``i`` and ``j`` of one group meet in the noise alone. With ``M_i`` the map
+of one direction, ``g_ij`` the first entry of the solution of ``G = M_i G M_j^T + F F^T`` and ``X_ij`` what the batches add, the
+covariance of the draws under which the chain has the covariance of full gradients is
+
+    E_ij = (delta_ij g_ii - X_ij) / g_ij,
+
+feasible where ``E >= 0``; else its negative part is cut, and ``left`` says how far off the covariance then is. For one
+direction it is ``E = 1 - excess``. ``bc.inject_langevin_noise(T, room_for=report)`` draws so; :meth:`Heating.cool` maps
+draws of the chain as it is by the optimal transport ``A = S (S (X + S^2) S)^(-1/2) S`` between the two Gaussians, ``S^2 =
+diag(g_ii)``.
+
 One group of parameters without preconditioner needs no more than each curvature alone. Several groups are coupled by
 ``H``: the equations are then solved in the span of the largest eigenvectors of ``H`` and ``C``, split into the groups,
 times the state; exact where ``H`` keeps that span, and a Galerkin projection else. Directions without curvature have no
@@ -38,18 +49,21 @@ k``; for reshuffled ones about ``(kappa/2) (1 - 2 (kappa - 1 + exp(-kappa)) / ka
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise
 from bayesopt_chain.diagnostics.top_curvature import lanczos
+from bayesopt_chain.links.room import Room
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
 from bayesopt_chain.trees import Tree, common_dtype, flatten, unflatten
@@ -73,6 +87,8 @@ class Heating:
         order, steps_per_epoch: as given.
         assumed: whether the curvature was not given but taken from the noise, ``C = K T H``, as a well-specified model
             has it.
+        room: what draws have to leave to the batches, for ``bc.inject_langevin_noise(T, room_for=report)``; or why that is not
+            known.
     """
 
     excess: Tensor
@@ -84,6 +100,62 @@ class Heating:
     order: str
     steps_per_epoch: float
     assumed: bool
+    room: Room | str = field(default="this report was not made by bc.diagnostics.heating", repr=False)
+
+    @property
+    def left(self) -> float:
+        """How far off variances are, relative, where the draws leave room: the worst; NaN where that is not known."""
+        return self.room.left if isinstance(self.room, Room) else math.nan
+
+    @property
+    def overlap(self) -> float:
+        """Share of the noise at the second place (``again=``) in the directions of the first; NaN where that is not known."""
+        known = isinstance(self.room, Room) and self.room.overlap is not None
+        return self.room.overlap if known else math.nan  # pyright: ignore
+
+    def cool(self, draws: Any) -> Any:
+        """Take the heat of the batches out of draws that are there already, by an affine map about their mean.
+
+        It is exact where the posterior is Gaussian and the batches' noise the same everywhere.
+
+        Args:
+            draws: of the chain without ``room_for``, a tree like the parameters of leaves ``[n, *leaf.shape]``, such as
+                ``draws.params`` of one chain.
+
+        Returns:
+            Such a tree, whose covariance in the span looked at is that of full gradients.
+
+        Raises:
+            ValueError: a report without room, directions that change between two draws, a variance more than five times too
+                large (an excess above 4), or draws of other shapes.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> loss = lambda w, batch: (w - batch).square().mean() / 2
+            >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
+            >>> noise = bc.diagnostics.gradient_noise(loss, torch.tensor(0.0), data)
+            >>> curved = torch.ones(1, 1)
+            >>> tx = bc.sghmc(0.01, temperature=1 / 1000)
+            >>> report = bc.diagnostics.heating(tx, noise, curvature=curved, again=noise)
+            >>> draws = torch.randn(100)
+            >>> ratio = report.cool(draws).var() / draws.var()
+            >>> torch.allclose(ratio, 1 / (1 + report.excess[0].float()))
+            True
+        """
+        if isinstance(self.room, str):
+            raise ValueError(f"cool: {self.room}")
+        self.room.require_steady("cool")
+        if self.room.excess > 4.0:
+            raise ValueError(
+                f"cool: the variance is {1 + self.room.excess:.3g} times too large in some direction, and a chain so hot has "
+                "been where the loss is no quadratic; run it with a smaller learning rate (bc.suggest_lr)"
+            )
+        shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
+        if shapes != [tuple(rows.shape[1:]) for rows in self.room.directions]:
+            raise ValueError(
+                f"cool: draws must be leaves [n, *leaf.shape], got {shapes} behind the first axis; of several chains pass one"
+            )
+        return self.room.cool(draws)
 
     def __str__(self) -> str:
         source = "assumed: C = K T H, a well-specified model" if self.assumed else "given"
@@ -105,6 +177,8 @@ def heating(
     steps_per_epoch: float | None = None,
     curvature: Any = None,
     state: Any = None,
+    again: GradientNoise | None = None,
+    tolerance: float = 0.05,
 ) -> Heating:
     """Predict how far minibatches heat the chain ``tx``.
 
@@ -119,6 +193,9 @@ def heating(
             data, or a product ``v -> H v`` on trees, such as :func:`hessian_product`. Negative curvature is left out.
             Default: assume ``C = K T H``, and say so.
         state: the state of ``tx``, where a preconditioner learns (default: that of ``init``).
+        again: the noise at another draw, without which no room is left for it: ``overlap`` says how much of it lies in the
+            directions of the first.
+        tolerance: how far off variances may be, relative, where the draws leave room for the batches.
 
     Returns:
         :class:`Heating`; ``print`` it.
@@ -143,7 +220,80 @@ def heating(
             "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
-    return predict(system, order, steps)
+    report = predict(system, order, steps)
+    return replace(report, room=_room(system, report, tx, again, tolerance))
+
+
+def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None, tolerance: float) -> Room | str:
+    """What the draws have to leave to the batches, or why that is not known."""
+    if report.assumed:
+        return (
+            "the curvature was assumed; pass curvature=bc.diagnostics.hessian_product(loss, params, batches) to heating"
+        )
+    if report.order == "fixed":
+        return "batches of a fixed order shift the mean, which no draw can undo; reshuffle them"
+    if len(system.response.groups) != 1:
+        return (
+            f"the report is of {len(system.response.groups)} groups of parameters with momenta or decays of their own, and "
+            "room is solved for one"
+        )
+    if not isinstance(tx, Chain):
+        return f"the report is of {type(tx).__name__}; make it for a bc.chain(...)"
+    closed = loop(system)
+    r, (group,) = closed.V.shape[1], system.groups
+    heat = added(closed, system.C, system.D, report.order, report.steps_per_epoch)[0][:r, :r]  # pyright: ignore
+    own = _by_pairs(group, (closed.V.T @ system.H @ closed.V).diagonal())
+    variance = own.diagonal()
+    values, vectors = torch.linalg.eigh((torch.diag(variance) - heat) / own)
+    kept = values.clamp(min=0.0)
+    E = (vectors * kept) @ vectors.T
+    half = variance.sqrt()
+    left = (E * own + heat) / half / half[:, None] - torch.eye(r, dtype=torch.float64)
+    m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
+    basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
+    return Room(
+        directions=tuple(optree.tree_leaves(unflatten(basis, system.like))),
+        root=(vectors * kept.sqrt()) @ vectors.T,
+        cooling=half[:, None] * ((P / m.sqrt()) @ P.T) * half,
+        scales=tuple([gain.sqrt() for gain in system.response.gains]),
+        left=float(torch.linalg.eigvalsh(left).abs().amax()),
+        overlap=None if again is None else _overlap(system, again),
+        excess=report.worst,
+        order=report.order,
+        steps_per_epoch=report.steps_per_epoch,
+        tolerance=tolerance,
+        links=tx.links,
+    )
+
+
+def _by_pairs(group: Group, curvatures: Tensor) -> Tensor:
+    """``g_ij``: the covariance of the parameters in two directions of these curvatures that share their draws, ``[r, r]``."""
+    k = curvatures[:, None, None]
+    M = torch.cat(
+        [
+            torch.cat([(1.0 - group.d * k - group.w), group.c.expand(len(k), 1, -1)], 2),
+            torch.cat([group.b[:, None] * k + group.u[:, None], group.A.expand(len(k), -1, -1)], 2),
+        ],
+        1,
+    )
+    F = torch.cat([group.f[None], group.E])
+    n, size = len(F), len(F) ** 2
+    pairs = torch.einsum("iab,jcd->ijacbd", M, M).reshape(len(k), len(k), size, size)
+    system = torch.eye(size, dtype=torch.float64) - pairs
+    return torch.linalg.solve(system, (F @ F.T).reshape(size, 1)).reshape(len(k), len(k), n, n)[..., 0, 0]
+
+
+def _overlap(system: Reduced, again: GradientNoise) -> float:
+    """The share of the largest directions of another place's noise that lies in the span."""
+    roots = flatten(
+        optree.tree_unflatten(optree.tree_structure(system.like), [g.sqrt() for g in system.response.gains]),
+        system.like,
+    )
+    Q = torch.cat(system.bases)
+    rows = flatten(again.rows, system.like).to(Q) * roots.to(Q)
+    _, vectors = torch.linalg.eigh((rows @ rows.T).double())
+    top = vectors[:, -again.rank :].T.to(rows) @ rows
+    return float((top @ Q.T).square().sum() / top.square().sum())
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,8 @@ def level_of(noise: Link, noise_input: NoiseInput, remembers: bool) -> float | N
     process = noise_input.process
     if not isinstance(noise, LangevinNoise) or noise.stream not in keyed_stream.IN_SPANS:
         return None
+    if noise.room is not None:  # its draws are changed before they are used
+        return None
     if noise_input.changes or noise_input.powers or not isinstance(process, Filtered) or process.d != (1.0,):
         return None
     level, *before = process.c

@@ -371,7 +371,7 @@ def recognise(tx) -> FusedSGD | None:
     found: dict = {"lr": float(last.step_size)}
     for i, link in enumerate(links):
         if isinstance(link, LangevinNoise):
-            if not link.is_static or link.temperature == 0 or "noise" in found:
+            if not link.is_static or link.temperature == 0 or "noise" in found or link.room is not None:
                 return None
             found["noise"] = i
         elif type(link) is FlipSign and not found.keys() & {"maximize", "weight_decay", "momentum"}:

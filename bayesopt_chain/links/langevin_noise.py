@@ -27,6 +27,7 @@ from bayesopt_chain.core.state import Layout
 from bayesopt_chain.core.update import Injected, Injection, Rates, Update
 from bayesopt_chain.links.filtered_noise import FilteredNoise, FilteredNoiseState
 from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.filters import Conditions, Filtered, Process, pick
 from bayesopt_chain.matching.noise_inputs import NoiseInput
@@ -63,6 +64,7 @@ class LangevinNoise(Keyed):
     temperature: ScalarOrSchedule
     order: int = 2
     noise: str = "gaussian"
+    room: Room | None = None
 
     @property
     def is_static(self) -> bool:
@@ -76,12 +78,39 @@ class LangevinNoise(Keyed):
             return Linear()
         return Noise(self.order, temperature)
 
-    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout) -> Injection:
-        """What draws the noise of these sites, in a chain whose leaves are laid out so."""
+    def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]) -> Injection:
+        """What draws the noise of these sites, in a chain of these links whose leaves are laid out so."""
+        if self.room is not None:
+            _check_room(self.room, self, noise_inputs, layout, links)
         return LangevinInjection(self, noise_inputs, layout)
 
     def __str__(self) -> str:
-        return _shown(self, self.order)
+        return _shown(self, self.order, *([f"room_for={self.room.order} batches"] if self.room else []))
+
+
+def _check_room(
+    room: Room, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]
+) -> None:
+    """Refuse a chain or parameters for which the room was not measured."""
+    who = "inject_langevin_noise: room_for"
+    if any(noise_input.changes for noise_input in noise_inputs):
+        raise ValueError(
+            f"{who}: a learning rate or temperature that is a schedule or a tensor changes how much room there is; give "
+            "numbers, and make a report for them"
+        )
+    room.require_of(links, link)
+    if len(noise_inputs) != 1 or len(noise_inputs[0].leaves) != len(layout.shapes):
+        raise ValueError(
+            f"{who}: noise enters at {len(noise_inputs)} places or not in all leaves, and a report is of one place: one "
+            "learning rate and momentum for all parameters, weight decay in front of the momentum"
+        )
+    if layout.pieces is not None:
+        raise ValueError(f"{who}: its directions are of whole parameters, and these are sharded: leave room_for out")
+    shapes = [tuple(rows.shape[1:]) for rows in room.directions]
+    if shapes != [None if x is None else tuple(x) for x in layout.shapes]:
+        raise ValueError(
+            f"{who}: the report is of leaves of the shapes {shapes}, the parameters have {[*map(tuple, layout.shapes)]}"
+        )
 
 
 def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:
@@ -192,6 +221,13 @@ class LangevinInjection:
         key, count = state.key, state.count
         checks.own_key(key, [x for x in g if x is not None])
         xi = self.variables.draw(key, count, state.memory)
+        if self.link.room is not None:
+            if any([x is None for x in g]):
+                raise ValueError(
+                    "inject_langevin_noise: with room_for= every leaf needs a gradient, since the directions of the batches' "
+                    "noise couple them"
+                )
+            xi = [list(of) for of in zip(*[self.link.room.leave(one) for one in zip(*xi)])]
         is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)
@@ -309,6 +345,7 @@ def inject_langevin_noise(
     generator: torch.Generator | None = None,
     noise: str = "gaussian",
     stream: Stream | None = None,
+    room_for: Any = None,
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
@@ -337,6 +374,11 @@ def inject_langevin_noise(
             after the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains
             together) about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a
             CPU, Philox elsewhere.
+        room_for: a report of :func:`bayesopt_chain.diagnostics.heating`, made for this chain without ``room_for``. The draws
+            then leave room for the noise that minibatches bring, of the order, size and strength that the report is of: the
+            variance is that of full gradients, in the directions looked at. It costs ``4 r P`` operations a step for ``r``
+            directions. Batches of another order or size make the variance wrong. At temperature 0 nothing is drawn, and it
+            does nothing.
 
     Returns:
         A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum (of 1/16
@@ -344,7 +386,10 @@ def inject_langevin_noise(
         the next step.
 
     Raises:
-        ValueError: negative, NaN or infinite temperature; an order other than 1 or 2.
+        TypeError: ``room_for`` that is no report.
+        ValueError: negative, NaN or infinite temperature; an order other than 1 or 2; a report that found too much noise to
+            leave room for, or noise whose directions change between two draws. At ``init``, a report for another chain, a
+            learning rate or temperature that is no number, or groups of parameters.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -371,10 +416,15 @@ def inject_langevin_noise(
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
     if stream is not None and stream not in STREAMS:
         raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
+    room = room_of(room_for)
+    if room is not None and lr is not None:
+        raise ValueError(
+            "inject_langevin_noise: room_for goes with bc.chain, where the noise sees its neighbours, not with lr="
+        )
     if isinstance(temperature, Real):
         temperature = float(temperature)
     if lr is None or momentum is None:
-        return Chain((LangevinNoise(temperature, order, noise, generator=generator, stream=stream),))
+        return Chain((LangevinNoise(temperature, order, noise, room, generator=generator, stream=stream),))
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)

@@ -153,6 +153,9 @@ def sample(
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))
+    for link in getattr(getattr(getattr(step, "step", step), "tx", None), "links", ()):
+        if (room := getattr(link, "room", None)) is not None:
+            room.require_batches(batches)
     run = Run(
         step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress, seed
     )

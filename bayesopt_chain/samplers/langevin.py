@@ -19,6 +19,8 @@ temperature ``T (1 - eps T beta / (2 alpha))``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from bayesopt_chain import checks
@@ -68,6 +70,7 @@ def sghmc(
     temperature: ScalarOrSchedule,
     order: int = 2,
     generator: torch.Generator | None = None,
+    room_for: Any = None,
 ) -> Chain:
     """Stochastic gradient Hamiltonian Monte Carlo (Chen, Fox and Guestrin, 2014). At ``temperature=0`` it is SGD with momentum.
 
@@ -77,6 +80,8 @@ def sghmc(
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default.
         order: 2 (BAOA, exact on quadratics) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
+        room_for: a report of :func:`bayesopt_chain.diagnostics.heating` for this chain, so that the noise leaves room for that
+            of the batches; see :func:`bayesopt_chain.inject_langevin_noise`.
 
     Returns:
         A chain; its state holds one tensor for each parameter: at constant lr and temperature the velocity carries the half of
@@ -92,7 +97,7 @@ def sghmc(
     """
     return chain(
         add_momentum(momentum),
-        inject_langevin_noise(temperature, order=order, generator=generator),
+        inject_langevin_noise(temperature, order=order, generator=generator, room_for=room_for),
         scale_by_neg_lr(lr),
     )
 

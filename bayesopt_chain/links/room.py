@@ -1,0 +1,146 @@
+r"""Matched noise that leaves room for the noise that minibatches bring by themselves.
+
+In coordinates in which every element of the parameters has gain one (:mod:`bayesopt_chain.diagnostics.heating`) let ``Q``
+``[r, P]`` be orthonormal directions in which the batches' noise and the curvature are known. A draw ``xi`` of the chain becomes
+
+    xi  <-  xi - Q^T (I - E^(1/2)) Q xi,
+
+white noise whose covariance is ``E`` in the span of ``Q`` and the identity outside: ``4 r P`` operations a step. With ``E`` as
+:func:`bayesopt_chain.diagnostics.heating` solves it the batches bring what is missing, and the chain's covariance is that
+of full gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.matching.response import Noise
+from bayesopt_chain.trees import combine, project
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """What a report of :func:`bayesopt_chain.diagnostics.heating` leaves to the batches.
+
+    Attributes:
+        directions: ``Q``, for each leaf of the parameters the rows ``[r, *leaf.shape]``.
+        root: ``E^(1/2)``, float64 ``[r, r]``.
+        cooling: ``A``, float64 ``[r, r]``: maps draws of the chain without room onto what it would sample on full gradients.
+        scales: roots of the gains, like each leaf.
+        left: by how much the covariance differs with room from that on full gradients, relative, in the worst direction.
+        overlap: share of the noise at a second place that lies in the span; ``None`` where it was not looked at.
+        excess: by how much it differs without room, in the worst direction.
+        order, steps_per_epoch: of the batches.
+        tolerance: how much of ``left`` is accepted.
+        links: of the chain that the report was made for.
+    """
+
+    directions: tuple[Tensor, ...]
+    root: Tensor
+    cooling: Tensor
+    scales: tuple[Tensor, ...]
+    left: float
+    overlap: float | None
+    excess: float
+    order: str
+    steps_per_epoch: float
+    tolerance: float
+    links: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Room):
+            return NotImplemented
+        mine, theirs = ((*x.directions, x.root) for x in (self, other))
+        return len(mine) == len(theirs) and all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(mine, theirs))
+
+    def __hash__(self) -> int:
+        return hash((self.order, self.steps_per_epoch, len(self.root)))
+
+    def __repr__(self) -> str:
+        return f"room for {self.order} batches in {len(self.root)} directions"
+
+    def leave(self, xi: Sequence[Tensor]) -> list[Tensor]:
+        """One draw of all leaves, less what the batches bring."""
+        missing = torch.eye(len(self.root), dtype=self.root.dtype) - self.root
+        inside: Tensor = project(list(self.directions), list(xi))
+        back = combine(inside @ missing.to(inside), list(self.directions))
+        return [x - y for x, y in zip(xi, back)]
+
+    def cool(self, draws: Any) -> Any:
+        """Draws of all leaves ``[n, *leaf.shape]``, mapped about their mean."""
+        leaves, structure = optree.tree_flatten(draws)
+        centred = [x - x.mean(0) for x in leaves]
+        inside: Tensor = project(list(self.directions), [x / s.to(x) for x, s in zip(centred, self.scales)])
+        change = self.cooling - torch.eye(len(self.cooling), dtype=torch.float64)
+        moved = combine(inside @ change.to(inside), list(self.directions))
+        return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
+
+    def require_steady(self, who: str) -> None:
+        """Refuse noise whose directions change from draw to draw, or were looked at in one place only."""
+        if self.overlap is None:
+            raise ValueError(
+                f"{who}: whether the directions of the batches' noise stay where they are was not looked at; take the noise at "
+                "another draw too: heating(tx, noise, again=gradient_noise(loss, draw, batches), ...)"
+            )
+        if self.overlap < 0.8:
+            raise ValueError(
+                f"{who}: at the second draw {self.overlap:.0%} of the batches' noise lie in the directions of the first, "
+                "less than 80 %, so that what is taken away here is noise of another place (on networks it did nothing); take "
+                "a smaller learning rate (bc.suggest_lr), larger batches or a longer memory of the momentum"
+            )
+
+    def require_batches(self, batches: Any) -> None:
+        """Refuse ``bc.epochs(...)`` of another order or length; what batches of other kinds are is for their maker to know."""
+        if not hasattr(batches, "order") or not hasattr(batches, "batch_size"):
+            return
+        steps = batches.size / batches.batch_size
+        if batches.order != self.order or abs(steps - self.steps_per_epoch) > 1e-6 * steps:
+            raise ValueError(
+                f"inject_langevin_noise: the report of room_for= is of {self.order} batches, {self.steps_per_epoch:.6g} an "
+                f"epoch, and these are {batches.order}, {steps:.6g} an epoch; make another report"
+            )
+
+    def require_of(self, links: Sequence[Any], noise: Any) -> None:
+        """Refuse another chain than that of the report."""
+        mine, known = ([x for x in some if not isinstance(x.response, Noise)] for some in (links, self.links))
+        told = [x for x in self.links if isinstance(x.response, Noise)]
+        words = ("temperature", "order", "noise")
+        same = len(told) == 1 and all(getattr(noise, word) == getattr(told[0], word, None) for word in words)
+        if mine != known or not same:
+            raise ValueError(
+                "inject_langevin_noise: the report of room_for= was made for the chain "
+                f"({', '.join(x.shown for x in self.links)}), and this one is ({', '.join(x.shown for x in links)}); learning "
+                "rate, momentum, preconditioner, temperature and order must be the same: make another report"
+            )
+
+
+def room_of(report: Any) -> Room | None:
+    """The room in a report.
+
+    Raises:
+        TypeError: what is no report of :func:`bayesopt_chain.diagnostics.heating`.
+        ValueError: a report that does not say how much room to leave, or leaves too much heat.
+    """
+    if report is None:
+        return None
+    if not hasattr(report, "room"):
+        raise TypeError(
+            f"inject_langevin_noise: room_for must be a report of bc.diagnostics.heating, got {type(report).__name__}"
+        )
+    room: Room | str = report.room
+    if isinstance(room, str):
+        raise ValueError(f"inject_langevin_noise: room_for: {room}")
+    room.require_steady("inject_langevin_noise: room_for")
+    if room.left > room.tolerance:
+        raise ValueError(
+            f"inject_langevin_noise: room_for: the batches alone bring more noise than there is room for: the variance would "
+            f"still be {room.left:+.1%} off in some direction (tolerance {room.tolerance:.1%}); take a smaller learning rate "
+            "(bc.suggest_lr), larger batches or reshuffled ones"
+        )
+    return room
