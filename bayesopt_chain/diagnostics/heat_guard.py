@@ -1,36 +1,29 @@
-r"""Do minibatches heat this chain: an answer from the gradients that pass by anyway.
+r"""Do minibatches heat this chain: an answer from the gradients and parameters that pass by anyway.
 
 The gradient of a batch is ``g_t = G(theta_t) + n_t``, ``G`` the gradient of all data and ``n_t`` the noise of the batch, of
-covariance ``C``. Along one direction,
+covariance ``C``. With the displacement ``d_t = theta_{t+1} - theta_t`` and the Hessian ``H``,
 
-    D_t = g_{t+1} - g_t = k (theta_{t+1} - theta_t) + n_{t+1} - n_t,        - <D_t D_{t+1}> = C + (the chain's own move).
+    D_t = g_{t+1} - g_t = H d_t + n_{t+1} - n_t.
 
-The chain's own move, ``- k^2 <d_t d_{t+1}> = T k^2 lr (lr k - 1 - mu) / 2`` for the matched chain, is negative up to half
-of the stability limit. So full batches read no heat there, without a curvature, a second gradient or an epoch. Beyond half of
-the limit the chain's own swing looks like noise, and is taken out by what is known of it: with ``y = lr k``
+What the chain's own move adds, ``H d_t``, is taken out by what is known of it. ``H`` comes from the same window by
+instrumental variables, for ``d_t`` holds ``n_t``, and a plain regression would take noise for curvature: the noise that the
+chain injected into ``d_t`` knows nothing of ``n_t`` and ``n_{t+1}``, nor does the last displacement ``d_{t-1}``. For a step
+``d_t = mu d_{t-1} - lr_eff P (f g_t + (1 - mu - f) g_{t-1}) - noise`` the noise is what the other terms leave. Of the rest
 
-    w_t = g_{t+1} - (1 + mu - y) g_t + mu g_{t-1} = - y e_t + n_{t+1} - (1 + mu) n_t + mu n_{t-1},
+    r_t = D_t - H d_t,        C = - <r_t r_{t+1}> = <r_t^2> / 2,
 
-in which the matched noise ``e`` has the known lag-one covariance ``y^2 / 4`` (in the units below), so that
-
-    C = - (<w_t w_{t+1}> - y^2 / 4) / (1 + mu)^2.
-
-``y`` comes from the same gradients by instrumental variables (``g_{t-2}``, without momentum
-``g_{t-1}``, knows nothing of the noise in ``w_t``). This reading
-is taken where ``y`` explains, on gradients that it was not fitted to, more than 40 % of the swing.
-Below a momentum of 0.7 the swing forgets too fast for that, and what it reads at the limit, ``(1 + mu)^3 / (1 - mu)``, is
-added to the excess from which the guard warns.
+so that a full batch reads no heat at any stable learning rate, without a second gradient or an epoch.
 
 Heat is ``rho = lr_eff C / (2 T)``, ``lr_eff = F(1)``: the share of the noise budget ``2 T / lr_eff`` that the batches spend.
-What it adds to the variance depends on the order of the batches:
+With ``y = lr k`` for the curvature ``k``, what it adds to the variance depends on the order of the batches:
 
-* independent batches: ``rho``, relative to ``T / k`` (up to ``1 / (1 - lr k / (2 (1 + mu)))``);
+* independent batches: ``rho / (1 - y / (2 (1 + mu)))``, relative to ``T / k``;
 * reshuffled epochs of ``K`` steps, whose noise sums to zero: less, :func:`reshuffled_excess`.
 
-Nothing like a gradient is stored: a window of consecutive steps keeps ``S g``, where ``S`` gives each element a random sign and
-adds up elements in 256 buckets, so that inner products come out right in the mean (Charikar, Chen and Farach-Colton, 2002). The
-worst direction is looked for in three quarters of the window and judged in the fourth, in turn, so that chance is not taken
-for heat.
+Nothing like a gradient is stored: a window of consecutive steps keeps ``S g`` and ``S theta``, where ``S`` gives each element
+a random sign and adds up elements in 256 buckets, so that inner products come out right in the mean (Charikar, Chen and
+Farach-Colton, 2002). Directions and ``H`` come from three quarters of the window and are judged in the fourth, in turn, so
+that chance is not taken for heat.
 """
 
 from __future__ import annotations
@@ -50,11 +43,9 @@ from bayesopt_chain._torch import foreach_norm
 BUCKETS = 256
 CHUNK = 2**16  # elements that are signed at a time: what the signed copy needs stays in cache
 FOLDS = 4  # quarters of a window
-DIRECTIONS = 3  # that the chain's own swing is looked for in
-EXPLAINED = 0.6  # of the swing that may be left where the reading without it is taken
-WEAK = 0.7  # momentum below which the own swing forgets too fast to be followed
+DIRECTIONS = 2  # of the noisiest, and of those in which the gradient changes most
 SURE = 3.0  # standard errors of the mean of two windows
-SWINGS = 5.0  # by how much more must be found where the chain's own swing had to be taken out
+BENT = 0.05  # share of the chain's own move that a Hessian which changes on the way may leave
 SUM = 1e4  # rho above which the loss is probably a sum over the data and no mean
 SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
 
@@ -64,13 +55,19 @@ class Leaf(NamedTuple):
 
     Attributes:
         gradient: of the loss, before anything is done to it.
-        scale: ``sqrt(lr_eff P / (2 T))``, a number or a tensor like the gradient.
-        momentum: of the chain.
+        param: the parameter that it belongs to, before the step.
+        scale: ``sqrt(lr_eff P / (2 T))``, a number or a tensor like the gradient; negative where the loss is climbed.
+        temperature: ``T``.
+        momentum: ``mu`` of the chain.
+        first: ``f``, the share of ``lr_eff`` that a gradient moves in its own step; ``None``: ``1 - mu``.
     """
 
     gradient: Tensor
+    param: Tensor
     scale: float | Tensor
+    temperature: float
     momentum: float
+    first: float | None = None
 
 
 class Heat(NamedTuple):
@@ -79,30 +76,33 @@ class Heat(NamedTuple):
     Attributes:
         rho: share of the noise budget that the batches spend in the worst direction that was found; 0 for full batches.
         standard_error: of ``rho``, from eight parts of the window.
-        swings: whether the chain's own swing, of a rate beyond half of the stability limit, was taken out.
-        excess: what this adds to the variance in that direction, relative to ``T / k``.
+        own: what the chain's own move adds to half the variance of ``D_t``, in the units of ``rho``.
+        curvature: ``y = lr k`` in that direction, as far as the window knows it; 0 where it does not.
+        excess: what the batches add to the variance in that direction, relative to ``T / k``.
         order: the law that ``excess`` follows, ``"independent"`` or ``"reshuffled"``.
         same_norm: share of steps whose gradient has the median norm, to a relative 1e-5: a clip that always acts.
     """
 
     rho: float
     standard_error: float
-    swings: bool
+    own: float
+    curvature: float
     excess: float
     order: str
     same_norm: float
 
 
-def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float) -> float:
-    """Excess of the variance by reshuffled batches, mean over an epoch, in a well-specified model.
+def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float, curvature: float | None = None) -> float:
+    """Excess of the variance by reshuffled batches, mean over an epoch.
 
-    There the noise of a batch is ``C = K T k``, so that ``rho = K lr_eff k / 2`` and the curvature follows from it. The
-    recursion is that of the position and velocity over an epoch whose noises, of covariance ``C (1 - 1/K)`` each, sum to zero.
+    The recursion is that of the position and velocity over an epoch whose noises, of covariance ``C (1 - 1/K)`` each, sum to
+    zero.
 
     Args:
         rho: as in :class:`Heat`; differences of gradients read ``C``, that of draws with replacement, in epochs too.
         steps_per_epoch: ``K``.
         momentum: ``mu``, in [0, 1).
+        curvature: ``y = lr k``; ``None`` takes that of a well-specified model, ``C = K T k`` and so ``rho = K lr_eff k / 2``.
 
     Returns:
         The excess relative to ``T / k``: 0 for one step an epoch, infinity where the chain is not stable.
@@ -114,10 +114,10 @@ def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float) -> floa
     K, mu = steps_per_epoch, momentum
     if rho <= 0.0 or K < 2:
         return 0.0
-    y = 2.0 * rho * (1.0 - mu) / K
+    y = 2.0 * rho * (1.0 - mu) / K if curvature is None else curvature
     if y >= 2.0 * (1.0 + mu):
         return math.inf
-    push = y * y * K  # lr^2 C in units of T / k
+    push = 2.0 * rho * (1.0 - mu) * y  # lr^2 C in units of T / k
     a, b, c, d = 1.0 - y, -mu, y, mu  # (theta, lr mu v) after a step
 
     def moved(sxx: float, sxv: float, svv: float) -> tuple[float, float, float]:
@@ -143,12 +143,24 @@ def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float) -> floa
     return total / K
 
 
-def read_heat(rows: Tensor, momentum: float, *, steps_per_epoch: int | None = None, order: str = "reshuffled") -> Heat:
+def read_heat(
+    gradients: Tensor,
+    positions: Tensor,
+    momentum: float,
+    *,
+    first: float | None = None,
+    steps_per_epoch: int | None = None,
+    order: str = "reshuffled",
+) -> Heat:
     """What a window of consecutive gradients says of the batches' heat.
 
     Args:
-        rows: ``[steps, buckets]``, float64: sketches of ``sqrt(lr_eff P / 2 T) g``, or the vectors themselves.
+        gradients: ``[steps, buckets]``, float64: sketches of ``s g`` with ``s = sqrt(lr_eff P / 2 T)``, or the vectors
+            themselves.
+        positions: likewise of ``theta / (2 T s)``, before each step.
         momentum: of the chain.
+        first: share of ``lr_eff`` that a gradient moves in its own step (default: ``1 - momentum``); NaN where the leaves
+            differ, so that the chain's noise cannot be told from its displacements.
         steps_per_epoch: where known, the law of reshuffled epochs is used for ``excess``.
         order: of the batches, ``"reshuffled"`` or ``"independent"``.
 
@@ -156,66 +168,76 @@ def read_heat(rows: Tensor, momentum: float, *, steps_per_epoch: int | None = No
         :class:`Heat`, without ``same_norm``.
 
     Example:
-        >>> noise = torch.randn(97, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        >>> 0.5 < read_heat(noise, 0.9).rho < 1.5  # noise alone, of variance 1 in every direction
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> noise, still = torch.randn(97, 5, dtype=torch.float64, generator=generator), torch.zeros(97, 5).double()
+        >>> 0.5 < read_heat(noise, still, 0.9).rho < 1.5  # noise alone, of variance 1 in every direction
         True
     """
-    rho, error, swings = _worst(rows, momentum)
-    shuffled = order != "independent" and steps_per_epoch is not None
-    heat = max(rho, 0.0)
-    excess = reshuffled_excess(heat, steps_per_epoch or 0, momentum) if shuffled else heat
-    return Heat(rho, error, swings, excess, "reshuffled" if shuffled else "independent", 0.0)
+    rho, error, own, y = _worst(gradients, positions, momentum, 1.0 - momentum if first is None else first)
+    heat, limit = max(rho, 0.0), 2.0 * (1.0 + momentum)
+    y = min(max(y, 0.0), 0.95 * limit)
+    if order == "independent" or steps_per_epoch is None:
+        return Heat(rho, error, own, y, heat / (1.0 - y / limit), "independent", 0.0)
+    specified = 2.0 * heat * (1.0 - momentum) / max(steps_per_epoch, 1)
+    excess = reshuffled_excess(heat, steps_per_epoch, momentum, max(y, specified))
+    return Heat(rho, error, own, y, excess, "reshuffled", 0.0)
 
 
-def _worst(rows: Tensor, mu: float) -> tuple[float, float, bool]:
-    """``rho``, its standard error, and whether the chain's own swing was taken out.
+def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float, float, float]:
+    """``rho``, its standard error, the chain's own move, and ``y``.
 
-    Directions come from all folds but one, and are judged on that one, in turn.
+    Directions and Hessian come from all folds but one, and are judged on that one, in turn.
     """
-    cuts = [round(len(rows) * i / FOLDS) for i in range(FOLDS + 1)]
-    lag0, lag1, whitened, swing, left = (list[Tensor]() for _ in range(5))
+    d, D = X.diff(dim=0), G.diff(dim=0)
+    noise = torch.zeros_like(d)
+    noise[1:] = mu * d[:-1] - d[1:] - first * G[1:-1] - (1 - mu - first) * G[:-2]
+    known = [d.roll(1, 0), d.roll(2, 0) if math.isnan(first) else noise]  # what knows nothing of n_t and n_{t+1}
+    cuts = [round(len(D) * i / FOLDS) for i in range(FOLDS + 1)]
+    rest, own, curvatures = list[Tensor](), list[Tensor](), list[float]()
     for begin, end in pairwise(cuts):
-        others = [part for part in (rows[: max(begin - 1, 0)], rows[end + 1 :]) if len(part) > 4]
-        directions = _noisiest(others)
-        Y = _own_dynamics([part @ directions for part in others], mu)
-        q = rows[begin:end] @ directions
-        d = (q[1:] - q[:-1])[:, 0]
-        lag0.append(d * d / 2)
-        lag1.append(-d[:-1] * d[1:])
-        z = (q[2:] - (1 + mu) * q[1:-1] + mu * q[:-2])[:, 0]
-        w = z + (q[1:-1] @ Y.T)[:, 0]
-        y = min(max(float(Y[0, 0]), 0.0), 2 * (1 + mu))
-        whitened.append(-(w[1:] * w[:-1] - y * y / 4) / (1 + mu) ** 2)
-        swing.append(z * z)
-        left.append(w * w)
-    zero, one = torch.cat(lag0), torch.cat(lag1)
-    swings = float(torch.cat(left).mean()) < EXPLAINED * float(torch.cat(swing).mean())
-    # where the differences are noise and little else, their variance is the sharper reading
-    raw = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
-    series = torch.cat(whitened) if swings else raw
-    parts = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
-    return float(series.mean()), float(parts.std()) / math.sqrt(8), swings
+        parts = [part for part in (slice(2, max(begin - 1, 2)), slice(end + 1, len(D))) if part.stop - part.start > 6]
+        Q = _directions([D[part] for part in parts])
+        H = _hessian(*[torch.cat([x[part] @ Q for part in parts]) for x in (D, d, *known)])
+        q = _noisiest([D[part] @ Q - d[part] @ Q @ H.T for part in parts], 1)[:, 0]
+        move = d[begin:end] @ Q @ H.T @ q
+        rest.append(D[begin:end] @ Q @ q - move)
+        own.append(move * move / 2)
+        curvatures.append(float(q @ H @ q) * (1 - mu))
+    zero, one = torch.cat([r * r / 2 for r in rest]), torch.cat([-r[1:] * r[:-1] for r in rest])
+    # where the rest is the noise of batches and little else, its variance is the sharper reading
+    series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
+    chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
+    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(torch.cat(own).mean()), min(curvatures)
 
 
-def _noisiest(parts: Sequence[Tensor]) -> Tensor:
-    """The directions ``[buckets, DIRECTIONS]`` with the largest ``- <D_t D_{t+1}>``."""
-    differences = [part[1:] - part[:-1] for part in parts]
-    span = torch.linalg.qr(torch.cat(differences).T)[0]
-    lagged = sum((x[:-1] @ span).T @ (x[1:] @ span) for x in differences)
+def _directions(differences: Sequence[Tensor]) -> Tensor:
+    """A basis ``[buckets, m]`` of the directions with the largest ``- <D_t D_{t+1}>`` and the largest ``<D_t^2>``."""
+    largest = torch.linalg.svd(torch.cat([*differences]), full_matrices=False)[2][:DIRECTIONS].T
+    both = torch.cat([_noisiest(differences, DIRECTIONS), largest], 1)
+    basis, sizes, _ = torch.linalg.svd(both, full_matrices=False)
+    return basis[:, sizes > 0.1]
+
+
+def _noisiest(parts: Sequence[Tensor], n: int) -> Tensor:
+    """The ``n`` directions with the largest ``- <r_t r_{t+1}>``, the largest first: ``[buckets, n]``."""
+    span = torch.linalg.qr(torch.cat([*parts]).T)[0]
+    lagged = sum((x[:-1] @ span).T @ (x[1:] @ span) for x in parts)
     assert isinstance(lagged, Tensor)
-    return span @ torch.linalg.eigh(-(lagged + lagged.T))[1][:, -DIRECTIONS:].flip(1)
+    return span @ torch.linalg.eigh(-(lagged + lagged.T))[1][:, -n:].flip(1)
 
 
-def _own_dynamics(parts: Sequence[Tensor], mu: float) -> Tensor:
-    """``Y`` of ``g_{t+1} - (1 + mu) g_t + mu g_{t-1} = -Y g_t + ...``, by instrumental variables."""
-    seen, known = 0.0, 0.0
-    for part in parts:
-        p = part - part.mean(0)
-        z = p[3:] - (1 + mu) * p[2:-1] + mu * p[1:-2]
-        instrument = p[:-3] if mu else p[1:-2]
-        seen, known = seen + z.T @ instrument, known + p[2:-1].T @ instrument
-    assert isinstance(seen, Tensor) and isinstance(known, Tensor)
-    return -seen @ torch.linalg.pinv(known, rtol=0.05)
+def _hessian(D: Tensor, d: Tensor, *known: Tensor) -> Tensor:
+    """``H`` of ``D_t = H d_t + ...``, by two-stage least squares with instruments that know nothing of the batches' noise.
+
+    Where the instruments say little of ``d_t``, it is made of the batches' noise, which the second stage would take for
+    curvature: ``H`` is shrunk by the F statistic of the first.
+    """
+    Z = torch.cat(known, 1)
+    fitted = Z @ torch.linalg.lstsq(Z, d, driver="gelsd").solution
+    explained, left = float(fitted.square().sum()), float((d - fitted).square().sum())
+    strength = explained * max(len(d) - Z.shape[1], 1) / max(left * Z.shape[1], 1e-300)
+    H = torch.linalg.lstsq(fitted, D, driver="gelsd").solution.T
+    return H * min(max((strength - 1.0) / 3.0, 0.0), 1.0)
 
 
 def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
@@ -235,34 +257,53 @@ def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
 class _Sketch:
     """``S``: random signs, one byte an element while a window is open, and 256 buckets."""
 
-    def __init__(self, buckets: int = BUCKETS) -> None:
-        self.buckets, self.signs = buckets, dict[int, Tensor]()
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.signs = [_signs(leaf.gradient.numel(), i, leaf.gradient.device) for i, leaf in enumerate(leaves)]
+        # small leaves are laid end to end, so that a step asks for few operations
+        small = [i for i, signs in enumerate(self.signs) if len(signs) < CHUNK // 16]
+        self.packs = [[i] for i in range(len(leaves)) if i not in {*small}]
+        for i in small:
+            last = self.packs[-1] if self.packs and self.packs[-1][0] in small else None
+            if last is None or sum(len(self.signs[j]) for j in last) + len(self.signs[i]) > CHUNK:
+                self.packs.append([i])
+            else:
+                last.append(i)
+        self.packed = [torch.cat([self.signs[i] for i in pack]) if len(pack) > 1 else None for pack in self.packs]
 
-    def __call__(self, leaves: Sequence[Leaf]) -> Tensor:
-        """``S g`` of all leaves together, each multiplied by its scale: ``[buckets]``."""
-        total: Tensor | None = None
-        for i, leaf in enumerate(leaves):
-            g = leaf.gradient.reshape(-1)
-            signs = self.signs.get(i)
-            if signs is None:
-                signs = self.signs[i] = _signs(g.numel(), i, g.device)
-            each = isinstance(leaf.scale, Tensor) and leaf.scale.ndim > 0
-            scale = leaf.scale.reshape(-1) if isinstance(leaf.scale, Tensor) and each else None
-            mine = torch.zeros(
-                self.buckets, dtype=torch.float32 if g.dtype != torch.float64 else g.dtype, device=g.device
+    def __call__(self, leaves: Sequence[Leaf]) -> tuple[Tensor, Tensor]:
+        """``S s g`` and ``S theta / (2 T s)`` of all leaves together, ``[buckets]`` each."""
+        g, x = list[Tensor](), list[Tensor]()
+        for pack, signs in zip(self.packs, self.packed):
+            mine = [leaves[i] for i in pack]
+            g.append(
+                _added([leaf.gradient for leaf in mine], [leaf.scale for leaf in mine], signs, self.signs[pack[0]])
             )
-            for at in range(0, g.numel(), CHUNK):
-                x = g[at : at + CHUNK] * signs[at : at + CHUNK]
-                x = x if scale is None else x * scale[at : at + CHUNK]
-                full = len(x) // self.buckets * self.buckets
-                if full:
-                    mine += x[:full].view(-1, self.buckets).sum(0)
-                if full < len(x):
-                    mine[: len(x) - full] += x[full:]
-            mine = mine if each else mine * leaf.scale
-            total = mine if total is None else total + mine
-        assert total is not None
-        return total
+            size = [0.5 / (leaf.temperature * abs(leaf.scale)) for leaf in mine]
+            x.append(_added([leaf.param for leaf in mine], size, signs, self.signs[pack[0]]))
+        return sum(g[1:], g[0]), sum(x[1:], x[0])
+
+
+def _added(tensors: list[Tensor], scales: list[float | Tensor], packed: Tensor | None, signs: Tensor) -> Tensor:
+    """Scale, sign, and add up by buckets."""
+    if packed is not None:
+        flat = [x.detach().reshape(-1) for x in tensors]
+        equal = all(not isinstance(s, Tensor) and s == scales[0] for s in scales)
+        flat = flat if equal else [x * (s.reshape(-1) if isinstance(s, Tensor) else s) for x, s in zip(flat, scales)]
+        total = _folded(torch.cat(flat) * packed)
+        return total * scales[0] if equal else total
+    x, scale = tensors[0].detach().reshape(-1), scales[0]
+    each = scale.reshape(-1) if isinstance(scale, Tensor) and scale.ndim > 0 else None
+    total = torch.zeros(BUCKETS, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+    for at in range(0, len(x), CHUNK):
+        part = x[at : at + CHUNK] * signs[at : at + CHUNK]
+        total += _folded(part if each is None else part * each[at : at + CHUNK])
+    return total * scale if each is None else total
+
+
+def _folded(x: Tensor) -> Tensor:
+    """``[n]`` added up by ``n mod 256``."""
+    x = x if x.dtype == torch.float64 else x.float()
+    return torch.nn.functional.pad(x, (0, -len(x) % BUCKETS)).view(-1, BUCKETS).sum(0)
 
 
 class HeatGuard:
@@ -291,7 +332,7 @@ class HeatGuard:
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     for _ in range(400):
-        ...         guard.look(lambda: [Leaf(torch.randn(10, generator=source), 2.0, 0.9)], lr=0.1)
+        ...         guard.look(lambda: [Leaf(torch.randn(10, generator=source), torch.zeros(10), 2.0, 1.0, 0.9)], lr=0.1)
         >>> len(caught), "times the variance" in str(caught[0].message)
         (1, True)
     """
@@ -318,19 +359,27 @@ class HeatGuard:
         self.has_warned = False
         self._lr: float | None = None
         self._restart()
-        self._began: float | None = None
-        self._spent = 0.0
-        self._cost: float | None = None  # of a window, once one has been paid for
 
     def _restart(self) -> None:
         self._steps, self._next, self._hot = 0, 32, 0
+        self._began: float | None = None
+        self._spent = 0.0
+        self._cost: float | None = None  # of a window, once one has been paid for
+        self._absent = set[int]()  # parameters that had no gradient in some step of a window
         self._close()
 
     def _close(self) -> None:
-        self._rows: list[Tensor] = []
-        self._norms: list[Tensor] = []
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
         self._sketch: _Sketch | None = None
+        self._seen: tuple[int, ...] = ()
         self._paid = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a guard that comes out of a file, begins anew: its window and its clock are those of another loop."""
+        copy = object.__new__(HeatGuard)
+        copy.__dict__.update(self.__dict__, readings=[*self.readings])
+        copy._restart()
+        return copy.__dict__
 
     def look(self, leaves: Callable[[], Iterable[Leaf]], lr: float) -> None:
         """Called at every step, before parameters move.
@@ -339,13 +388,18 @@ class HeatGuard:
             leaves: gives the gradients of this step; called inside windows only.
             lr: the learning rate, for the advice; where it changes by more than a tenth the guard begins anew.
         """
+        if lr != self._lr:
+            if self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr):
+                self._lr = lr
+                self._steps, self._next, self._hot = 0, 32, 0
+                self._close()
+        self._steps += 1
+        if self._sketch is None and self._steps < self._next and self._began is not None:
+            return
         now = time.perf_counter()
         if self._began is None:
             self._began = now
-        if self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr):
-            self._lr = lr
-            self._restart()
-        self._steps += 1
+            return
         if self._sketch is None and not self._may_open(leaves, now):
             return
         self._take([*leaves()])
@@ -356,43 +410,53 @@ class HeatGuard:
     def _may_open(self, leaves: Callable[[], Iterable[Leaf]], now: float) -> bool:
         """Whether a window can be afforded now; opens it."""
         assert self._began is not None
-        if self._steps < self._next:
-            return False
-        if self._cost is None:  # a first guess: reading twice, and the algebra of one window
+        if self._cost is None:  # a first guess: reading gradient and parameter, and the algebra of one window
             elements = sum(leaf.gradient.numel() for leaf in leaves())
-            self._cost = self.window * (3e-5 + 2e-9 * elements) + 1e-2
+            self._cost = self.window * (1e-4 + 4e-9 * elements) + 2e-2
         if self._spent + self._cost > self.share * (now - self._began):
+            self._next = self._steps + 1 + self._steps // 32  # looking at the clock costs too
             return False
-        self._sketch = _Sketch()
+        found = [leaf for leaf in leaves() if id(leaf.param) not in self._absent]
+        self._sketch, self._seen = _Sketch(found), tuple([id(leaf.param) for leaf in found])
         return True
 
     @torch.no_grad()
     def _take(self, leaves: list[Leaf]) -> None:
         assert self._sketch is not None
-        if not leaves:
+        here = {id(leaf.param): leaf for leaf in leaves}
+        absent = [i for i in self._seen if i not in here]
+        if absent or not self._seen:  # a head that this batch does not use: look at the others
+            self._absent.update(absent)
             return self._close()
-        self._rows.append(self._sketch(leaves))
-        self._norms.append(torch.stack(foreach_norm([leaf.gradient for leaf in leaves])).norm())
+        seen = [here[i] for i in self._seen]
+        norm = torch.stack(foreach_norm([leaf.gradient for leaf in seen])).norm()
+        self._rows.append((*self._sketch(seen), norm))
         if len(self._rows) <= self.window:
             return None
-        rows = torch.stack(self._rows).double().cpu()
-        norms = torch.stack(self._norms).double().cpu()
+        gradients, positions, norms = (torch.stack(x).double().cpu() for x in zip(*self._rows))
         began = time.perf_counter()
-        if bool(torch.isfinite(rows).all()) and bool(rows.any()):
-            rows = rows[:, (rows != 0).any(0)]  # small models fill few buckets
-            heat = read_heat(rows, leaves[0].momentum, steps_per_epoch=self.steps_per_epoch, order=self.order)
+        if bool(torch.isfinite(gradients).all() and torch.isfinite(positions).all() and gradients.any()):
+            filled = (gradients != 0).any(0)  # small models fill few buckets
+            rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
+            momentum, first = min(rules)
+            heat = read_heat(
+                gradients[:, filled],
+                positions[:, filled],
+                momentum,
+                first=first if len(rules) == 1 else math.nan,
+                steps_per_epoch=self.steps_per_epoch,
+                order=self.order,
+            )
             same = (norms - norms.median()).abs() < SAME_NORM * norms.median()
-            self._judge(heat._replace(same_norm=float(same.double().mean())), leaves[0].momentum)
+            self._judge(heat._replace(same_norm=float(same.double().mean())))
         self._cost = self._paid + time.perf_counter() - began
         self._next = self._steps + 1 if self._hot and not self.has_warned else 4 * self._steps
         return self._close()
 
-    def _judge(self, heat: Heat, momentum: float) -> None:
+    def _judge(self, heat: Heat) -> None:
         self.readings.append(heat)
-        above = self.above * (SWINGS if heat.swings else 1.0)
-        if momentum < WEAK:
-            above += (1 + momentum) ** 3 / (1 - momentum)
-        self._hot = self._hot + 1 if heat.excess > above and heat.rho > heat.standard_error else 0
+        is_hot = heat.excess > self.above and heat.rho > heat.standard_error + BENT * heat.own
+        self._hot = self._hot + 1 if is_hot else 0
         both = self.readings[-2:]
         together = math.hypot(*(reading.standard_error for reading in both))
         is_sure = self._hot >= 2 and sum(reading.rho for reading in both) > SURE * together
@@ -433,8 +497,3 @@ class HeatGuard:
             f"Use lr {cooler:.1g} (now {lr:.3g}), larger batches, or all data; bc.suggest_lr gives a rate that heats little. "
             f"heat_guard=None silences this.{total}"
         )
-
-
-def leaves_of(items: Iterable[tuple[Any, float, float]]) -> list[Leaf]:
-    """Leaves from ``(parameter, scale, momentum)``, those that have a gradient."""
-    return [Leaf(p.grad, scale, momentum) for p, scale, momentum in items if p.grad is not None]

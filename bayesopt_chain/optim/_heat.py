@@ -35,7 +35,8 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             linear = rule._linear(group, clock)
             effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
             scale: Any = math.sqrt(effective / (2.0 * temperature))
+            first = (linear.direct + linear.step_size * linear.gain) / effective
             if rule.adaptive:
                 held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
                 scale = scale * rule._denominator(group, held, state.__getitem__).rsqrt()
-            yield Leaf(g, scale, linear.momentum)
+            yield Leaf(g, p, -scale if group.get("maximize") else scale, temperature, linear.momentum, first)

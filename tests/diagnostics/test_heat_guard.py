@@ -66,21 +66,23 @@ def chain(curvatures, lr, mu, noise, steps, seed):
     k = torch.tensor(curvatures).double()
     theta = torch.randn(len(k), generator=g).double() / k.sqrt()
     v, before = torch.zeros_like(k), torch.zeros_like(k)
-    rows = []
+    rows, places = [], []
     for _ in range(steps):
+        places.append(theta)
         grad = k * theta + noise**0.5 * torch.randn(len(k), generator=g).double() * torch.eye(len(k))[0]
         rows.append(grad)
         fresh = torch.randn(len(k), generator=g).double()
         v = mu * v + grad + (2 * (1 - mu) / lr) ** 0.5 * (fresh + before) / 2
         before, theta = fresh, theta - lr * v
-    return torch.stack(rows)[-97:] * (lr / (1 - mu) / 2) ** 0.5
+    scale = (lr / (1 - mu) / 2) ** 0.5
+    return torch.stack(rows)[-97:] * scale, torch.stack(places)[-97:] / (2 * scale)
 
 
 @pytest.mark.parametrize("mu", [0.9, 0.99])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
 def test_a_full_batch_reads_no_heat_at_any_stable_rate(share, mu):
     """Fixed seeds, median of five windows; beyond half of the limit the own swing alone would read up to 44."""
-    read = [read_heat(chain([1.0, 0.3, 0.1], share * 2 * (1 + mu), mu, 0.0, 500, s), mu) for s in range(5)]
+    read = [read_heat(*chain([1.0, 0.3, 0.1], share * 2 * (1 + mu), mu, 0.0, 500, s), mu) for s in range(5)]
     assert sorted(max(0.0, heat.rho) for heat in read)[2] < 0.5, read
 
 
@@ -90,7 +92,7 @@ def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
     """Fixed seeds; the median of five windows."""
     lr = 0.02 * (1 - mu)
     rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(5)]
-    read = sorted(read_heat(r, mu).rho for r in rows)[2]
+    read = sorted(read_heat(*r, mu).rho for r in rows)[2]
     assert rho / 2 < read < rho * 2
 
 
@@ -151,7 +153,7 @@ def test_a_sum_in_place_of_a_mean_is_named():
     guard, noise = eager(), torch.Generator().manual_seed(0)
     with pytest.warns(UserWarning, match="may be a sum over the data"):
         for _ in range(250):
-            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), 1e3, 0.9)], 0.1)
+            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), torch.zeros(10), 1e3, 1.0, 0.9)], 0.1)
 
 
 def test_it_changes_no_bit_of_the_draws():
@@ -181,7 +183,7 @@ def test_it_takes_its_share_of_the_time_and_no_more():
     def leaves():
         nonlocal calls
         calls += 1
-        return [Leaf(torch.ones(10), 1.0, 0.9)]
+        return [Leaf(torch.ones(10), torch.ones(10), 1.0, 1.0, 0.9)]
 
     for _ in range(3000):
         guard.look(leaves, 0.1)
@@ -193,7 +195,7 @@ def test_a_new_learning_rate_begins_anew():
     noise = torch.Generator().manual_seed(0)
     for lr in (0.1, 0.01, 0.001):
         for _ in range(150):
-            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), 2.0, 0.9)], lr)
+            guard.look(lambda: [Leaf(torch.randn(10, generator=noise), torch.zeros(10), 2.0, 1.0, 0.9)], lr)
     assert len(guard.readings) == 3 and not guard.has_warned  # never two windows of one rate
 
 

@@ -1,0 +1,79 @@
+"""A table whose cells are worked out in any order by several processes, and whose record grows cell by cell.
+
+A command that is stopped goes on where it stopped: cells that the record holds are not worked out again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import environment
+
+
+def work_out(
+    run: Callable[[Any], dict[str, Any]],
+    cells: Sequence[Any],
+    path: Path,
+    *,
+    workers: int = 1,
+    summary: Callable[[list[dict[str, Any]]], Any],
+) -> list[dict[str, Any]]:
+    """Work out all cells that are not in the record yet, and write the record after each.
+
+    Args:
+        run: makes the row of a cell, a function that a process can be told by its name. What it raises becomes the row.
+        cells: each with a ``str`` of its own, which names it in the record.
+        path: of the record.
+        workers: processes, each on one thread.
+        summary: of all rows; it stands in the record as ``table``.
+
+    Returns:
+        All rows, in the order of the cells.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    seconds = 0.0
+    if path.exists():
+        record = json.loads(path.read_text())
+        known = {row["cell"]: row for row in record["rows"] if "error" not in row}
+        seconds = record["seconds"]
+    began, todo = time.perf_counter(), [cell for cell in cells if str(cell) not in known]
+
+    def rows() -> list[dict[str, Any]]:
+        return [known[str(cell)] for cell in cells if str(cell) in known]
+
+    def keep() -> None:
+        spent = seconds + time.perf_counter() - began
+        out = {"environment": environment(), "seconds": spent, "table": summary(rows()), "rows": rows()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".part").write_text(json.dumps(out, indent=1) + "\n")
+        path.with_suffix(".part").replace(path)
+
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        asked = {pool.submit(_row, run, cell): cell for cell in todo}
+        for done in as_completed(asked):
+            known[str(asked[done])] = row = done.result()
+            print(f"{len(known)}/{len(cells)} {row['cell']}: {row.get('says', row.get('error', ''))}", flush=True)
+            keep()
+    keep()
+    return rows()
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _row(run: Callable[[Any], dict[str, Any]], cell: Any) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        row = run(cell)
+    except Exception as error:
+        row = {"error": f"{type(error).__name__}: {error}"}
+    return {"cell": str(cell), **row, "seconds": round(time.perf_counter() - began, 2)}
