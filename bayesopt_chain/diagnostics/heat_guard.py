@@ -388,11 +388,10 @@ class HeatGuard:
             leaves: gives the gradients of this step; called inside windows only.
             lr: the learning rate, for the advice; where it changes by more than a tenth the guard begins anew.
         """
-        if lr != self._lr:
-            if self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr):
-                self._lr = lr
-                self._steps, self._next, self._hot = 0, 32, 0
-                self._close()
+        if lr != self._lr and (self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr)):
+            self._lr = lr
+            self._steps, self._next, self._hot = 0, 32, 0
+            self._close()
         self._steps += 1
         if self._sketch is None and self._steps < self._next and self._began is not None:
             return

@@ -34,6 +34,8 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             clock = rule._clock(state)
             linear = rule._linear(group, clock)
             effective = linear.direct + linear.step_size * linear.gain / (1.0 - linear.momentum)
+            if effective <= 0.0:  # a learning rate of 0
+                continue
             scale: Any = math.sqrt(effective / (2.0 * temperature))
             first = (linear.direct + linear.step_size * linear.gain) / effective
             if rule.adaptive:
