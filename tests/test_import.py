@@ -35,3 +35,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 def test_all_names_can_be_listed_before_they_are_loaded():
     assert {*bc.__all__, "__version__"} <= {*dir(bc)}
+
+
+def test_a_chain_that_is_the_first_name_asked_for_updates_and_nests():
+    made = "import bayesopt_chain as bc; tx = bc.links.add_momentum(0.9)"
+    imported_by(f"{made}; p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)")

@@ -8,6 +8,7 @@ links by ``init``, for the leaves that it sees; how an update runs stands in :mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import optree
@@ -54,6 +55,8 @@ class Chain(GradientTransformation):
         return self
 
     def __init__(self, links: Sequence[Link]) -> None:
+        # What sets compose and lower, whichever name of the package was asked for first.
+        import_module("bayesopt_chain.compose")
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))

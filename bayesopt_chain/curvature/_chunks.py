@@ -40,8 +40,8 @@ from bayesopt_chain.curvature._plan import (
     unlike,
 )
 from bayesopt_chain.curvature._taps import Taps, Use
-from bayesopt_chain.likelihoods import OutputRoot
-from bayesopt_chain.tracing import is_transformed
+from bayesopt_chain.likelihoods import Likelihood, OutputRoot
+from bayesopt_chain.tracing import is_hidden, is_transformed
 from bayesopt_chain.trees import Tree, wide
 
 RootOf = Callable[[Tensor, Any], OutputRoot]
@@ -68,6 +68,18 @@ class Gradient(NamedTuple):
     tap: int | None = None
 
 
+class InputWeights(NamedTuple):
+    """How much the data, and the positions at which they use a leaf, count in a factor of the inputs alone.
+
+    Attributes:
+        of_data: ``[b]``: the mean weight of a datum's targets that count at all, 0 where none does.
+        of_positions: from a leaf to ``[b, T]``, whose sum over T is ``of_data``.
+    """
+
+    of_data: Tensor
+    of_positions: Callable[[int], Tensor]
+
+
 class Chunk(NamedTuple):
     """Gradients for some data and some columns.
 
@@ -78,6 +90,7 @@ class Chunk(NamedTuple):
         gradients: one for each leaf that is not in ``summed``.
         summed: in the first chunk of the data, and for a structure that asks for it, the leaves of the last layer: there
             ``g()`` is the diagonal ``sum_k s_k^2`` of all columns, ``[1, b, T, O]``, at every position.
+        weights: where targets have weights and the structure asks for them; ``None`` where each counts once.
     """
 
     data: int
@@ -85,6 +98,7 @@ class Chunk(NamedTuple):
     first: bool
     gradients: list[Gradient]
     summed: list[Gradient]
+    weights: InputWeights | None = None
 
 
 def _any_plan(plan: TapPlan) -> None:
@@ -101,6 +115,7 @@ class Demand(NamedTuple):
         sums_last_layer: whether ``Chunk.summed`` is wanted.
         columns_together: whether all columns of a datum must be in one chunk.
         accepts: raises for a plan that is of no use.
+        weighs_inputs: whether ``Chunk.weights`` is wanted.
     """
 
     formed: int = 0
@@ -109,6 +124,7 @@ class Demand(NamedTuple):
     sums_last_layer: bool = False
     columns_together: bool = False
     accepts: Callable[[TapPlan], None] = _any_plan
+    weighs_inputs: bool = False
 
 
 class Linearised(NamedTuple):
@@ -165,6 +181,7 @@ class BatchPullback:
         chunk_bytes: bound on what is held at once.
         draws: whether ``root_of`` draws random numbers, which it must then do for the last datum alone at every batch, so that
             the numbers after them do not depend on what is remembered.
+        likelihood: whose weights the targets have. Default: none.
     """
 
     forward: Forward
@@ -175,6 +192,7 @@ class BatchPullback:
     demand: Demand
     chunk_bytes: int | None = None
     draws: bool = False
+    likelihood: Likelihood | None = None
 
     def chunks(self, plan: TapPlan, check: Check) -> Iterator[Chunk]:
         """Yield the gradients of all data and columns.
@@ -202,11 +220,12 @@ class BatchPullback:
             if len(summed) == len(plan.names):
                 yield Chunk(linear.size, linear.outputs, True, [], summed)
                 continue
+            weights = self._input_weights(linear, part(self.targets, start, stop), plan)
             done = {gradient.leaf for gradient in summed}
             for k in range(0, columns, at_once):
                 pulled, ready = ready or self._pull(linear, root.part(k, min(k + at_once, columns)), plan), None
                 gradients = _gradients(linear, pulled, plan, done)
-                yield Chunk(linear.size, linear.outputs, k == 0, gradients, summed if k == 0 else [])
+                yield Chunk(linear.size, linear.outputs, k == 0, gradients, summed if k == 0 else [], weights)
                 del pulled, gradients  # before the next ones are made
             del linear, root
         check.plan = plan
@@ -330,6 +349,46 @@ class BatchPullback:
                 )
             )
         return found
+
+    def _input_weights(self, linear: Linearised, targets: Any, plan: TapPlan) -> InputWeights | None:
+        """Return the weights of the layers' inputs, where some target does not count once.
+
+        A layer with one position for every target has its weights there. A position of weight 0 on which other targets
+        depend, such as a prompt's, has the mean weight of those; which ones they depend on, a backward pass of arbitrary
+        numbers shows. Where a layer has other positions, they share the datum's weight.
+        """
+        if self.likelihood is None or not self.demand.weighs_inputs:
+            return None
+        of_targets = None if targets is None else self.likelihood.weights(targets)
+        if of_targets is None or (not is_hidden(of_targets) and bool((of_targets == 1).all())):
+            return None
+        of_targets = of_targets.to(wide(linear.outputs.dtype))
+        each = of_targets.reshape(linear.size, -1)
+        counts = (each > 0).to(each.dtype)
+        of_data = each.sum(1) / counts.sum(1).clamp_min(1)
+        outputs, grouping = linear.outputs, self.likelihood.grouping(linear.outputs.shape[1:])
+        arbitrary = torch.arange(1, outputs.shape[1:].numel() + 1, device=outputs.device, dtype=outputs.dtype).sin()
+        seeds = grouping.over_outputs((of_targets > 0).to(outputs.dtype), outputs.shape) * arbitrary.reshape(
+            1, *outputs.shape[1:]
+        )
+        taps = _pulled_taps(linear, seeds[None])
+        pairs = linear.by_leaf(plan)
+
+        def of_use(use: Use, x: Tensor) -> Tensor:
+            g = use.canonical.g(x, taps[use.tap], linear.size)[0].flatten(2)
+            if g.shape[1] != each.shape[1]:
+                return torch.ones_like(g[:, :, 0], dtype=each.dtype)
+            reaches = (g != 0).any(-1)
+            return torch.where(each > 0, each, reaches * of_data[:, None])
+
+        def of_positions(leaf: int) -> Tensor:
+            if leaf not in pairs or isinstance(pairs[leaf][0][0].kind, Vector):  # formed for each datum as a whole
+                return of_data[:, None]
+            joined = torch.cat([of_use(use, x) for use, x in pairs[leaf]], 1)
+            total = joined.sum(1, keepdim=True)
+            return joined / torch.where(total > 0, total, 1) * of_data[:, None]
+
+        return InputWeights(of_data, of_positions)
 
 
 def _unfolded(use: Use, plan: TapPlan) -> int:

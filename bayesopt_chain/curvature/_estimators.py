@@ -90,7 +90,9 @@ def ggn(
             targets)``. A batch is any tree of tensors with one entry a datum on the first axis.
 
     Returns:
-        ``estimate(params, batch)``, a precision summed over the batch, with ``count`` = B, held in float32 at least.
+        ``estimate(params, batch)``, a precision summed over the batch, with ``count`` = B (of Kronecker factors: the sum of
+        the data's weights), held in float32 at least. Targets of weight 0, such as the label -100, are left out, and so
+        are the positions on which no other target depends.
 
     Raises:
         ValueError: for an unknown structure; parameters that the structure cannot describe (all are named); batch norm
@@ -109,7 +111,9 @@ def ggn(
     if probes is not None:
         _require_probed_diagonal(structure, probes)
         return _probed(forward, likelihood.root, probes, generator, chunk_bytes, targets)
-    return Estimator(forward, likelihood.root, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(
+        forward, likelihood.root, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood
+    )
 
 
 def fisher(
@@ -154,7 +158,8 @@ def fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.sampled_factors(outputs, labels, samples, generator))
 
-    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, draws=True)
+    options = Options(rank, sharing, basis)
+    return Estimator(forward, root_of, structure, chunk_bytes, options, targets, likelihood, draws=True)
 
 
 def empirical_fisher(
@@ -193,7 +198,7 @@ def empirical_fisher(
     def root_of(outputs: Tensor, labels: Any) -> OutputRoot:
         return Explicit(likelihood.empirical_factors(outputs, labels))
 
-    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets)
+    return Estimator(forward, root_of, structure, chunk_bytes, Options(rank, sharing, basis), targets, likelihood)
 
 
 def hessian(
@@ -280,12 +285,13 @@ class Estimator:
         chunk_bytes: int | None,
         options: Options,
         targets: TargetsOf,
+        likelihood: Likelihood,
         draws: bool = False,
     ) -> None:
         _require_structure(structure)
         self.forward, self.root_of, self.structure = forward, root_of, structure
         self.chunk_bytes, self.options, self.draws = chunk_bytes, options, draws
-        self.checks, self.labels_of = Checks(), picked(targets, pair_targets)
+        self.checks, self.labels_of, self.likelihood = Checks(), picked(targets, pair_targets), likelihood
 
     def __call__(self, params: Tree, batch: Any) -> Precision:
         return self._run(params, batch, None)
@@ -305,7 +311,15 @@ class Estimator:
                 seen.clear()  # outputs of a pass that was given up because the program had changed
             total = structure_sum(self.structure, params, self.options)
             pullback = BatchPullback(
-                self.forward, params, batch, labels, self.root_of, total.demand(), self.chunk_bytes, self.draws
+                self.forward,
+                params,
+                batch,
+                labels,
+                self.root_of,
+                total.demand(),
+                self.chunk_bytes,
+                self.draws,
+                self.likelihood,
             )
             for chunk in pullback.chunks(plan, check):
                 total.add(chunk)

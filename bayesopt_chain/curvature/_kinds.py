@@ -15,6 +15,9 @@ Without sharing (T = 1) the squares are one product, ``(sum_k g^2)^T x^2``: no g
 of shared weights follow Eschenhagen et al. (2023): "expand" treats positions as data, "reduce" sums them. A weight that is used
 several times in one way has the positions of all its uses. The groups of a convolution count as positions too: at each of them
 only one group's outputs (in a transposed convolution: inputs) take part.
+
+Where targets have weights, so have the positions: ``weights [b, T]``, whose sum over T is the datum's weight. A datum of
+weight 2 is then two data in both factors, and one of weight 0, or a position that no target depends on, is in neither.
 """
 
 from __future__ import annotations
@@ -56,8 +59,10 @@ class Matrix(NamedTuple):
         pair = (x.square().flatten(0, 1), d[0].flatten(0, 1))
         return _plus_product(total, *((pair[0].mT, pair[1]) if self.transposed else (pair[1].mT, pair[0])))
 
-    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
         """Add ``sum x x^T``, ``[I, I]``, per datum the mean over positions (expand) or of their mean (reduce)."""
+        if weights is not None:
+            return plus_gram(total, _weighted_rows(x, sharing, weights).flatten(0, 1))
         if sharing == "expand":
             return plus_gram(total, x.flatten(0, 1), 1 / x.shape[1])
         return plus_gram(total, x.mean(1))
@@ -117,9 +122,12 @@ class Grouped(NamedTuple):
     def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
         raise NotImplementedError("a convolution is never the last layer")
 
-    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        x = x if sharing == "expand" else x.mean(1, keepdim=True)
-        weight = 1 / (x.shape[1] * self.groups)
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
+        if weights is None:
+            x = x if sharing == "expand" else x.mean(1, keepdim=True)
+            weight = 1 / (x.shape[1] * self.groups)
+        else:
+            x, weight = _weighted_rows(x, sharing, weights), 1 / self.groups
         return self._blocks(x, total, weight) if self.transposed else plus_gram(total, x.flatten(0, 2), weight)
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
@@ -174,9 +182,13 @@ class Embedding(NamedTuple):
         total = g.new_zeros(self.shape) if total is None else total
         return total.index_add_(0, entries, _summed_squares(sums))
 
-    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
         """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``: the whole of it under expand."""
         positions = x.shape[1]
+        if weights is not None:
+            hot = weights.new_zeros(x.shape[0], self.shape[0]).scatter_add(1, x, weights)
+            of_datum = weights.sum(1, keepdim=True)
+            return _plus(total, (hot if sharing == "expand" else hot.square() / _or_one(of_datum)).sum(0))
         hot = torch.zeros(x.shape[0], self.shape[0], device=x.device)  # counts are exact in float32
         hot = hot.scatter_add(1, x, torch.ones_like(x, dtype=hot.dtype))
         return _plus(total, (hot / positions if sharing == "expand" else (hot / positions).square()).sum(0))
@@ -213,8 +225,8 @@ class Vector(NamedTuple):
     def summed_squares(self, x: Tensor, d: Tensor, total: Tensor | None) -> Tensor:
         return _plus(total, d.sum((0, 1))[:, None])
 
-    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None) -> Tensor:
-        return _plus(total, x.new_full((1, 1), x.shape[0]))
+    def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
+        return _plus(total, x.new_full((1, 1), x.shape[0]) if weights is None else weights.sum().to(x).reshape(1, 1))
 
     def output_factor(self, g: Tensor, sharing: str, total: Tensor | None) -> Tensor:
         return plus_gram(total, g.flatten(0, 1))
@@ -245,6 +257,19 @@ def joined_outputs(kind: Kind, gs: list[Tensor]) -> Tensor:
     if len(gs) == 1:
         return gs[0]
     return torch.stack(gs).sum(0) if isinstance(kind, Vector) else torch.cat(gs, 2)
+
+
+def _weighted_rows(x: Tensor, sharing: str, weights: Tensor) -> Tensor:
+    """Return rows ``[b, T, *]`` (reduce: ``[b, 1, *]``) whose products ``r r^T`` add up to the weighted input factor."""
+    weights = weights.to(x).reshape(*weights.shape, *[1] * (x.ndim - 2))
+    if sharing == "expand":
+        return x * weights.sqrt()
+    of_datum = weights.sum(1, keepdim=True)
+    return (x * weights).sum(1, keepdim=True) / _or_one(of_datum).sqrt()
+
+
+def _or_one(weight: Tensor) -> Tensor:
+    return torch.where(weight > 0, weight, 1)
 
 
 def _covariance(rows: Tensor, variance: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Structure(ABC):
 
     few_data = FEW_DATA
     sums_last_layer = False
+    weighs_inputs = False
 
     def __init__(self, params: Tree):
         self.leaves, self.tree = optree.tree_flatten(params)
@@ -57,7 +58,14 @@ class Structure(ABC):
 
     def demand(self) -> Demand:
         """Return what this sum makes of the gradients."""
-        return Demand(self.formed(), self.held(), self.few_data, self.sums_last_layer, accepts=self.accepts)
+        return Demand(
+            self.formed(),
+            self.held(),
+            self.few_data,
+            self.sums_last_layer,
+            accepts=self.accepts,
+            weighs_inputs=self.weighs_inputs,
+        )
 
     def accepts(self, plan: TapPlan) -> None:  # noqa: B027
         """Raise for a model that the structure cannot describe."""
@@ -201,6 +209,10 @@ class TappedSum(Structure):
 
 
 class KroneckerSum(TappedSum):
+    """Both factors of every leaf. Data count with their targets' weights, in the factors and in ``Kronecker.data``."""
+
+    weighs_inputs = True
+
     def __init__(self, params: Tree, sharing: str):
         super().__init__(params)
         if sharing not in ("expand", "reduce"):
@@ -209,6 +221,7 @@ class KroneckerSum(TappedSum):
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.kinds: dict[int, Kind] = {}
+        self.data: Tensor | None = None  # with weights: their sum
 
     def accepts(self, plan: TapPlan) -> None:
         super().accepts(plan)
@@ -220,10 +233,14 @@ class KroneckerSum(TappedSum):
 
     def add(self, chunk: Chunk) -> None:
         of_taps: dict[int, Tensor] = {}  # a layer's weight and bias have one factor of its output gradients
+        weights = chunk.weights
+        if chunk.first and weights is not None:
+            self.data = weights.of_data.sum() if self.data is None else self.data + weights.of_data.sum()
         for leaf, kind, x, g, tap in chunk.gradients:
             self.kinds[leaf] = kind
             if chunk.first:
-                self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf))
+                of_positions = None if weights is None else weights.of_positions(leaf)
+                self.inputs[leaf] = kind.input_factor(x(), self.sharing, self.inputs.get(leaf), of_positions)
             if tap not in of_taps:
                 self.outputs[leaf] = kind.output_factor(g(), self.sharing, self.outputs.get(leaf))
             else:
@@ -238,7 +255,8 @@ class KroneckerSum(TappedSum):
         ]
         left, right = (self.to_tree(list(factors)) for factors in zip(*pairs))
         diagonal = self.to_tree([leaf.new_zeros((), dtype=wide(leaf.dtype)) for leaf in self.leaves])
-        return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), count)
+        data = count if self.data is None else self.data.to(count)
+        return Kronecker(left, right, diagonal, shape_only(self.to_tree(self.leaves)), data)
 
 
 class EigenbasisSum(TappedSum):
