@@ -156,6 +156,16 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _functions._compile._disable_dynamo(function)
 
 
+# whether dynamo, the front of ``torch.compile``, follows this code
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+
+@uncompiled
+def run_uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function in the middle of what ``torch.compile`` compiles, and let it run as it is."""
+    return function(*args, **options)
+
+
 def set_grad_enabled(enabled: bool) -> None:
     """What ``torch.set_grad_enabled`` does, without the microsecond of its object."""
     _C._set_grad_enabled(enabled)

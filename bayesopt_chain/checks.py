@@ -102,6 +102,18 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def recording(who: str) -> None:
+    """Refuse to take gradients where torch records none.
+
+    Raises:
+        ValueError: ``torch.inference_mode()`` is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{who}: this takes gradients, and torch.inference_mode() is on, which records none; call it outside of it"
+        )
+
+
 def temperature(value: Any) -> None:
     """A number, a 0-d tensor or a schedule, not negative, not NaN, not infinite."""
     number("temperature", value, "[0, inf)", tensor=True, schedule=True, hint=TEMPERATURE_HINT)

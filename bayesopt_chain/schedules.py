@@ -34,8 +34,13 @@ ScalarOrSchedule = float | Tensor | Callable[[Tensor], Any]
 __all__ = ["constant", "cosine", "cosine_restarts", "join", "piecewise", "polynomial", "robbins_monro"]
 
 
+def tensor_of(count: Any) -> Tensor:
+    """A count as a tensor: where it is, or, of a number, on the CPU; ``torch.as_tensor`` moves it to the default device."""
+    return count if isinstance(count, Tensor) else torch.tensor(count, device="cpu")
+
+
 def _real(count: Any) -> Tensor:
-    return torch.as_tensor(count).to(torch.float64)
+    return tensor_of(count).to(torch.float64)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -328,7 +333,7 @@ class join:
         object.__setattr__(self, "boundaries", _boundaries("join: boundaries", self.boundaries, len(self.schedules)))
 
     def __call__(self, count: Any) -> Tensor:
-        t = torch.as_tensor(count)
+        t = tensor_of(count)
         out = scalar(self.schedules[0](t), t.device)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:]):
             out = torch.where(t >= boundary, scalar(schedule((t - boundary).clamp(min=0)), t.device), out)

@@ -169,7 +169,7 @@ def all_finite(leaves: Iterable[Any]) -> Tensor:
                 torch.stack(torch.aminmax(x.detach()))
             ).all()  # one pass that allocates nothing: 10 x faster
         found = ok if found is None else found & ok.to(found.device)
-    return torch.ones((), dtype=torch.bool) if found is None else found
+    return torch.ones((), dtype=torch.bool, device="cpu") if found is None else found
 
 
 def as_tensor(value: Any, dtype: torch.dtype, device: torch.device | None) -> Tensor:

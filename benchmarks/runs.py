@@ -24,15 +24,15 @@ import bayesopt_chain as bc
 RESULTS = Path(__file__).parent / "results" / "runs.json"
 
 
-def record(name: str, figures: Any) -> None:
+def record(name: str, figures: Any, results: Path = RESULTS) -> None:
     """Add figures to the results."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = json.loads(results.read_text()) if results.exists() else {}
     machine = (
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} thread"
     )
     known[name] = {"machine": machine, **figures}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def cnn() -> tuple[Any, Any, Any, Any]:

@@ -7,7 +7,8 @@
 
 A killed run must end as the run that nobody killed; between two kills every file is compared with its checksums. Two Ctrl-Cs
 lose no finished draw. Of a damaged file no draw is wrong, and the error names it. The large run is summarised, predicted with
-and given to ArviZ in a process whose memory is limited, and the bytes that it reads are counted.
+and given to ArviZ in a process whose memory is limited, and the bytes that it reads are counted. Results go to
+``benchmarks/results/soak.json``, after every killed run and every pair of Ctrl-Cs.
 """
 
 from __future__ import annotations
@@ -18,46 +19,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bayesopt_chain as bc
-from benchmarks import runs
+from benchmarks.runs import record
 from tests.runs.test_hostile import every_damage_is_seen, read_so_far
 from tests.runs.test_nothing_lost import interrupted_twice
 from tests.runs.test_sample import kill_and_resume
 
+RESULTS = Path(__file__).parent / "results" / "soak.json"
 ROW = 1 << 20  # elements of a draw of the large run
 
 
-def killed(count: int, seed: int, rounds: int = 10) -> dict[str, Any]:
-    """SIGKILLs, shared among so many runs."""
+def killed(count: int, seed: int, rounds: int = 10) -> Iterator[dict[str, Any]]:
+    """SIGKILLs, shared among so many runs: the figures after each of them."""
     done = round = 0
     while done < count:
         with tempfile.TemporaryDirectory() as folder:
             done += kill_and_resume(Path(folder), max(1, count // rounds), seed + round)
         round += 1
-        print(f"{done} kills: no draw lost, doubled or torn", flush=True)
-    return {"kills": done, "runs": round}
+        yield {"kills": done, "of": count, "runs": round, "draws lost, doubled or torn": 0}  # else it has raised
 
 
-def interrupted(count: int, seed: int) -> dict[str, Any]:
-    """Pairs of Ctrl-Cs."""
+def interrupted(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Pairs of Ctrl-Cs: the figures after each of them."""
+    pairs = lost = 0
+    slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        return {"interrupts": count, "lost": interrupted_twice(Path(folder), count, seed)}
+        for wrong, seconds in interrupted_twice(Path(folder), count, seed):
+            pairs, lost, slowest = pairs + 1, lost + wrong, max(slowest, seconds)
+            yield {"pairs": pairs, "of": count, "lost": lost, "slowest end, seconds": round(slowest, 1)}
 
 
-def damaged(count: int, seed: int) -> dict[str, Any]:
+def damaged(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Damaged files."""
     with tempfile.TemporaryDirectory() as folder:
         wrong, unnamed = every_damage_is_seen(Path(folder), count, seed)
-    return {"files": count, "wrong": wrong, "unnamed": unnamed}
+    yield {"files": count, "wrong": wrong, "unnamed": unnamed}
 
 
-def large(gigabytes: float, memory: float, folder: str | None) -> dict[str, Any]:
+def large(gigabytes: float, memory: float, folder: str | None) -> Iterator[dict[str, Any]]:
     """Write draws of noise, and read them in another process with little memory."""
     with tempfile.TemporaryDirectory(dir=folder) as path:
         draws = int(gigabytes * 1e9 / (4 * ROW))
@@ -70,7 +75,7 @@ def large(gigabytes: float, memory: float, folder: str | None) -> dict[str, Any]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         files = len(list(Path(path).glob("draws-*")))
     print(out, end="")
-    return {
+    yield {
         "draws": draws,
         "gigabytes": gigabytes,
         "files": files,
@@ -122,15 +127,14 @@ def main() -> None:
         return
     begin = time.monotonic()
     for name, count, what in (
-        ("soak", args.kills, lambda: killed(args.kills, args.seed)),
+        ("kills", args.kills, lambda: killed(args.kills, args.seed)),
         ("interrupts", args.interrupts, lambda: interrupted(args.interrupts, args.seed)),
         ("damages", args.damages, lambda: damaged(args.damages, args.seed)),
         ("large", args.large, lambda: large(args.large, args.memory, args.folder)),
     ):
-        if count:
-            figures = what()
+        for figures in what() if count else ():
             print(name, figures, flush=True)
-            runs.record(name, {**figures, "seconds": int(time.monotonic() - begin)})
+            record(name, {**figures, "seconds": int(time.monotonic() - begin)}, RESULTS)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ links by ``init``, for the leaves that it sees; how an update runs stands in :mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,7 @@ import optree
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
+from bayesopt_chain._torch import is_compiling, run_uncompiled
 from bayesopt_chain.arguments import check_link
 from bayesopt_chain.core.link import ANY, Link, LinkContext
 from bayesopt_chain.core.op import IN_PLACE, PURE, owned
@@ -49,7 +51,8 @@ class Chain(GradientTransformation):
         def update(updates: Any, state: Any, **options: Any) -> Any:
             if isinstance(state, State) and state.layout.pieces is not None:
                 return shards.step(self._step, self.plan, updates, state, **options)
-            return self._step(updates, state, **options)
+            # dynamo has an optree of its own, whose trees are not ours
+            return (partial(run_uncompiled, self._step) if is_compiling() else self._step)(updates, state, **options)
 
         self = super().__new__(cls, init, update)
         return self
@@ -151,9 +154,12 @@ class Chain(GradientTransformation):
             check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
-        seen = params if whole is None else spec.unflatten(whole)
         # a mask may be a function of the user's, which is called once however many links stand behind it
-        masks = {id(mask): selected(mask, seen) for x in self.links for mask in x.masks}
+        masks = {
+            id(mask): selected(mask, params if whole is None else spec.unflatten(whole))
+            for x in self.links
+            for mask in x.masks
+        }
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
         layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
@@ -173,8 +179,7 @@ class Chain(GradientTransformation):
                 update.entries[i] = x.init([leaves[j] for j in w], update.at(i, w))
         for i, noise in plan.noise.items():
             noise.started(update.entries[i], update)
-        state = State(update.entries, layout)
-        state = state if like is None else warm_start(state, like)
+        state = State(update.entries, layout) if like is None else warm_start(State(update.entries, layout), like)
         return state if plan.shards is None else State(plan.shards.spread(state, leaves, plan.noise), layout)
 
     def _step(self, updates: Any, state: Any, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:

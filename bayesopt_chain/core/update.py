@@ -204,7 +204,10 @@ class Update:
         for x in self.noises:
             if x.scale is not None and x.leaves and (i := x.noise_input.transfer.pole_link) is not None:
                 dtypes = self.plan.layout.dtypes
-                factors = [torch.as_tensor(s, dtype=dtypes[j]) for s, j in zip(x.scale, x.leaves)]
+                factors = [
+                    s.to(dtypes[j]) if isinstance(s, Tensor) else torch.tensor(s, dtype=dtypes[j], device="cpu")
+                    for s, j in zip(x.scale, x.leaves)
+                ]
                 at = self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 

@@ -52,7 +52,7 @@ class IndexStream:
         device: torch.device | None = None,
     ) -> None:
         self.size, self.batch_size, self.order, self.seed = size, batch_size, order, seed
-        everything = torch.arange(size)
+        everything = torch.arange(size, device="cpu")
         self.kept = [everything[~torch.isin(everything, rows)] for rows in leave_out] or [everything]
         self.least = min(len(rows) for rows in self.kept)  # data that the chain with the fewest goes through
         # constants of a program; an arange inside of one is computed in 32 bits by torch's compiler, and Philox needs 64
@@ -157,8 +157,8 @@ def folds(size: int, k: int, *, seed: int = 0) -> list[Tensor]:
 
 def _keys(seed: int, number: int, chain: int, n: int, start: int = 0) -> Tensor:
     """``n`` integers below 2^62 from ``start`` on, of the stream (seed, number, chain)."""
-    blocks = torch.arange(start // 2, (start + n + 1) // 2)
-    return _keys_of(blocks, seed, torch.tensor(number), chain, n + start % 2)[start % 2 :]
+    blocks = torch.arange(start // 2, (start + n + 1) // 2, device="cpu")
+    return _keys_of(blocks, seed, torch.tensor(number, device="cpu"), chain, n + start % 2)[start % 2 :]
 
 
 def _keys_of(blocks: Tensor, seed: int, number: Tensor, chain: int, n: int) -> Tensor:
@@ -183,7 +183,7 @@ def _subset(seed: int, step: int, chain: int, size: int, n: int) -> Tensor:
     while len(found) < n:
         found.update(dict.fromkeys((_keys(seed, step, chain, 2 * n, start) % size).tolist()))
         start += 2 * n
-    return torch.tensor(list(found)[:n])
+    return torch.tensor(list(found)[:n], device="cpu")
 
 
 def _first_distinct(numbers: Tensor, n: int) -> Tensor:

@@ -144,7 +144,7 @@ def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
     """The seed if there is one, else a random seed that the first rank of these meshes draws and sends to all others."""
     if seed is not None:
         return int(seed)
-    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     for mesh in meshes:
         drawn = broadcast(drawn, mesh)
     return int(drawn)
@@ -263,7 +263,7 @@ def hash_of_bits(x: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """The odd numbers that words are multiplied by, one for each place in a block, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(_BLOCK, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    drawn = torch.empty(_BLOCK, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return (drawn | 1).to(device)
 
 

@@ -401,6 +401,7 @@ def fit_laplace(
         >>> fitted.predict(torch.zeros(4, 2)).shape
         torch.Size([4, 3])
     """
+    checks.recording("fit_laplace")
     if structure not in STRUCTURES:
         raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
     if tune not in ("evidence", "validation", None):

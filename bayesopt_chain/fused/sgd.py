@@ -252,7 +252,7 @@ class _InSpans:
         self.noise, self.form, self.variables, self.sizes, self.deferred = noise, form, variables, sizes, deferred
         theta, kept = tensors.theta, tensors.kept()
         spans = variables.spans(sizes)
-        self.scratch = torch.empty(max(span.total for span in spans), dtype=theta[0].dtype)
+        self.scratch = torch.empty(max(span.total for span in spans), dtype=theta[0].dtype, device=theta[0].device)
         number = {tensors.here.index(j): k for k, j in enumerate(tensors.live)}
         pieces = [[*_pieces(span, number, theta, kept, self.scratch)] for span in spans]
         self.spans = [[[*column] for column in zip(*each)] for each in pieces]

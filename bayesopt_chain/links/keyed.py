@@ -38,7 +38,7 @@ class Keyed(Link):
         given, scope = dict(zip(context.present, g)), context.scope
         # a leaf without a gradient takes its share of a positional stream all the same
         like = [
-            given[j] if j in given else torch.empty((), dtype=dtype).expand(shape)
+            given[j] if j in given else torch.empty((), dtype=dtype, device=state.key.device).expand(shape)
             for j, dtype, shape in zip(scope.index, scope.dtypes, scope.shapes)
         ]
         variables = keyed_stream.Variables(scope.numbers, (draws,) * len(like), kind, self.stream, runs=scope.pieces)

@@ -260,9 +260,9 @@ class LangevinInjection:
         for noise_input, (coefficients, _, after) in zip(self.noise_inputs, self.strength(state, update.rates).by_site):
             low = [(n, j) for n, j in enumerate(noise_input.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
-                ones = [torch.ones(()).double() for _ in range(noise_input.process.draws)]
+                ones = [torch.ones((), device="cpu").double() for _ in range(noise_input.process.draws)]
                 e, _ = noise_input.process.step(
-                    ones, [torch.zeros(()).double()] * noise_input.process.memory, coefficients[n]
+                    ones, [torch.zeros((), device="cpu").double()] * noise_input.process.memory, coefficients[n]
                 )
                 (e,) = update.apply_powers(noise_input, [j], [e.float().expand(leaves[j].shape).clone()])
                 # what a unit of noise moves in one step
@@ -302,7 +302,7 @@ def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rat
                 known[row] = _one_leaf(noise_input.process, heat, *row)
         values, scales, after = zip(*(known[row] for row in rows))
         scale = None if all([x is None or x == 1.0 for x in scales]) else scales
-        return values, scale, torch.tensor(after, dtype=torch.float64)
+        return values, scale, torch.tensor(after, dtype=torch.float64, device="cpu")
     one = torch.ones_like(before[..., 0])
     front, behind = (math.prod(part, start=one) for part in gains)
     values, scale, after = _one_leaf(noise_input.process, one * temperature, front, behind, *before.unbind(-1))

@@ -70,8 +70,13 @@ class Parallel:
                 global number. On a mesh the first rank draws the seed if none is given.
 
         Raises:
+            TypeError: a ``tx`` without ``init``; parameters that are not stacked tensors.
             ValueError: a ``tx`` with a generator of its own, with a seed or on a mesh.
         """
+        if not hasattr(tx, "init") and not (self.each and callable(tx)):
+            raise TypeError(
+                f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
+            )
         states = []
         drawing = chain_draws(self, seed)
         for i in range(self.n):

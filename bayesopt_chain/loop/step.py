@@ -11,6 +11,7 @@ What the model itself draws (dropout) is a function of the state: :mod:`bayesopt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,7 +141,11 @@ class Step:
         Raises:
             ValueError: a state that is not of this step.
             FloatingPointError: with ``check_finite``, a loss or gradient that is not finite.
+
+        ``torch.compile`` around a step leaves it as it is, with a warning: :func:`bayesopt_chain.capture` compiles it whole.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _compiled_by_bc_capture_only(self, params, state, batch)
         if self.ranks is not None:
             self.ranks.compare_once(params, state)
         inner, carried = state, None
@@ -329,6 +334,17 @@ def _writable(grads: Any) -> Any:
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
     mine = owned([shards.local(x) for x in leaves])
     return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
+
+
+@_torch.uncompiled
+def _compiled_by_bc_capture_only(step: Step, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
+    """A step in the middle of what ``torch.compile`` compiles: dynamo can follow neither its transformations nor its draws."""
+    warnings.warn(
+        "make_step: torch.compile leaves this step as it is, and compiles only what stands around it; "
+        "bc.capture(step, params, state, batch) compiles the whole step",
+        stacklevel=3,
+    )
+    return step(params, state, batch)
 
 
 def _require(memory: Memory, state: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bayesopt_chain import checks
 from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.replicated import is_replicated
@@ -56,6 +57,7 @@ class ModelStep:
         self.state = self._pack()
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any], Info]:
+        checks.recording("as_step")
         self._load(params, state)
         self.optimizer.zero_grad(set_to_none=True)
         devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
@@ -171,7 +173,7 @@ def _tensors(x: Any) -> Any:
         return {f"[{i}]": _tensors(v) for i, v in enumerate(x)}
     if torch.is_tensor(x):
         return x.detach()
-    return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)}
+    return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None, device="cpu")}
 
 
 def _holds(x: Any) -> bool:

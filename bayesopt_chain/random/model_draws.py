@@ -124,7 +124,7 @@ def seeded_state(key: Tensor, count: Tensor) -> Tensor:
 
 @seeded_state.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(key: Tensor, count: Tensor) -> Tensor:
-    return torch.empty(STATE_BYTES, dtype=torch.uint8)
+    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 @seeded_state.register_vmap  # pyright: ignore[reportUnknownMemberType]
@@ -141,17 +141,17 @@ def model_draw(
     source = torch.Generator()
     source.set_state(generator.clone())  # torch reads a row of a larger tensor wrongly
     if kind == "bernoulli":
-        x = torch.empty(shape, dtype=dtype).bernoulli_(p, generator=source)
+        x = torch.empty(shape, dtype=dtype, device="cpu").bernoulli_(p, generator=source)
     elif kind == "uniform":
-        x = torch.rand(shape, dtype=dtype, generator=source)
+        x = torch.rand(shape, dtype=dtype, device="cpu", generator=source)
     else:
-        x = torch.randn(shape, dtype=dtype, generator=source)
+        x = torch.randn(shape, dtype=dtype, device="cpu", generator=source)
     return x, source.get_state()
 
 
 @model_draw.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(generator: Tensor, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(shape, dtype=dtype), torch.empty_like(generator)
+    return torch.empty(shape, dtype=dtype, device="cpu"), torch.empty_like(generator)
 
 
 @model_draw.register_vmap  # pyright: ignore[reportUnknownMemberType]

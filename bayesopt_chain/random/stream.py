@@ -43,6 +43,7 @@ from bayesopt_chain.tracing import is_plain
 Stream = Literal["generator", "philox"]
 STREAMS = ("generator", "philox")
 IN_SPANS = (None, *STREAMS)  # the streams that :meth:`Variables.draw_in_spans` knows
+CPU = torch.device("cpu")  # of torch's generators here, whatever the default device is
 SPAN = 2**18  # elements drawn at a time where the draw is used at once: in cache, and few enough calls
 _VECTOR = 16  # a CPU generator's normals come in groups of 16
 KINDS = ("gaussian", "rademacher", "three_point", "uniform")
@@ -136,7 +137,7 @@ class Variables:
                 yield span, (e.mul_(self.scale) if self.scale != 1.0 else e)
             return
         parts, generator = spans(sizes), seeded_generator(int(key), int(step))
-        scratch = torch.empty(max([part.total for part in parts]), dtype=dtype) if into is None else into
+        scratch = torch.empty(max([x.total for x in parts]), dtype=dtype, device=CPU) if into is None else into
         for part in parts:
             e = scratch if len(parts) == 1 else scratch[: part.total]
             yield part, e.normal_(0.0, self.scale, generator=generator)
@@ -330,16 +331,18 @@ def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
 def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float) -> Tensor:
     generator = seeded_generator(key, step, salt)
     if kind == "gaussian":
-        return torch.empty(size, dtype=dtype).normal_(0.0, scale, generator=generator)
+        return torch.empty(size, dtype=dtype, device=CPU).normal_(0.0, scale, generator=generator)
     return _from_bits(generator, size, dtype, kind).mul_(scale)
 
 
 def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: str) -> Tensor:
     if kind == "uniform":
-        return torch.empty(size, dtype=dtype).uniform_(generator=generator)
+        return torch.empty(size, dtype=dtype, device=CPU).uniform_(generator=generator)
     if kind == "three_point":
-        return three_point(torch.empty(size, dtype=torch.int32).random_(0, 6, generator=generator)).to(dtype)
-    words = torch.empty((size + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+        return three_point(torch.empty(size, dtype=torch.int32, device=CPU).random_(0, 6, generator=generator)).to(
+            dtype
+        )
+    words = torch.empty((size + 7) // 8, dtype=torch.int64, device=CPU).random_(-(2**63), None, generator=generator)
     return (words.view(torch.int8)[:size] & 2).to(dtype).sub_(1.0)
 
 
@@ -357,7 +360,7 @@ def _stacked_draw(
 def _without_numbers(
     key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
 ) -> Tensor:
-    return torch.empty(size, dtype=dtype)
+    return torch.empty(size, dtype=dtype, device=CPU)
 
 
 @_stacked_draw.register_vmap

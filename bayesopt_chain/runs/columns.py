@@ -177,7 +177,7 @@ class Column:
             x = x if wanted is None else x[wanted]
             parts.append(x[(slice(None), *then)].clone() if then else x)  # a view would hold all that was read
         if not parts:
-            return torch.empty(self.shape, dtype=self.dtype)[(slice(None), *then)]
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")[(slice(None), *then)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_elements(self, low: int, high: int) -> Tensor:
@@ -186,7 +186,7 @@ class Column:
         for shard, rows, wanted in self.spans():
             x = shard.read_elements(self.name, rows, low, high)
             parts.append(x if wanted is None else x[wanted])
-        return torch.cat(parts) if parts else torch.empty(0, high - low, dtype=self.dtype)
+        return torch.cat(parts) if parts else torch.empty(0, high - low, dtype=self.dtype, device="cpu")
 
 
 class StoredTensor(Tensor):

@@ -104,7 +104,7 @@ def temperature_of(step: Any, state: Any) -> float | None:
     if tx is None:
         return None
     try:
-        return float(monitor.temperature(tx, state, torch.zeros((), dtype=torch.float64)).max())
+        return float(monitor.temperature(tx, state, torch.zeros((), dtype=torch.float64, device="cpu")).max())
     except (RuntimeError, TypeError, ValueError):  # a schedule of stacked counts
         return None
 

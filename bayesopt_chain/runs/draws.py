@@ -122,7 +122,7 @@ class Draws:
         if all(m is not None for m in modules):
             buffers = [dict(m.named_buffers()) for m in modules if m is not None]
             leaves |= {BUFFER + name: torch.stack([b[name].detach() for b in buffers]) for name in buffers[0]}
-        leaves[STEP] = torch.arange(1, len(flat) + 1)
+        leaves[STEP] = torch.arange(1, len(flat) + 1, device="cpu")
         return cls([Shard(len(flat), leaves)], spec, list(flat[0]), chains=chains)
 
     @classmethod

@@ -186,7 +186,11 @@ class File:
         row = x.bytes // max(1, x.shape[0]) if x.shape else x.bytes
         shape = (max(0, high - low), *x.shape[1:]) if x.shape else ()
         raw = self._read(name, x, low * row, max(low, high) * row)
-        return torch.frombuffer(raw, dtype=x.dtype).reshape(shape) if raw else torch.empty(shape, dtype=x.dtype)
+        return (
+            torch.frombuffer(raw, dtype=x.dtype).reshape(shape)
+            if raw
+            else torch.empty(shape, dtype=x.dtype, device="cpu")
+        )
 
     def read_columns(self, name: str, rows: slice, low: int, high: int) -> Tensor:
         """Elements ``low`` to ``high`` of consecutive rows, of which each is taken as flat: ``[rows, high - low]``."""
@@ -198,7 +202,11 @@ class File:
                 for i in range(*rows.indices(x.shape[0]))
             ]
             raw = bytearray().join(parts)
-            return torch.frombuffer(raw, dtype=x.dtype).reshape(len(parts), -1) if raw else torch.empty(0, high - low)
+            return (
+                torch.frombuffer(raw, dtype=x.dtype).reshape(len(parts), -1)
+                if raw
+                else torch.empty(0, high - low, dtype=x.dtype, device="cpu")
+            )
         return self.read(name, rows).reshape(-1, width)[:, low:high]
 
     def verify(self) -> None:

@@ -64,7 +64,7 @@ class sampling_phase:
         checks.temperature(self.temperature)
 
     def __call__(self, count) -> Tensor:
-        t = torch.as_tensor(count)
+        t = schedules.tensor_of(count)
         hot = torch.remainder(t, self.cycle) >= self.burn_in
         return hot.to(torch.float64) * self.temperature
 

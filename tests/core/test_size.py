@@ -14,7 +14,7 @@ from benchmarks.route import CALLS, measured
 PACKAGE = Path(bc.__file__).parent
 BUDGETS = {  # files, functions, lines run
     "update": (8, 34, 144),
-    "make_step": (12, 56, 236),
+    "make_step": (12, 56, 237),
     "optim": (7, 18, 100),  # one file of them is the heat guard
 }
 

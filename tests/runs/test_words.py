@@ -1,9 +1,12 @@
 """What used to be an error about something else says what is wrong and what to do."""
 
+import optree
 import pytest
 import torch
 
 import bayesopt_chain as bc
+from bayesopt_chain.fused import sweep_cpu
+from bayesopt_chain.random import compiled, philox_cpu
 
 TX = bc.sghmc(0.1, temperature=0.1)
 
@@ -17,6 +20,69 @@ def test_inference_mode_is_named():
     state = TX.init(params)
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
         bc.make_step(loss, TX)(params, state, None)
+    model = torch.nn.Linear(3, 1)
+    data = [(torch.ones(2, 3), torch.ones(2, 1))]
+    step = bc.optim.as_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    with torch.inference_mode():
+        for call in (
+            lambda: step(step.params, step.state, data[0][0]),
+            lambda: bc.sample(bc.make_step(loss, TX), params, state, None, steps=2),
+            lambda: bc.fit_laplace(model, bc.likelihoods.gaussian(), data),
+        ):
+            with pytest.raises(ValueError, match="inference_mode"):
+                call()
+
+
+def test_chains_start_from_a_transformation_or_from_a_step_and_from_nothing_else():
+    params = {"w": torch.zeros(2, 3)}
+    step = bc.make_step(loss, TX)
+    chains = bc.parallel(step, 2)
+    of_tx, of_step = chains.init(TX, params, seed=1), chains.init(step, params, seed=1)
+    assert all(map(torch.equal, optree.tree_leaves(of_tx), optree.tree_leaves(of_step)))
+    with pytest.raises(TypeError, match=r"parallel: init takes \(tx, params\).*got dict"):
+        chains.init(params, TX)
+
+
+@pytest.mark.filterwarnings("error")
+def test_without_a_compiler_the_warning_says_what_to_do_even_as_an_error(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    kernels = (philox_cpu.normals_kernel, sweep_cpu.sweep_kernel)
+    for kernel in kernels:
+        kernel.cache_clear()
+    tx, params = bc.with_stream(TX, "philox"), {"w": torch.zeros(300)}
+    with pytest.raises(UserWarning, match=r"no C.. compiler found.*set CXX"):
+        bc.sample(bc.make_step(loss, tx), params, tx.init(params), None, steps=2)
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+def test_a_user_without_a_home_is_told_where_kernels_can_be_kept(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(compiled.Path, "home", nowhere)
+    with pytest.raises(PermissionError, match="no home directory; set XDG_CACHE_HOME"):
+        compiled.cache_folder()
+
+
+@pytest.mark.slow  # of the import of torch's compiler
+@pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:make_step. torch.compile leaves")
+def test_what_torch_compile_cannot_follow_runs_as_it_is():
+    """Dynamo knows neither functorch's levels nor optree's trees: it leaves steps and updates to Python, which are right."""
+    params, gradient = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    state, step = TX.init(params), bc.make_step(loss, TX)
+    for call in (
+        lambda: step(params, state, None)[:2],
+        lambda: TX.update(gradient, state, params=params, inplace=False),
+    ):
+        compiled = torch.compile(call, backend="eager")()
+        assert all(map(torch.equal, optree.tree_leaves(compiled), optree.tree_leaves(call())))
+    with pytest.warns(UserWarning, match=r"torch\.compile leaves this step as it is.*bc\.capture\(step"):
+        torch.compile(step, backend="eager")(params, state, None)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_compiled_by_bc_capture_only"):
+        torch.compile(step, backend="eager", fullgraph=True)(params, state, None)
 
 
 def test_a_forgotten_axis_of_chains_is_named_where_batch_norm_notices_it():
@@ -41,12 +107,30 @@ def test_tensors_on_the_device_meta_are_refused_before_the_run():
         bc.sample(bc.make_step(loss, TX), params, state, None, steps=3)
 
 
-def test_a_default_device_of_meta_leaves_the_draws_where_the_chain_is():
-    params = {"w": torch.zeros(3)}
-    state = TX.init(params)
+ALWAYS = {
+    "generator": lambda: TX,
+    "philox": lambda: bc.with_stream(TX, "philox"),
+    "signs": lambda: bc.chain(bc.inject_langevin_noise(0.1, noise="rademacher"), bc.scale_by_neg_lr(0.1)),
+    "schedule": lambda: bc.sghmc(bc.schedules.cosine(0.1, 10), temperature=0.1),
+    "cyclical": lambda: bc.samplers.cyclical(0.1, temperature=0.1, cycle=3, burn_in=1),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ALWAYS)
+def test_the_default_device_changes_no_draw(name, inplace):
+    """On ``meta`` a tensor without a device would have no numbers: nothing of a step is made there."""
+
+    def drawn():
+        tx, params = ALWAYS[name](), {"w": torch.full((3,), 0.3, device="cpu")}
+        batches = bc.epochs(torch.arange(12.0, device="cpu"), 4, seed=1)
+        step = bc.make_step(lambda p, batch: ((p["w"] - batch.mean()) ** 2).sum(), tx, inplace=inplace)
+        return bc.sample(step, params, tx.init(params), batches, steps=5, seed=1)
+
+    want = drawn()
     with torch.device("meta"):
-        draws = bc.sample(bc.make_step(loss, TX), params, state, None, steps=3)
-    assert draws.steps.tolist() == [1, 2, 3] and draws.params["w"].device.type == "cpu"
+        draws = drawn()
+    assert draws.steps.tolist() == [1, 2, 3, 4, 5] and torch.equal(draws.params["w"], want.params["w"])
 
 
 def test_an_optimizer_where_a_chain_belongs_is_named():
