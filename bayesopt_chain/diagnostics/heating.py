@@ -521,6 +521,11 @@ def _order(order: str | None, steps: float | None) -> tuple[Order, float]:
     known = next((name for name in get_args(Order) if name == order), None)
     if known is None:
         raise ValueError(f"heating: order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    if known == "herded":
+        raise ValueError(
+            "heating: how much herded batches heat depends on their table; order='reshuffled' is an upper bound where the "
+            "table is of these parameters"
+        )
     if steps is None or not steps >= 1:
         raise ValueError(f"heating: steps_per_epoch must be at least 1, N / batch size, got {steps}")
     if steps == float("inf") and order != "independent":
