@@ -16,6 +16,7 @@ from bayesopt_chain import (
 from bayesopt_chain.compose import chain, masked, partition, with_response, with_stream
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
+from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
@@ -110,6 +111,7 @@ __all__ = [
     "skip_nonfinite",
     "stack",
     "state_dict",
+    "suggest_chain",
     "suggest_lr",
     "swag",
     "testing",

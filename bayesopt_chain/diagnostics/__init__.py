@@ -8,6 +8,7 @@ from bayesopt_chain.diagnostics.heating import Heating, heating
 from bayesopt_chain.diagnostics.ksd import ksd
 from bayesopt_chain.diagnostics.learning_coefficient import LearningCoefficient, local_learning_coefficient
 from bayesopt_chain.diagnostics.lr_bias import LrBias, lr_bias
+from bayesopt_chain.diagnostics.suggest_chain import ChainSuggestion, Setting
 from bayesopt_chain.diagnostics.temperatures import (
     Estimate,
     Temperatures,
@@ -18,6 +19,7 @@ from bayesopt_chain.diagnostics.temperatures import (
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
 
 __all__ = [
+    "ChainSuggestion",
     "Diagnosis",
     "Estimate",
     "Finding",
@@ -27,6 +29,7 @@ __all__ = [
     "Heating",
     "LearningCoefficient",
     "LrBias",
+    "Setting",
     "Temperatures",
     "ThermalLeaf",
     "Thermometer",

@@ -310,8 +310,14 @@ class Reduced:
     assumed: bool
 
 
-def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tree] | None, steps: float) -> Reduced:
-    """Project curvature and noise onto the span of their largest directions."""
+def reduce(
+    response: Response,
+    noise: GradientNoise,
+    curve: Callable[[Tree], Tree] | None,
+    steps: float,
+    max_products: int = 120,
+) -> Reduced:
+    """Project curvature and noise onto the span of their largest directions, the curvature's found in so many products."""
     like = noise.mean
     roots = flatten(optree.tree_unflatten(optree.tree_structure(like), [g.sqrt() for g in response.gains]), like)
     dtype = torch.float64 if sum(x.numel() for x in optree.tree_leaves(like)) < 4096 else common_dtype(like)
@@ -328,7 +334,7 @@ def reduce(response: Response, noise: GradientNoise, curve: Callable[[Tree], Tre
         return roots * flatten(curve(unflatten(roots * v, like)), like).to(dtype)
 
     if curve is not None:
-        span = torch.cat([span, lanczos(curved, roots, noise.rank)[1]])
+        span = torch.cat([span, lanczos(curved, roots, noise.rank, max_products=max_products)[1]])
     sizes = [leaf.numel() for leaf in optree.tree_leaves(like)]
     owner = torch.cat(
         [

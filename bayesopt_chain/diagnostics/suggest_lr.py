@@ -1,92 +1,93 @@
-r"""``suggest_lr``: the learning rate that neither diverges nor lets minibatches heat the chain.
+r"""``suggest_lr``: the learning rate of a chain whose momentum, batch size and order are given.
 
-Two limits, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.heating` has the equations):
+:func:`bayesopt_chain.suggest_chain` with one choice of each: the same laws, the same pilot runs, and the same
+answer, which also says what the
+choices cost. Two limits decide, both asked of the chain itself (:mod:`bayesopt_chain.diagnostics.heating` has the equations):
 
-    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1, the curvature
-                 being that of the largest eigenvectors of the Hessian (``lr k = 2 (1 + mu)`` for momentum,
-                 ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov)
+    stability    the largest lr at which the closed loop of chain and curvature has spectral radius below 1 (``lr k = 2 (1 +
+                 mu)`` for momentum, ``2 (1 + mu) / (1 + 2 mu)`` for Nesterov); a tenth of it is used at most
     heating      the largest lr at which the noise of the batches adds no more than ``tolerance`` to the variance in any
                  direction
 
-Half the stability limit is left as a margin for the curvature of other places and other batches. How gradient noise sets the
-variance of a run is due to Mandt, Hoffman and Blei (2017).
+How gradient noise sets the variance of a run is due to Mandt, Hoffman and Blei (2017).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+import torch
+
+from bayesopt_chain import batches as batch_trees
 from bayesopt_chain import checks
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.data.index_stream import Order
-from bayesopt_chain.diagnostics._response import read, reread
-from bayesopt_chain.diagnostics.gradient_noise import gradient_noise, take
-from bayesopt_chain.diagnostics.heating import Heating, loop, predict, reduce, rescaled
-from bayesopt_chain.diagnostics.top_curvature import hessian_product
-
-MARGIN = 0.5  # of the stability limit
-
-
-class LearningRate(NamedTuple):
-    """What :func:`suggest_lr` suggests.
-
-    Attributes:
-        lr: the smaller of ``heating`` and half of ``stability``.
-        stability: the learning rate from which on the chain diverges.
-        heating: the largest one that heats by no more than the tolerance; infinite where every stable one does.
-        report: what :func:`bayesopt_chain.diagnostics.heating` says at ``lr``.
-    """
-
-    lr: float
-    stability: float
-    heating: float
-    report: Heating
-
-    def __str__(self) -> str:
-        which = "heating" if self.heating <= MARGIN * self.stability else "half the stability limit"
-        return (
-            f"lr = {self.lr:.4g} ({which}); the chain diverges from {self.stability:.4g} on, minibatches heat it too "
-            f"much from {self.heating:.4g} on\n{self.report}"
-        )
+from bayesopt_chain.diagnostics._advice import Advice, Family, Search
+from bayesopt_chain.diagnostics._places import Listed, Rows, Source, require_mean
+from bayesopt_chain.diagnostics.gradient_noise import take
+from bayesopt_chain.diagnostics.suggest_chain import (
+    BASE,
+    FAR,
+    MARGIN,
+    MOMENTA,
+    SHARE,
+    ChainSuggestion,
+    maker,
+    of_data,
+    of_module,
+    suggested,
+)
+from bayesopt_chain.optimizers.functional import sgd
 
 
 def suggest_lr(
-    make_tx: Callable[[float], Any],
+    make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
     params: Any,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Any,
     *,
     tolerance: float = 0.05,
     order: Order | None = None,
     steps_per_epoch: float | None = None,
     state: Any = None,
+    epochs: float | None = None,
+    margin: float = MARGIN,
     rank: int = 8,
     max_batches: int = 100,
-) -> LearningRate:
+    seed: int = 0,
+) -> ChainSuggestion:
     """Suggest a learning rate for a chain at a temperature.
 
     Args:
-        make_tx: ``make_tx(lr)`` builds the chain, such as ``lambda lr: bc.sghmc(lr, temperature=1 / N)``.
-        loss: as for :func:`bayesopt_chain.make_step`.
-        params: where the chain will sample: near a mode, not the initial values.
-        batches: ``bc.epochs(...)``, or an iterable of batches of one size that share no datum.
+        make_tx: ``make_tx(lr)`` returns the chain, such as ``lambda lr: bc.sghmc(lr, temperature=1 / N)``; or a class of
+            ``bc.optim`` with its other arguments, as for :func:`bayesopt_chain.suggest_chain`.
+        loss: as for :func:`bayesopt_chain.make_step`; of a module, ``loss(module, batch)``.
+        params: where the chain will sample: near a mode, not the initial values. A tree, or a module.
+        batches: ``bc.epochs(...)``; all data as one batch (a tensor, tuple or dictionary); or an iterable of batches
+            of one size that
+            share no datum, such as a list or a DataLoader.
         tolerance: how much the variance of any direction may grow, on average over the steps of an epoch; 0.05 is 5 %.
         order: of the batches; default: that of the ``epochs``, and ``"reshuffled"`` for another iterable.
         steps_per_epoch: ``K = N / b``; default: that of the ``epochs``, and the number of batches for another iterable.
         state: the state of the chain, where a preconditioner learns.
+        epochs: how many passes over the data the run may take; a tenth of them at most goes into suggesting. Default: no limit.
+        margin: share of the stability limit that the rate may take at most; halved whenever a pilot runs away.
         rank: number of directions looked at, of the noise and of the curvature each.
-        max_batches: use at most so many batches. The heating limit is as certain as a variance from so many gradients:
-            a standard error of ``sqrt(2 / max_batches)`` in each direction. Curvature takes some dozens of passes over
-            them.
+        max_batches: of an iterable, use at most so many.
+        seed: of the pilots and of the batches.
 
     Returns:
-        :class:`LearningRate` with both limits; ``print`` it.
+        :class:`~bayesopt_chain.diagnostics.ChainSuggestion` with one setting; ``.lr`` is the rate, ``print`` says
+        what limits it
+        and what would buy more.
 
     Raises:
-        ValueError: a chain without noise, or one that is not linear; a loss without positive curvature here; a
-            tolerance that is not positive.
+        TypeError: a class whose chain is not known.
+        ValueError: a chain without noise, or one that is not linear; a loss without positive curvature here; chains that run
+            away at every rate; a tolerance that is not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -94,66 +95,58 @@ def suggest_lr(
         ...     return (w - batch).square().mean() / 2
         >>> data = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20)
         >>> found = bc.suggest_lr(lambda lr: bc.sghmc(lr, temperature=1 / 1000), loss, torch.tensor(0.0), data)
-        >>> round(found.stability, 2), bool(0.0005 < found.lr < 0.003)                   # 2 (1 + 0.9) / curvature
+        >>> round(found.best.stability, 2), bool(0.0005 < found.lr < 0.003)               # 2 (1 + 0.9) / curvature
         (3.8, True)
     """
-    checks.positive("suggest_lr: tolerance", tolerance)
-    used = batches if isinstance(batches, Epochs) else take(batches, max_batches)[0][0]
-    noise = gradient_noise(loss, params, used, rank=rank, max_batches=max_batches)
-    known: Order = batches.order if isinstance(batches, Epochs) else "reshuffled"
-    order = order or known
-    steps = steps_per_epoch or noise.steps_per_epoch or float(_count(batches, used))
-    first = 1e-3
-    response = read(make_tx(first), params, state)
-    if not any(group.temperature > 0 for group in response.groups):
-        raise ValueError(
-            "suggest_lr: the chain draws no noise to compare that of the batches with; give it a temperature above 0"
-        )
-    system = reduce(response, noise, hessian_product(loss, params, used, max_batches=max_batches), steps)
-    top = float(system.H.diagonal().amax())
-    if not top > 0:
-        raise ValueError("suggest_lr: the loss has no positive curvature at params; go to a mode first")
-
-    def at(lr: float) -> Any:
-        return rescaled(system, reread(response, make_tx(lr), params, state))
-
-    def is_stable(lr: float) -> bool:
-        return loop(at(lr)).radius < 1.0 + 1e-6
-
-    def is_cool(lr: float) -> bool:
-        try:
-            return predict(at(lr), order, steps).worst <= tolerance
-        except ValueError:  # it diverges
-            return False
-
-    stability = _largest(is_stable, first / top, math.inf)
-    heating = _largest(is_cool, min(first / top, 0.5 * stability), 0.999 * stability)
-    lr = min(heating, MARGIN * stability)
-    return LearningRate(lr, stability, heating, predict(at(lr), order, steps))
+    name = "suggest_lr"
+    checks.positive(f"{name}: tolerance", tolerance)
+    checks.number(f"{name}: margin", margin, "(0, 1]")
+    loss, params, draws = of_module(name, loss, params)
+    source, batch, known = _source(name, batches, max_batches, steps_per_epoch, seed)
+    if isinstance(source, Rows) and batch < source.size:
+        require_mean(name, loss, params, source)
+    allowance = math.inf if epochs is None else SHARE * epochs
+    family = Family(name, maker(make_tx), (None,), params, state)
+    choice = (batch, order or known)
+    search = Search(name, loss, source, family, [choice], tolerance, margin, 1e-4, rank, allowance, seed)
+    advice = search.run(params)
+    return suggested(search, advice, epochs, "epoch", draws, _elsewhere(search, advice, params))
 
 
-def _count(batches: Any, used: Any) -> int:
-    return len(batches) if hasattr(batches, "__len__") else len(used)
+def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) -> tuple[Source, int, Order | Any]:
+    """Where batches come from, how many data one has, and their order."""
+    whole = torch.is_tensor(batches) or not hasattr(batches, "__iter__") or isinstance(batches, (tuple, dict))
+    if isinstance(batches, Epochs) or whole:
+        tree, size, known_size, order = of_data(name, batches)
+        batch = next(iter(known_size)) if known_size else size
+        base = max(1, min(BASE, batch, size // 2))
+        return Rows(tree, size, base, seed), batch, order[0] if order else "full"
+    made = take(batches, most)[0][0]
+    leaves = [leaf for leaf in batch_trees.flatten(made[0])[0] if torch.is_tensor(leaf) and leaf.ndim] if made else []
+    b = len(leaves[0]) if leaves else 1
+    count = len(batches) if hasattr(batches, "__len__") else len(made)
+    return Listed(made, b * (steps or float(count)), b), b, "reshuffled"
 
 
-def _largest(allowed: Callable[[float], bool], start: float, most: float) -> float:
-    """The largest number that is allowed, to 1e-4 of it; infinite where ``most`` is."""
-    low, high = start, None
-    while not allowed(low):
-        low, high = low / 4.0, low
-        if low < 1e-30:
-            raise ValueError("suggest_lr: no learning rate is small enough; look at the noise of the gradients first")
-    while high is None:
-        if low >= most:
-            return math.inf
-        if low > 1e30:
-            raise ValueError("suggest_lr: no learning rate is too large; the chain does not move, or the loss is flat")
-        wider = min(2.0 * low, most)
-        if allowed(wider):
-            low = wider
-        else:
-            high = wider
-    while high > low * (1.0 + 1e-4):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if allowed(middle) else (low, middle)
-    return low
+def _elsewhere(search: Search, advice: Advice, params: Any) -> list[str]:
+    """What other momenta and full batches would buy, where the chain moves all parameters alike."""
+    family, row = search.family, advice.rows[0]
+    gains = torch.cat([gain.flatten() for gain in family.base.gains])
+    if len(family.base.groups) > 1 or not bool((gains == gains[0]).all()) or not isinstance(search.source, Rows):
+        return []
+    other = Family(search.name, lambda lr, mu: sgd(lr, mu, temperature=family.temperature), MOMENTA, params, None)
+    other.base = family.base  # what was measured is in this chain's coordinates
+    size = search.source.size
+    choices = dict.fromkeys([(row.batch, row.order), (size, "full")])
+    rows = replace(search, family=other, choices=list(choices), exact=0.05).rows(advice.places, advice.margin)
+    out = []
+    for found in rows:
+        times = found.draws / row.draws
+        if times > FAR:
+            what = "full batches" if found.batch == size else "the same batches"
+            out.append(
+                f"With {what} and momentum {MOMENTA[found.momentum]:.4g} heavy ball would make {times:.2g} times the "
+                "draws an epoch: "
+                "bc.suggest_chain chooses momentum, order and batch size too."
+            )
+    return out[:1]

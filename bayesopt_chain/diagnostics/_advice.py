@@ -1,0 +1,405 @@
+r"""The search that :func:`bayesopt_chain.suggest_chain` and :func:`bayesopt_chain.suggest_lr` share.
+
+For a chain of rate ``lr`` and momentum ``mu`` and batches of ``b`` in some order, at the places measured,
+
+    draws an epoch      K / tau,   K = N / b,   tau the larger forgetting time of theta^2 of two directions: the curvature that
+                        most parameters have, and the largest
+    heat                the largest relative variance that the batches add, over directions and places
+    stability           the rate at which the stiffest direction of any place diverges
+
+    best = argmax draws an epoch    subject to    heat <= tolerance,    lr <= margin stability.
+
+Draws an epoch and heat both grow with the rate, so that for each momentum the largest allowed rate is the one to look at. The
+scan over rates and momenta treats directions one by one (:mod:`._direction_laws`); the rate of a row is then settled by the
+coupled equations of :mod:`.heating`. A pilot run from the last place either diverges, which halves the margin, or
+comes to a place
+that is measured in its turn: in networks the curvature at draws is some times larger than at the mode, and the noise points
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain.diagnostics import _direction_laws as laws
+from bayesopt_chain.diagnostics._places import Loss, Place, Source, devices_of, least_passes, measure
+from bayesopt_chain.diagnostics._response import Group, Response, read, reread
+from bayesopt_chain.diagnostics.heating import Heating, Reduced, loop, predict, rescaled
+from bayesopt_chain.loop.step import make_step
+from bayesopt_chain.testing._lyapunov import Unstable
+from bayesopt_chain.trees import Tree
+
+FIRST = 1e-3  # the rate at which chains are read
+RATES = 28  # rates of the scan, over six decades below the stability limit
+SCALED = 1e-4  # how exactly a gain has to be proportional to the rate
+PILOTS = 2
+HALVINGS = 12
+
+
+class Family:
+    """The chains ``make(lr, momentum)``, read once for each momentum.
+
+    Raises:
+        ValueError: a chain without noise, or one that is not linear, or whose moves are not proportional to ``lr``.
+    """
+
+    def __init__(self, name: str, make: Callable[[float, Any], Any], momenta: Sequence[Any], params: Tree, state: Any):
+        self.make, self.momenta = make, list(momenta)
+        middle = self.momenta[len(self.momenta) // 2]
+        base = read(make(FIRST, middle), params, state)
+        if not any(group.temperature > 0 for group in base.groups):
+            raise ValueError(
+                f"{name}: the chain draws no noise to compare that of the batches with; give it a temperature above 0"
+            )
+        self.base = base
+        self.readings = [
+            base if momentum == middle else reread(base, make(FIRST, momentum), params, state)
+            for momentum in self.momenta
+        ]
+        doubled = reread(base, make(2 * FIRST, middle), params, state)
+        for once, twice in zip(base.gains, doubled.gains):
+            if once.any() and abs(float((twice / once).reshape(-1)[0]) - 2.0) > SCALED:
+                raise ValueError(
+                    f"{name}: twice the lr does not move the parameters twice as far; make_tx must use the lr that it "
+                    "is given, "
+                    "in every group"
+                )
+        self.temperature = max(group.temperature for group in base.groups)
+
+    def group(self, i: int) -> Group:
+        """The system of the largest group at the i-th momentum."""
+        return max(self.readings[i].groups, key=lambda g: len(g.leaves))
+
+    def ratio(self, i: int, lr: float | Tensor) -> Any:
+        """Curvature and noise at this rate and momentum, over those at the first ones."""
+        j = self.group(i).leaves[0]
+        own, first = (float(r.gains[j].reshape(-1)[0]) for r in (self.readings[i], self.base))
+        return own / first * lr / FIRST
+
+    def at(self, i: int, lr: float, place: Place, batch: float) -> Reduced:
+        """Curvature and noise of batches of that size, in the coordinates of the chain at this rate and momentum."""
+        ratio = lr / FIRST
+        reading = self.readings[i]
+        # weight decay is a curvature, and grows with the rate as every other one does
+        groups = tuple(g._replace(u=g.u * ratio, w=g.w * ratio) for g in reading.groups)
+        system = replace(place.system, C=place.system.C / batch, D=place.system.D / batch)
+        return rescaled(system, Response(tuple(g * ratio for g in reading.gains), groups))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting before its name: the index of its momentum, and what the laws say of it."""
+
+    batch: int
+    order: Any
+    momentum: int
+    lr: float
+    stability: float
+    heating: float
+    draws: float
+    heat: float
+    kappa: float
+
+
+@dataclass
+class Advice:
+    """What the search came to; :class:`bayesopt_chain.diagnostics.suggest_chain.ChainSuggestion` shows it."""
+
+    rows: list[Row]
+    places: list[Place]
+    params: Tree
+    margin: float
+    diverged: int
+    passes: float
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that stays the same while places are added."""
+
+    name: str
+    loss: Loss
+    source: Source
+    family: Family
+    choices: list[tuple[int, Any]]  # batch size and order of each row
+    tolerance: float
+    margin: float
+    exact: float  # how exactly a row's rate is settled
+    rank: int
+    allowance: float  # of passes over the data
+    seed: int
+
+    def run(self, params: Tree) -> Advice:
+        """Measure, try, measure where the trial came to, and search again; torch's generators stay as they are."""
+        with torch.random.fork_rng(devices=devices_of(params)):
+            torch.manual_seed(self.seed)  # of the pilots' keys
+            return self._run(params)
+
+    def _run(self, params: Tree) -> Advice:
+        self._require_allowance()
+        each = self.allowance / (PILOTS + 1)
+        at, margin, diverged, spent = params, self.margin, 0, 0.0
+        places = [self._measure(at, 0.6 * each)]
+        rows = self.rows(places, margin, only_best=True)
+        seconds: dict[int, float] = {}
+        for pilot in range(PILOTS):
+            while True:
+                passes, came_to, took = self._pilot(rows[0], at, places[0], (0.5 if pilot else 0.3) * each, pilot)
+                spent += passes
+                seconds[rows[0].batch] = took
+                if came_to is not None:
+                    break
+                diverged += 1
+                if diverged > HALVINGS:
+                    raise ValueError(
+                        f"{self.name}: chains run away from params at every learning rate down to {rows[0].lr:.3g}; go "
+                        "to a mode "
+                        "first, and look at the loss"
+                    )
+                margin = min(margin, rows[0].lr / rows[0].stability) / 2.0
+                rows = self.rows(places, margin, only_best=True)
+            at = came_to
+            places.append(self._measure(at, 0.6 * each))
+            rows = self.rows(places, margin, only_best=pilot < PILOTS - 1)
+        spent += sum(place.passes for place in places)
+        return Advice(rows, places, at, margin, diverged, spent, seconds)
+
+    def timed(self, row: Row, params: Tree, batch: int) -> float:
+        """Seconds of a step with batches of that size: the best of two, after one that is not counted."""
+        tx = self.family.make(row.lr, self.family.momenta[row.momentum])
+        step, state = make_step(self.loss, tx), tx.init(params)
+        data, best = next(self.source.run(batch, "independent", self.seed)), math.inf
+        for n in range(3):
+            began = time.perf_counter()
+            params, state, info = step(params, state, data)
+            float(info.loss)
+            best = min(best, time.perf_counter() - began) if n else best
+        return best
+
+    @property
+    def _only_full(self) -> bool:
+        return all(batch == self.source.size for batch, _ in self.choices)
+
+    def _require_allowance(self) -> None:
+        """Refuse an allowance in which nothing can be measured: six tenths of it are for places."""
+        least = least_passes(self.source, self.rank, self._only_full) * (PILOTS + 1) / 0.6
+        if least > self.allowance:
+            raise ValueError(
+                f"{self.name}: epochs: a tenth of them, {self.allowance:.3g} passes over the data, is too little to "
+                "measure curvature "
+                f"and noise at three places, which takes {least:.3g}; give {math.ceil(10 * least)} or more, or leave epochs out"
+            )
+
+    def _measure(self, params: Tree, allowance: float) -> Place:
+        try:
+            return measure(
+                self.loss,
+                params,
+                self.source,
+                self.family.base,
+                rank=self.rank,
+                allowance=allowance,
+                only_full=self._only_full,
+            )
+        except ValueError as err:
+            raise ValueError(f"{self.name}: {err}") from err
+
+    def _pilot(
+        self, row: Row, params: Tree, mode: Place, allowance: float, seed: int
+    ) -> tuple[float, Tree | None, float]:
+        """Passes over the data that a trial took, where it came to (``None``: it diverged), and seconds a step."""
+        K = self.source.size / row.batch
+        steps = int(min(200, max(20, 40 * K))) if math.isinf(allowance) else max(4, int(allowance * K))
+        tx = self.family.make(row.lr, self.family.momenta[row.momentum])
+        step, state = make_step(self.loss, tx), tx.init(params)
+        batches = self.source.run(row.batch, row.order, self.seed + seed)
+        # a Gaussian of P directions lies T P / 2 above its mode
+        most = mode.level + 2.0 * self.family.temperature * mode.moving
+        most += 0.1 * abs(most)
+        losses: list[Tensor] = []
+        began = time.perf_counter()
+        for n in range(1, steps + 1):
+            params, state, info = step(params, state, next(batches))
+            losses.append(info.loss)
+            if n % 20 == 0 or n == steps:
+                last = torch.stack(losses[-max(1, n // 4) :]).double().mean()
+                if (
+                    not bool(last.isfinite())
+                    or (n == steps and float(last) > most)
+                    or float(last) > 10.0 * abs(most) + most
+                ):
+                    return n / K, None, (time.perf_counter() - began) / n
+        if not all(bool(x.isfinite().all()) for x in optree.tree_leaves(params)):
+            return steps / K, None, (time.perf_counter() - began) / steps
+        return steps / K, params, (time.perf_counter() - began) / steps
+
+    def rows(self, places: list[Place], margin: float, only_best: bool = False) -> list[Row]:
+        """The best rate and momentum for each batch size and order, most draws an epoch first; or of all of them the best.
+
+        Raises:
+            ValueError: no rate is small enough for any of them.
+        """
+        scan = [Scan(self.family, i, places, margin) for i in range(len(self.family.momenta))]
+        found = []
+        for batch, order in self.choices:
+            best = max(
+                (s.best(batch, order, self.source.size / batch, self.tolerance) for s in scan), key=lambda x: x[0]
+            )
+            if best[0] > 0:
+                found.append((best, batch, order))
+        if not found:
+            raise ValueError(
+                f"{self.name}: no learning rate is small enough for the tolerance; look at the noise of the gradients first"
+            )
+        if only_best:
+            found = [max(found, key=lambda x: x[0][0])]
+        exact = max(self.exact, 0.05) if only_best else self.exact
+        rows = [self._settle(best[1], best[2], batch, order, places, margin, exact) for best, batch, order in found]
+        return sorted(rows, key=lambda row: -row.draws)
+
+    def _settle(
+        self, i: int, lr: float, batch: int, order: Any, places: list[Place], margin: float, exact: float
+    ) -> Row:
+        """The largest rate that the coupled equations allow, and what they say of it."""
+        K = self.source.size / batch
+        known = _known(order) if K > 1 else "independent"
+        silent = K == 1 and not any(place.draws for place in places)
+
+        def heat_at(place: Place, lr: float) -> float:
+            try:
+                return predict(self.family.at(i, lr, place, batch), known, K).worst
+            except (ValueError, Unstable):  # it diverges
+                return math.inf
+
+        # the places differ by less than the rates that are tried: the worst one at the scan's rate decides
+        stiffest = max(places, key=lambda place: place.top)
+        hottest = places[0] if silent else max(places, key=lambda place: heat_at(place, lr))
+        stability = self._largest(
+            lambda lr: loop(self.family.at(i, lr, stiffest, batch)).radius < 1.0 + 1e-6, lr, math.inf, exact
+        )
+        heating = math.inf
+        if not silent:
+            heating = self._largest(
+                lambda lr: heat_at(hottest, lr) <= self.tolerance, min(lr, 0.5 * stability), 0.999 * stability, exact
+            )
+        lr = min(heating, margin * stability)
+        ratio = self.family.ratio(i, lr)
+        draws = K / float(_forgetting(self.family.group(i), places, ratio))
+        heat = 0.0 if silent else heat_at(hottest, lr)
+        return Row(batch, order, i, lr, stability, heating, draws, heat, K * stiffest.top * ratio)
+
+    def _largest(self, allowed: Callable[[float], bool], start: float, most: float, exact: float) -> float:
+        try:
+            return largest(allowed, start, most, exact)
+        except ValueError as err:
+            raise ValueError(f"{self.name}: {err}") from None
+
+
+class Scan:
+    """All rates at one momentum, direction by direction."""
+
+    def __init__(self, family: Family, i: int, places: list[Place], margin: float) -> None:
+        self.i, group = i, family.group(i)
+        known = [_directions_of(place) for place in places]
+        y, self.C, self.D = (torch.cat(parts) for parts in zip(*known))
+        self.y_top = float(max(place.top for place in places))
+        most_y = limit(group)
+        most = margin * most_y / (self.y_top * family.ratio(i, 1.0))
+        self.lr = most * torch.logspace(-6, 0, RATES, dtype=torch.float64)
+        self.ratio = family.ratio(i, self.lr)[:, None]
+        self.of = laws.directions(group, self.ratio * y, most_y)
+        self.variance = laws.variance(self.of)
+        self.alone = laws.unit_excess(self.of, math.inf, False)  # of draws of the model, which no order cancels
+        self.tau = _forgetting(group, places, self.ratio, most_y)
+        self.seen: dict[Any, Tensor] = {}
+
+    def best(self, batch: int, order: Any, K: float, tolerance: float) -> tuple[float, int, float]:
+        """The most draws an epoch within the tolerance (0 where there are none), the momentum, and the rate."""
+        own = self.D / batch * self.alone
+        if K > 1:
+            key = (order, K)
+            if key not in self.seen:
+                self.seen[key] = laws.unit_excess(self.of, K, _known(order) != "independent")
+            own = own + self.C / batch * self.seen[key]
+        heat = (self.ratio * own / self.variance).amax(-1)
+        draws = torch.where((heat <= tolerance) & self.tau.isfinite(), K / self.tau, 0.0)
+        at = int(draws.argmax())
+        return float(draws[at]), self.i, float(self.lr[at])
+
+
+def limit(group: Group) -> float:
+    """The curvature in coordinates of gain one from which on the chain diverges, to 1e-6 of it."""
+    low, high = 1e-6, 1e4
+    for _ in range(8):
+        y = torch.logspace(math.log10(low), math.log10(high), 24, dtype=torch.float64)
+        stable = laws.directions(group, y).stable.tolist()
+        first = next((n for n, ok in enumerate(stable) if not ok), len(stable))
+        if first in (0, len(stable)):
+            return float(y[-1] if first else y[0])
+        low, high = float(y[first - 1]), float(y[first])
+    return low
+
+
+def largest(allowed: Callable[[float], bool], start: float, most: float, exact: float) -> float:
+    """The largest number that is allowed, to that part of it; infinite where ``most`` is allowed.
+
+    Raises:
+        ValueError: none is.
+    """
+    low, high = start, None
+    while not allowed(low):
+        low, high = low / 4.0, low
+        if low < 1e-30:
+            raise ValueError("no learning rate is small enough; look at the noise of the gradients first")
+    while high is None:
+        if low >= most:
+            return math.inf
+        if low > 1e30:
+            raise ValueError("no learning rate is too large; the chain does not move, or the loss is flat")
+        wider = min(2.0 * low, most)
+        if allowed(wider):
+            low = wider
+        else:
+            high = wider
+    while high > low * (1.0 + exact):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if allowed(middle) else (low, middle)
+    return low
+
+
+def report(search: Search, advice: Advice, row: Row) -> Heating:
+    """What :func:`bayesopt_chain.diagnostics.heating` says of a row at the place where it is hottest."""
+    K = search.source.size / row.batch
+    order = _known(row.order) if K > 1 else "independent"
+    systems = [search.family.at(row.momentum, row.lr, place, row.batch) for place in advice.places]
+    return max((predict(system, order, K) for system in systems), key=lambda heating: heating.worst)
+
+
+def _known(order: Any) -> Any:
+    """The order whose law holds; a rule of one's own is a permutation of an epoch."""
+    return order if isinstance(order, str) else "reshuffled"
+
+
+def _directions_of(place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    """Curvature, batch noise and noise of the model's draws along the eigenvectors of the curvature and of the noise."""
+    H, C, D = place.system.H, place.system.C, place.system.D
+    prior = min(group.prior for group in place.system.response.groups)
+    V = torch.cat([torch.linalg.eigh(H).eigenvectors, torch.linalg.eigh(C + D).eigenvectors], dim=1)
+    y, c, d = (torch.einsum("ij,ik,kj->j", V, X, V) for X in (H, C, D))
+    keep = y + prior > 1e-6 * place.top
+    return y[keep] + prior, c[keep], d[keep]
+
+
+def _forgetting(group: Group, places: list[Place], ratio: Any, limit: float | None = None) -> Tensor:
+    """Steps between effective draws: the slower of the average and of the stiffest direction."""
+    slow = torch.tensor([sorted(place.slow for place in places)[len(places) // 2], max(p.top for p in places)])
+    return laws.forgetting(laws.directions(group, slow.double() * ratio, limit)).amax(-1)

@@ -1,0 +1,231 @@
+r"""What an adviser measures at one place: curvature and gradient noise along the stiffest and the noisiest directions.
+
+A gradient counts as one pass over its data, a product with the Hessian as two. An allowance of passes is shared between the
+two: from fewer batches the noise is less certain; from fewer data the largest curvature comes out too large, which errs
+on the side of smaller rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from bayesopt_chain import batches as batch_trees
+from bayesopt_chain.data.epochs import Epochs, epochs
+from bayesopt_chain.data.index_stream import Order, Rule
+from bayesopt_chain.diagnostics._response import Response
+from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise, gradients, scalar
+from bayesopt_chain.diagnostics.heating import Reduced, reduce
+from bayesopt_chain.diagnostics.top_curvature import hessian_product
+from bayesopt_chain.trees import Tree
+
+Loss = Callable[[Any, Any], Any]
+FEWEST = 8  # data in a product with the Hessian, where there are so many
+FEWEST_BATCHES = 4
+PROBES = 4  # random vectors for the trace of the Hessian
+CHUNK = 1024  # data in one product with the Hessian, at most
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set as a tree of tensors, one entry a datum: it can be cut into batches of any size."""
+
+    data: Any
+    size: int
+    base: int  # the batch size at which noise is measured
+    seed: int
+
+    def of_noise(self) -> Epochs:
+        """Batches for :func:`gradient_noise`."""
+        return epochs(self.data, self.base, seed=self.seed)
+
+    def share(self, share: float) -> list[Any]:
+        """That share of the data, at least 8 of them, in parts of one size."""
+        rows = min(self.size, max(FEWEST, round(share * self.size)))
+        if rows == self.size <= CHUNK:
+            return [self.data]
+        parts = math.ceil(rows / CHUNK)
+        each = epochs(self.data, rows // parts, seed=self.seed)
+        return [each.batch(0, k) for k in range(parts)]
+
+    def batches(self, size: int, order: Order | Rule, seed: int = 0) -> Any:
+        """Batches for :func:`bayesopt_chain.sample`."""
+        return [self.data] if size == self.size else epochs(self.data, size, order=order, seed=seed)
+
+    def run(self, size: int, order: Order | Rule, seed: int) -> Iterator[Any]:
+        """Batches without end."""
+        return chain.from_iterable(repeat(self.batches(size, order, seed)))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Batches of one size that somebody else made; ``size / base`` of them are an epoch."""
+
+    made: list[Any]
+    size: float
+    base: int
+
+    def of_noise(self) -> list[Any]:
+        """Batches for :func:`gradient_noise`."""
+        return self.made
+
+    def share(self, share: float) -> list[Any]:
+        """That share of the batches."""
+        return self.made[: max(1, round(share * len(self.made)))]
+
+    def batches(self, size: int, order: Order | Rule, seed: int = 0) -> Any:
+        """Batches for :func:`bayesopt_chain.sample`."""
+        del size, order, seed
+        return self.made
+
+    def run(self, size: int, order: Order | Rule, seed: int) -> Iterator[Any]:
+        """The batches, again and again."""
+        return chain.from_iterable(repeat(self.batches(size, order, seed)))
+
+
+Source = Rows | Listed
+
+
+class Place(NamedTuple):
+    """What was measured at some parameters, in coordinates of gain one at the first rate and momentum.
+
+    Attributes:
+        system: curvature and noise in the span looked at; the noise is that of one datum's gradient.
+        slow: the curvature that most parameters have, ``tr(H) / P``, not below 1e-5 of the largest.
+        top: the largest curvature.
+        level: the mean loss.
+        moving: how many parameters move.
+        draws: whether the loss draws (dropout).
+        passes: over the data that this took.
+    """
+
+    system: Reduced
+    slow: float
+    top: float
+    level: float
+    moving: int
+    draws: bool
+    passes: float
+
+
+def measure(
+    loss: Loss, params: Tree, source: Source, response: Response, *, rank: int, allowance: float, only_full: bool
+) -> Place:
+    """Measure curvature and noise at ``params`` within about so many passes over the data.
+
+    Raises:
+        ValueError: there is no positive curvature.
+    """
+    spent = 0.0
+    if only_full:
+        noise = _without_batches(loss, params, source.share(1.0)[0], rank)
+        spent += 2.0
+    else:
+        count = int(min(60.0, max(float(FEWEST_BATCHES), 0.4 * allowance * source.size / source.base)))
+        noise = gradient_noise(loss, params, source.of_noise(), rank=rank, max_batches=count)
+        spent += noise.batches * source.base / source.size * (2 if noise.draws is not None else 1)
+    krylov = 4 * rank
+    products = krylov + 2 * rank + PROBES
+    share = min(1.0, 0.6 * allowance / (2.0 * products))
+    used = source.share(share)
+    product = hessian_product(loss, params, used, max_batches=len(used))
+    with torch.random.fork_rng(devices=devices_of(params)):
+        system = reduce(
+            response,
+            noise,
+            product,
+            source.size / source.base,
+            max_products=krylov if math.isfinite(allowance) else 120,
+        )
+        trace = _trace(product, params, response)
+        with torch.no_grad():
+            level = sum(float(scalar(loss, params, batch)) for batch in used) / len(used)
+    spent += max(share, min(1.0, FEWEST / source.size)) * (2.0 * products + 0.3)
+    top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
+    prior = min(group.prior for group in response.groups)
+    if not top + prior > 0:
+        raise ValueError("the loss has no positive curvature at params; go to a mode first")
+    count = sum(int((gain > 0).sum()) * (leaf.numel() // gain.numel()) for gain, leaf in _gains(response, params))
+    system = replace(system, C=system.C * source.base, D=system.D * source.base)
+    slow = max(trace / count, 0.0) + prior
+    return Place(system, max(slow, 1e-5 * top), top + prior, level, count, noise.draws is not None, spent)
+
+
+def least_passes(source: Source, rank: int, only_full: bool) -> float:
+    """What :func:`measure` costs at least."""
+    noise = 2.0 if only_full else FEWEST_BATCHES * source.base / source.size
+    return noise + min(1.0, FEWEST / source.size) * (2.0 * (6 * rank + PROBES) + 0.3)
+
+
+def require_mean(name: str, loss: Loss, params: Tree, source: Rows) -> None:
+    """Refuse a loss whose value on a batch is not the mean of its values on two halves of it, unless it draws.
+
+    Raises:
+        ValueError: it is a sum, or the data of a batch act on each other.
+    """
+    half = min(source.base, source.size) // 2
+    if half < 1:
+        return
+    whole = epochs(source.data, 2 * half, seed=source.seed).batch(0, 0)
+    parts = [batch_trees.tree_map(lambda x, at=at: x[at], whole) for at in (slice(0, half), slice(half, 2 * half))]
+    with torch.no_grad(), torch.random.fork_rng(devices=devices_of(params)):
+        values = [float(scalar(loss, params, batch)) for batch in (whole, whole, *parts)]
+    if values[0] != values[1]:
+        return  # it draws, so that no two values can be compared
+    mean = (values[2] + values[3]) / 2
+    near = 1e-3 * max(abs(values[2]), abs(values[3]), abs(values[0]))
+    if abs(values[0] - mean) <= near:
+        return
+    if abs(values[0] - 2 * mean) <= 1e-3 * abs(values[0]):
+        raise ValueError(
+            f"{name}: the loss is a sum over the batch ({values[0]:.4g} on {2 * half} data, {values[2]:.4g} and "
+            f"{values[3]:.4g} "
+            "on its halves); divide it by the number of data in the batch, and give the chain temperature 1 / N"
+        )
+    raise ValueError(
+        f"{name}: the loss of a batch ({values[0]:.6g}) is not the mean of those of its halves ({values[2]:.6g}, "
+        f"{values[3]:.6g}), "
+        "so that its noise at other batch sizes cannot be told: in train mode BatchNorm mixes the data of a batch (put such "
+        "layers into eval mode), and class weights divide by their own sum (divide by the number of data instead)"
+    )
+
+
+def _without_batches(loss: Loss, params: Tree, data: Any, rank: int) -> GradientNoise:
+    """No batch noise; where the loss draws, the noise of its draws from one pair of gradients."""
+    with torch.random.fork_rng(devices=devices_of(params)):
+        pair = [gradients(loss, params, data) for _ in range(2)]
+    spec = optree.tree_structure(params)
+    rows = spec.unflatten([torch.zeros_like(x)[None] for x in pair[0]])
+    same = all(torch.equal(x, y) for x, y in zip(*pair))
+    draws = None if same else spec.unflatten([(x - y)[None] / math.sqrt(2.0) for x, y in zip(*pair)])
+    mean = spec.unflatten([(x + y) / 2 for x, y in zip(*pair)])
+    return GradientNoise(rows, draws, mean, torch.zeros(rank, dtype=torch.float64), 0.0, 1, 1.0, "independent")
+
+
+def _trace(product: Callable[[Tree], Tree], params: Tree, response: Response) -> float:
+    """``tr(G^1/2 H G^1/2)`` from random signs (Hutchinson)."""
+    generator = torch.Generator().manual_seed(0)
+    spec, total = optree.tree_structure(params), 0.0
+    for _ in range(PROBES):
+        v = [
+            torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2.0 - 1.0
+            for leaf in optree.tree_leaves(params)
+        ]
+        v = [x * gain.to(x).sqrt() for x, (gain, _) in zip(v, _gains(response, params))]
+        total += sum(float((x * y).sum()) for x, y in zip(v, optree.tree_leaves(product(spec.unflatten(v)))))
+    return total / PROBES
+
+
+def _gains(response: Response, params: Tree) -> list[tuple[Any, Any]]:
+    return list(zip(response.gains, optree.tree_leaves(params)))
+
+
+def devices_of(params: Tree) -> list[int]:
+    """The CUDA devices that the parameters are on."""
+    return sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})

@@ -1,0 +1,480 @@
+r"""``suggest_chain``: learning rate, momentum, batch size and order of the batches, chosen together by the laws of
+minibatch heat.
+
+Each setting has two sides: how fast the chain forgets, and by how much the noise of the batches widens what it
+samples. Both are
+known for a chain on a quadratic loss (:mod:`bayesopt_chain.diagnostics._direction_laws`); what they need, curvature and
+gradient noise, is measured where the chain goes:
+
+    at ``params``    curvature and noise, a first ranking
+    a pilot run      of the best setting, at a tenth of its stability limit at most; one that runs away halves that share
+    at its end       curvature and noise again, and a second pilot; the largest curvature and the worst heat of all places count
+
+Effective draws are those of ``theta^2`` in the slower of two directions: one of the curvature that most parameters have
+(``tr(H) / P``), and the stiffest one. Gradient noise as heat: Mandt, Hoffman and Blei (2017); the sum of an epoch's noise is
+zero, which momentum with a memory of an epoch or more can use: ``docs/minibatches.md``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bayesopt_chain import checks
+from bayesopt_chain.data.epochs import Epochs, epochs
+from bayesopt_chain.data.index_stream import Order, Rule
+from bayesopt_chain.diagnostics._advice import Advice, Family, Row, Search, report
+from bayesopt_chain.diagnostics._places import Rows, require_mean
+from bayesopt_chain.diagnostics.heating import Heating
+from bayesopt_chain.optimizers.functional import sgd
+
+MOMENTA = tuple(1.0 - 10.0 ** (-0.3 - 2.7 * i / 11) for i in range(12))  # 0.5 to 0.999
+MARGIN = 0.1  # of the stability limit
+SHARE = 0.1  # of the passes of a run that suggesting may cost
+BASE = 64  # data in the batches whose noise is measured, at most
+FEW = 10.0  # draws of a run below which it is said to be short
+FAR = 3.0  # times more draws from which on another way is worth a sentence
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a :class:`ChainSuggestion`.
+
+    Attributes:
+        order: of the batches, as for :func:`bayesopt_chain.epochs`; ``"full"`` for full batches.
+        batch_size: number of data in a batch.
+        lr, momentum: of the chain; ``momentum`` is ``None`` where ``make_tx`` takes none.
+        draws_per_epoch: effective draws that one pass over the data makes, in the slower of two directions (see the module).
+        excess: predicted share by which the batches widen the variance of the worst direction, mean over an epoch; 0.05 is 5 %.
+        seconds_per_epoch: from timed steps on this machine.
+        kappa: relaxations an epoch of the stiffest direction, ``K lr_eff k``.
+        limited_by: ``"stability"`` or ``"batch noise"``.
+        stability: the rate from which on the chain diverges.
+        heating: the largest rate within the tolerance; infinite where every stable one is.
+    """
+
+    order: Any
+    batch_size: int
+    lr: float
+    momentum: float | None
+    draws_per_epoch: float
+    excess: float
+    seconds_per_epoch: float
+    kappa: float
+    limited_by: str
+    stability: float
+    heating: float
+
+    @property
+    def options(self) -> dict[str, float]:
+        """``lr`` and ``momentum`` as keywords of ``bc.sghmc`` or ``bc.optim.SGHMC``."""
+        known = {"lr": self.lr, "momentum": self.momentum}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def __str__(self) -> str:
+        momentum = "" if self.momentum is None else f"{self.momentum:.4g}"
+        order = self.order if isinstance(self.order, str) else getattr(self.order, "__name__", "own order")
+        return (
+            f"{order:<12}{self.batch_size:>7}{self.lr:>11.3g}{momentum:>10}{self.draws_per_epoch:>13.2g}{self.excess:>9.1%}"
+            f"{self.seconds_per_epoch:>10.2g}{self.kappa:>10.2g}  {self.limited_by}"
+        )
+
+
+@dataclass(frozen=True)
+class ChainSuggestion:
+    """What :func:`suggest_chain` and :func:`suggest_lr` suggest: settings, the best first. It can be iterated and printed.
+
+    Attributes:
+        settings: the ranked table, one row for each batch size and order.
+        tx: the chain of the best setting.
+        batches: for :func:`bayesopt_chain.sample`: the batches of the best setting.
+        steps, burn_in, thinning: of the rest of a run of ``epochs`` epochs with it, a fifth of it burn-in, about 200 draws;
+            ``None`` where no ``epochs`` were given.
+        params: where the last pilot came to: a draw nearer to the posterior than the mode, a good place to start from.
+        report: what :func:`bayesopt_chain.diagnostics.heating` says of the best setting.
+        passes: over the data that suggesting took; a product with the Hessian counts as two.
+        diverged: how many pilots ran away.
+        notes: what limits the best setting and what would buy more, as plain sentences.
+    """
+
+    settings: tuple[Setting, ...]
+    tx: Any
+    batches: Any
+    steps: int | None
+    burn_in: int | None
+    thinning: int | None
+    params: Any
+    report: Heating
+    passes: float
+    diverged: int
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Setting:
+        """The setting with the most effective draws."""
+        return self.settings[0]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the best setting."""
+        return self.best.lr
+
+    def __iter__(self) -> Iterator[Setting]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def __getitem__(self, index: int) -> Setting:
+        return self.settings[index]
+
+    def __str__(self) -> str:
+        head = (
+            f"{'batches':<12}{'size':>7}{'lr':>11}{'momentum':>10}{'draws/epoch':>13}{'excess':>9}{'s/epoch':>10}{'kappa':>10}"
+            "  limited by"
+        )
+        return "\n".join([head, *map(str, self.settings), *self.notes])
+
+
+def suggest_chain(
+    make_tx: Callable[..., Any],
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    data: Any,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    orders: Sequence[Order | Rule] | None = None,
+    momenta: Sequence[float] = MOMENTA,
+    epochs: float | None = None,
+    tolerance: float = 0.05,
+    margin: float = MARGIN,
+    rank_by: Literal["epoch", "second"] = "epoch",
+    rank: int = 4,
+    seed: int = 0,
+) -> ChainSuggestion:
+    """Suggest learning rate, momentum, batch size and order of the batches for a chain at a temperature.
+
+    Pilot runs go where the chain goes, and it is measured there. Nothing that is passed in changes.
+
+    Args:
+        make_tx: ``make_tx(lr, momentum)`` returns the chain, such as ``lambda lr, momentum: bc.sghmc(lr, momentum,
+            temperature=1 / N)``; or a class of ``bc.optim`` with its other arguments, ``functools.partial(bc.optim.SGHMC,
+            temperature=1 / N)``.
+        loss: as for :func:`bayesopt_chain.make_step`: the mean over the batch, prior included. Of a module,
+            ``loss(module, batch)``.
+        params: where to begin: a mode, not the initial values. A tree of tensors, or a module, whose parameters that require
+            a gradient are meant; it stays as it is.
+        data: all data: a tree of tensors with one entry a datum on axis 0; or ``bc.epochs(...)``, whose batch size and order
+            are then looked at beside full batches.
+        batch_sizes: to choose from. Default: a 4th, 12th, 40th and 120th of the data. Full batches are always among
+            the settings.
+        orders: of the batches, to choose from. Default: ``"reshuffled"`` and ``"independent"``.
+        momenta: to choose from, between 0 and 1. Default: twelve from 0.5 to 0.999.
+        epochs: how many passes over the data the run may take. A tenth of them at most goes into suggesting; the fewer they
+            are, the less certain the answer. Default: no limit on suggesting.
+        tolerance: by how much the batches may widen the variance of any direction, mean over an epoch; 0.05 is 5 %.
+        margin: share of the stability limit that the rate may take at most; halved whenever a pilot runs away.
+        rank_by: most effective draws an ``"epoch"`` or a ``"second"`` first; seconds differ from run to run.
+        rank: how many directions to look at, of the noise and of the curvature each.
+        seed: of the pilots and of the batches.
+
+    Returns:
+        :class:`ChainSuggestion`; ``print`` it.
+
+    Raises:
+        TypeError: a class whose chain is not known, data that are no tree of tensors.
+        ValueError: a chain without noise or one that is not linear; a loss that is a sum or in which the data of a batch act on
+            each other (BatchNorm in train mode); no positive curvature; chains that run away at every rate; ``epochs`` too few
+            for a tenth of them to say anything.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x = torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+        >>> y = x.sum(1) + torch.randn(400, generator=torch.Generator().manual_seed(1))
+        >>> def loss(w, batch):
+        ...     return (batch[0] @ w - batch[1]).square().mean() / 2
+        >>> make_tx = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 400)
+        >>> found = bc.suggest_chain(make_tx, loss, torch.ones(3), (x, y), batch_sizes=(20, 100), momenta=(0.5, 0.9))
+        >>> found.best.order, len(found), found.best.excess < 0.051
+        ('reshuffled', 5, True)
+        >>> draws = bc.sample(bc.make_step(loss, found.tx), found.params, found.tx.init(found.params), found.batches, steps=500)
+    """
+    name = "suggest_chain"
+    checks.positive(f"{name}: tolerance", tolerance)
+    checks.number(f"{name}: margin", margin, "(0, 1]")
+    checks.number(f"{name}: rank", rank, "[1, inf)", integer=True)
+    for momentum in momenta:
+        checks.number(f"{name}: momenta", momentum, "[0, 1)")
+    if epochs is not None:
+        checks.positive(f"{name}: epochs", epochs)
+    if rank_by not in ("epoch", "second"):
+        raise ValueError(f"{name}: rank_by must be 'epoch' or 'second', got {rank_by!r}")
+    loss, params, draws = of_module(name, loss, params)
+    tree, size, known_batch, known_order = of_data(name, data)
+    sizes = sorted({*(batch_sizes or known_batch or {max(1, size // K) for K in (4, 12, 40, 120)}), size})
+    for b in sizes:
+        checks.number(f"{name}: batch_sizes", b, f"[1, {size}]", integer=True)
+    chosen = tuple(orders or known_order or ("reshuffled", "independent"))
+    source = Rows(tree, size, max(1, min(BASE, size // 2)), seed)
+    smaller = [b for b in sizes if b < size]
+    if smaller:
+        require_mean(name, loss, params, source)
+    choices = [*((b, order) for b in smaller for order in chosen), (size, "full")]
+    search = Search(
+        name,
+        loss,
+        source,
+        Family(name, maker(make_tx), tuple(momenta), params, None),
+        choices,
+        tolerance,
+        margin,
+        0.05,
+        rank,
+        math.inf if epochs is None else SHARE * epochs,
+        seed,
+    )
+    return suggested(search, search.run(params), epochs, rank_by, draws)
+
+
+def suggested(
+    search: Search, advice: Advice, run: float | None, rank_by: str, draws: bool, alternatives: Sequence[str] = ()
+) -> ChainSuggestion:
+    """The search's answer, with seconds and sentences."""
+    size = search.source.size
+    seconds, timing = _seconds(search, advice)
+    settings = []
+    for row in advice.rows:
+        momentum = search.family.momenta[row.momentum]
+        by = "batch noise" if row.heating <= advice.margin * row.stability else "stability"
+        settings.append(
+            Setting(
+                "full" if row.batch == size else row.order,
+                row.batch,
+                row.lr,
+                momentum,
+                row.draws,
+                row.heat,
+                seconds(row.batch) * size / row.batch,
+                row.kappa,
+                by,
+                row.stability,
+                row.heating,
+            )
+        )
+    pairs = sorted(
+        zip(settings, advice.rows),
+        key=lambda pair: -pair[0].draws_per_epoch / (pair[0].seconds_per_epoch if rank_by == "second" else 1.0),
+    )
+    row = pairs[0][1]
+    passes = advice.passes + timing
+    steps = burn_in = thinning = None
+    if run is not None:
+        steps = max(5, int((run - passes) * size / row.batch))
+        burn_in = steps // 5
+        thinning = max(1, (steps - burn_in) // 200)
+    notes = [
+        *_sentences(search, advice, pairs, run, passes, draws or any(p.draws for p in advice.places)),
+        *alternatives,
+    ]
+    return ChainSuggestion(
+        tuple(setting for setting, _ in pairs),
+        search.family.make(row.lr, search.family.momenta[row.momentum]),
+        search.source.batches(row.batch, row.order),
+        steps,
+        burn_in,
+        thinning,
+        advice.params,
+        report(search, advice, row),
+        passes,
+        advice.diverged,
+        tuple(notes),
+    )
+
+
+def _seconds(search: Search, advice: Advice) -> tuple[Callable[[int], float], float]:
+    """Seconds of a step as a function of the batch size, and the passes over the data that timing took."""
+    size, known = search.source.size, dict(advice.seconds)
+    row, spent = advice.rows[-1], 0.0
+    if isinstance(search.source, Rows):
+        least = min(batch for batch, _ in search.choices)
+        for batch in {least, int(max(least, min(size, 8 * least, size // 8)))} - known.keys():
+            known[batch] = search.timed(row, advice.params, batch)
+            spent += 3 * batch / size
+    b = torch.tensor(sorted(known), dtype=torch.float64)
+    t = torch.tensor([known[int(x)] for x in b], dtype=torch.float64)
+    if len(b) == 1:
+        return (lambda batch: float(t[0])), spent
+    slope = ((b - b.mean()) * (t - t.mean())).sum() / (b - b.mean()).square().sum()
+    slope = float(slope.clamp(min=0.0))
+    at_zero = max(float((t - slope * b).mean()), 0.0)
+    return (lambda batch: known.get(batch, at_zero + slope * batch)), spent
+
+
+def _sentences(
+    search: Search, advice: Advice, pairs: list[tuple[Setting, Row]], run: float | None, passes: float, draws: bool
+) -> list[str]:
+    """What limits the best setting, what would buy more, and what was noticed."""
+    (best, row), size, T = pairs[0], search.source.size, search.family.temperature
+    top, slow = max(p.top for p in advice.places), sorted(p.slow for p in advice.places)[len(advice.places) // 2]
+    stiff = max(p.top for p in advice.places[1:]) / advice.places[0].top
+    out = []
+    if best.limited_by == "stability":
+        out.append(
+            f"The rate is limited by stability: it is {best.lr / best.stability:.2g} of {best.stability:.3g}, from "
+            "which on the stiffest "
+            "direction diverges."
+        )
+    else:
+        out.append(
+            f"The rate is limited by the noise of the batches: from {best.heating:.3g} on it widens some direction by "
+            "more than "
+            f"{search.tolerance:.0%}; the chain diverges from {best.stability:.3g} on."
+        )
+    if run is not None:
+        total = (run - passes) * best.draws_per_epoch
+        out.append(
+            f"The run's other {run - passes:.4g} epochs make about {total:.2g} effective draws of a direction with the "
+            "average curvature." + (" That is short: it stays near where it starts." if total < FEW else "")
+        )
+    mini = [setting for setting, _ in pairs if setting.order != "full"]
+    full = next((setting for setting, _ in pairs if setting.order == "full"), None)
+    if full is not None and full is best and mini and full.draws_per_epoch > FAR * mini[0].draws_per_epoch:
+        kappa = full.kappa * size / mini[0].batch_size
+        out.append(
+            f"No minibatch setting samples this temperature as well: at the rate of full batches, batches of "
+            f"{mini[0].batch_size} would "
+            f"relax the stiffest direction {kappa:.2g} times an epoch (kappa), and within {search.tolerance:.0%} of "
+            "heat they make "
+            f"{full.draws_per_epoch / mini[0].draws_per_epoch:.2g} times fewer draws. Take full batches; where memory "
+            "does not hold them, "
+            f"accumulate: bc.make_step(..., microbatches={math.ceil(size / mini[0].batch_size)})."
+        )
+    elif full is not None and full is not best and full.draws_per_epoch > best.draws_per_epoch:
+        out.append(
+            f"Full batches would buy {full.draws_per_epoch / best.draws_per_epoch:.2g} times the draws an epoch, by "
+            "accumulation too "
+            f"(bc.make_step(..., microbatches={math.ceil(size / best.batch_size)}))."
+        )
+    if best.limited_by == "batch noise":
+        looser = replace(search, tolerance=4 * search.tolerance, choices=[(row.batch, row.order)])
+        same = looser.rows(advice.places, advice.margin)[0]
+        if same.draws > 1.2 * row.draws:
+            out.append(
+                f"A tolerance of {4 * search.tolerance:.0%} would buy {same.draws / row.draws:.2g} times the draws, "
+                "larger batches more."
+            )
+    if top > 100.0 * slow:
+        out.append(
+            f"The stiffest direction is {top / slow:.2g} times as stiff as the average one: a preconditioner would buy most "
+            "(bc.scale_by_preconditioner, or a posterior of fit_laplace as its precision)."
+        )
+    if stiff > 1.5 or stiff < 0.67:
+        out.append(f"The largest curvature at the pilots' draws is {stiff:.2g} times that at params.")
+    if draws:
+        out.append(
+            "The loss draws (dropout): its noise is counted, and heats in every order and at full batches; a temperature of "
+            "1 / N has no exact meaning with it. Put the module into eval mode to sample its posterior."
+        )
+    if advice.diverged:
+        out.append(
+            f"{advice.diverged} pilots ran away, and the margin of the stability limit was lowered to {advice.margin:.2g}."
+        )
+    share = "" if run is None else f", {passes / run:.1%} of the run"
+    out.append(f"Suggesting took {passes:.3g} passes over the data{share}; temperature {T:.3g}.")
+    return out
+
+
+def maker(make_tx: Callable[..., Any]) -> Callable[[float, Any], Any]:
+    """``make(lr, momentum)`` that returns a chain, from a function or from a class of ``bc.optim``; ``momentum`` may
+    be ``None``.
+
+    Raises:
+        TypeError: no chain is known that does what this optimizer does.
+    """
+    of_class = make_tx.func if isinstance(make_tx, partial) else make_tx
+    is_class = inspect.isclass(of_class) and issubclass(of_class, torch.optim.Optimizer)
+
+    def make(lr: float, momentum: Any) -> Any:
+        rest = () if momentum is None else (momentum,)
+        if is_class:
+            names = {"lr": lr} if momentum is None else {"lr": lr, "momentum": momentum}
+            return as_chain(make_tx([torch.zeros(1, requires_grad=True)], **names))
+        made = make_tx(lr, *rest)
+        return as_chain(made) if isinstance(made, torch.optim.Optimizer) else made
+
+    return make
+
+
+def as_chain(optimizer: torch.optim.Optimizer) -> Any:
+    """The chain of the same hyperparameters as an optimizer of the family of ``bc.optim.SGD``."""
+    groups = optimizer.param_groups
+    known = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "temperature")
+    if len(groups) != 1 or not all(key in groups[0] for key in known):
+        raise TypeError(
+            f"the chain of {type(optimizer).__name__} with {len(groups)} groups is not known; give bc.optim.SGD, SGHMC or SGLD "
+            "with one group, or a function that returns a chain (bc.sghmc, bc.partition)"
+        )
+    return sgd(**{key: groups[0][key] for key in known})
+
+
+def of_module(name: str, loss: Callable[[Any, Any], Any], params: Any) -> tuple[Callable[[Any, Any], Any], Any, bool]:
+    """Loss and parameters as functions of trees, and whether a layer draws.
+
+    Raises:
+        ValueError: a module with BatchNorm in train mode.
+    """
+    if not isinstance(params, nn.Module):
+        return loss, params, False
+    norms = [key for key, x in params.named_modules() if isinstance(x, nn.modules.batchnorm._BatchNorm) and x.training]
+    if norms:
+        raise ValueError(
+            f"{name}: {', '.join(norms[:3])} is a BatchNorm in train mode, in which the data of a batch act on each "
+            "other: there is "
+            "no noise of one datum to tell other batch sizes by; put these layers into eval mode, in the run too"
+        )
+
+    class Bound(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: Any) -> Any:
+            return loss(self.module, batch)
+
+    bound = Bound(params)
+    tree = {key: p.detach().clone() for key, p in params.named_parameters() if p.requires_grad}
+
+    def functional(chosen: Any, batch: Any) -> Any:
+        buffers = {f"module.{key}": b.detach().clone() for key, b in params.named_buffers()}
+        values = {f"module.{key}": p for key, p in chosen.items()}
+        return torch.func.functional_call(bound, {**buffers, **values}, (batch,))
+
+    return functional, tree, False
+
+
+def of_data(name: str, data: Any) -> tuple[Any, int, set[int] | None, tuple[Any, ...] | None]:
+    """The tree of all data, their number, and the batch size and order that are known.
+
+    Raises:
+        TypeError: no tree of tensors.
+        ValueError: batches of several chains or ranks, or that leave data out.
+    """
+    if not isinstance(data, Epochs):
+        whole = epochs(data, 1)
+        if whole.leaves is None:
+            raise TypeError(f"{name}: data must be a tree of tensors with one entry a datum, or bc.epochs of one")
+        return data, whole.size, None, None
+    if data.leaves is None or data.chains is not None or data.ranks > 1 or data.left_out:
+        raise ValueError(
+            f"{name}: data must be bc.epochs of a tree of tensors, for one chain and one rank, that leaves nothing "
+            f"out, got {data!r}"
+        )
+    order = (data.order,) if data.batch_size < data.size else None
+    return data.data, data.size, {data.batch_size}, order

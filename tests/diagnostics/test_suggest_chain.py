@@ -1,0 +1,233 @@
+"""The adviser of whole settings: its laws against enumeration, its choices, what it refuses, and what it says."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.diagnostics import _direction_laws as laws
+from bayesopt_chain.diagnostics._response import read
+from tests.diagnostics.oracle import DOUBLE, affine, lyapunov
+
+T = 1 / 400
+
+
+def chain(lr, momentum):
+    return bc.sghmc(lr, momentum, temperature=T)
+
+
+def regression(N=400, d=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, d, generator=g)
+    y = x.sum(1) + torch.randn(N, generator=g)
+    return (x, y), torch.linalg.lstsq(x, y).solution
+
+
+def loss(w, batch):
+    return (batch[0] @ w - batch[1]).square().mean() / 2
+
+
+QUICK = {"batch_sizes": (20,), "momenta": (0.5, 0.9), "orders": ("reshuffled",)}
+
+
+@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_reshuffled_heat_is_that_of_all_permutations(momentum, K):
+    """Every sequence of two epochs' permutations after a long past, in float64: the law of a whole epoch by one
+    matrix power."""
+    lr, k = 0.3, 0.7
+    tx = bc.sghmc(lr, momentum, temperature=T) if momentum else bc.sgld(lr, temperature=T)
+    response = read(tx, torch.zeros(1, dtype=DOUBLE))
+    gain = float(response.gains[0])
+    found = (
+        laws.unit_excess(laws.directions(response.groups[0], torch.tensor([gain * k], dtype=DOUBLE)), K, True) * gain**2
+    )
+    noises = torch.linspace(-1.0, 1.0, K, dtype=DOUBLE)
+    C = float(noises.square().sum() / (K - 1))
+    M, gamma, _ = affine(tx, torch.tensor([[k]], dtype=DOUBLE), torch.zeros(1, dtype=DOUBLE))
+    n = len(M)
+    # an epoch's disturbance and the state inside it, averaged over all permutations, from the stationary law at its start
+    orders = list(itertools.permutations(noises.tolist()))
+    ends = torch.zeros(n, n, dtype=DOUBLE)
+    for order in orders:
+        x = torch.zeros(n, dtype=DOUBLE)
+        for g in order:
+            x = M @ x - gamma[:, 0] * g
+        ends += torch.outer(x, x) / len(orders)
+    start = lyapunov(torch.linalg.matrix_power(M, K), ends)
+    mean = 0.0
+    for order in orders:
+        x, power = torch.zeros(n, dtype=DOUBLE), torch.eye(n, dtype=DOUBLE)
+        for g in order:
+            x, power = M @ x - gamma[:, 0] * g, M @ power
+            mean += float(x[0] ** 2 + (power @ start @ power.T)[0, 0]) / (K * len(orders))
+    assert float(found) * C == pytest.approx(mean, rel=1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.99])
+def test_forgetting_is_the_sum_of_squared_autocorrelations(momentum):
+    lr, k = 0.2, 0.5
+    tx = bc.sghmc(lr, momentum, temperature=T)
+    response = read(tx, torch.zeros(1, dtype=DOUBLE))
+    y = torch.tensor([float(response.gains[0]) * k], dtype=DOUBLE)
+    M, _, F = affine(tx, torch.tensor([[k]], dtype=DOUBLE), torch.zeros(1, dtype=DOUBLE))
+    S = lyapunov(M, F @ F.T)
+    total, x = 1.0, S[:, 0] / S[0, 0]
+    for _ in range(20000):
+        x = M @ x
+        total += 2.0 * float(x[0] ** 2)
+    assert float(laws.forgetting(laws.directions(response.groups[0], y))) == pytest.approx(total, rel=1e-9)
+    assert float(laws.variance(laws.directions(response.groups[0], y))) * float(response.gains[0]) == pytest.approx(
+        T / k
+    )
+
+
+def test_the_limits_of_a_quadratic_are_its_own():
+    """Full batches of a known curvature: a tenth of ``2 (1 + mu) / k``, and as many draws as the law says."""
+    data, mode = regression()
+    H = data[0].T @ data[0] / 400
+    found = bc.suggest_chain(chain, loss, mode, data, **QUICK)
+    full = next(row for row in found if row.order == "full")
+    top = float(torch.linalg.eigvalsh(H)[-1])
+    assert full.stability == pytest.approx(2 * (1 + full.momentum) / top, rel=0.05)
+    assert full.lr == pytest.approx(0.1 * full.stability) and full.excess == 0.0 and full.limited_by == "stability"
+    assert [row.draws_per_epoch for row in found] == sorted((row.draws_per_epoch for row in found), reverse=True)
+    assert len(found) == 2 and found[0] is found.best and "Suggesting took" in str(found)
+
+
+def test_the_excess_of_a_chosen_setting_is_the_one_predicted_by_the_exact_equations():
+    """One-hot targets with features +-1 have additive noise: the whole state's covariance under reshuffled batches."""
+    g = torch.Generator().manual_seed(1)
+    N, b = 80, 8
+    x = torch.randint(0, 2, (N, 1), generator=g).to(DOUBLE) * 2 - 1
+    y = torch.randn(N, generator=g, dtype=DOUBLE)
+    mode = (x.T @ y / N).reshape(1)
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / N)  # noqa: E731
+    found = bc.suggest_chain(make, loss, mode, (x, y), batch_sizes=(b,), orders=("reshuffled",), momenta=(0.9,))
+    row = next(row for row in found if row.batch_size == b)
+    response = read(make(row.lr, row.momentum), mode)
+    gain, K = float(response.gains[0]), N // b
+    of = laws.directions(response.groups[0], torch.tensor([gain], dtype=DOUBLE))
+    s2 = float((x[:, 0] * y - mode).square().sum() / (N - 1))
+    exact = float(laws.unit_excess(of, K, True)) * gain**2 * s2 / b * N
+    assert row.excess == pytest.approx(exact, rel=0.5) and row.excess <= 0.05  # s2 is measured on 60 batches
+    assert row.limited_by == "batch noise" and "limited by" in str(found)
+
+
+def test_forty_rows_of_500_features_do_not_run_away():
+    """At the mode of more features than rows the batches have no noise; the pilots see what they have at draws."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 500, generator=g), torch.randn(40, generator=g)
+
+    def ridge(w, batch):
+        return (batch[0] @ w - batch[1]).square().mean() / 2 + w.square().sum() / 80
+
+    H = x.T @ x / 40 + torch.eye(500) / 40
+    mode = torch.linalg.solve(H, x.T @ y / 40)
+    found = bc.suggest_lr(lambda lr: bc.sghmc(lr, 0.9, temperature=1 / 40), ridge, mode, bc.epochs((x, y), 4))
+    step = bc.make_step(ridge, found.tx)
+    draws = bc.sample(step, mode, found.tx.init(mode), found.batches, steps=2000, burn_in=1000, thinning=50)
+    levels = torch.stack([ridge(w, (x, y)) for w in draws.params])
+    assert draws.complete and float(levels.max()) < float(ridge(mode, (x, y))) + 2 * 500 / 40
+
+
+def narrow(N=2000):
+    """Curvatures of condition 1,000."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 20, generator=g) * torch.cat([torch.ones(1), 0.03 * torch.ones(19)])
+    y = x.sum(1) + torch.randn(N, generator=g)
+    return (x, y), torch.linalg.lstsq(x, y).solution
+
+
+def test_full_batches_are_advised_where_no_minibatch_samples():
+    """Accumulation is offered, with the number of parts; and the one rate of given minibatches, which is more than ten times
+    slower, says so."""
+    data, mode = narrow()
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / 2000)  # noqa: E731
+    found = bc.suggest_chain(make, loss, mode, data, batch_sizes=(10,), orders=("independent",), momenta=(0.9, 0.99))
+    assert found.best.order == "full" and "No minibatch setting" in str(found) and "microbatches=200" in str(found)
+    assert found.best.options == {"lr": found.lr, "momentum": found.best.momentum}
+    batches = bc.epochs(data, 10, order="independent")
+    one = bc.suggest_lr(lambda lr: bc.sghmc(lr, 0.9, temperature=1 / 2000), loss, mode, batches)
+    assert "limited by the noise of the batches" in str(one) and "bc.suggest_chain chooses" in str(one)
+    assert found.best.draws_per_epoch > 10 * one.best.draws_per_epoch
+
+
+def test_a_tenth_of_the_run_at_most_goes_into_suggesting():
+    data, mode = regression()
+    found = bc.suggest_chain(chain, loss, mode, data, epochs=200, **QUICK)
+    assert found.passes <= 20 and found.steps > 0 and found.burn_in == found.steps // 5
+    with pytest.raises(ValueError, match="epochs"):
+        bc.suggest_chain(chain, loss, mode, data, epochs=5, **QUICK)
+
+
+def test_classes_of_optim_modules_and_epochs_are_taken():
+    data, _ = regression()
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    before = [p.detach().clone() for p in module.parameters()]
+    of_module = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square().mean() / 2  # noqa: E731
+    adam = torch.optim.Adam(module.parameters(), 0.05)
+    for _ in range(200):
+        adam.zero_grad()
+        of_module(module, data).backward()
+        adam.step()
+    before = [p.detach().clone() for p in module.parameters()]
+    make = partial(bc.optim.SGHMC, temperature=T)
+    found = bc.suggest_chain(make, of_module, module, bc.epochs(data, 20), momenta=(0.5, 0.9))
+    assert {row.batch_size for row in found} == {20, 400} and {row.order for row in found} == {"reshuffled", "full"}
+    assert all(torch.equal(x, p) for x, p in zip(before, module.parameters()))
+    assert all(p.grad is not None for p in module.parameters()) and set(found.params) == {"weight", "bias"}
+    bc.optim.SGHMC(module.parameters(), temperature=T, **found.best.options)
+
+
+def test_dropout_is_said_and_counted():
+    data, mode = regression()
+    plain = bc.suggest_chain(chain, loss, mode, data, **QUICK)
+    dropped = lambda w, batch: loss(w, (nn.functional.dropout(batch[0], 0.3), batch[1]))  # noqa: E731
+    found = bc.suggest_chain(chain, dropped, mode, data, **QUICK)
+    full = next(row for row in found if row.order == "full")
+    assert "dropout" in str(found) and "dropout" not in str(plain) and full.excess > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"loss": lambda w, b: (b[0] @ w - b[1]).square().sum() / 2}, ValueError, "a sum over the batch"),
+        ({"loss": lambda w, b: loss(w, ((b[0] - b[0].mean(0)) / b[0].std(0), b[1]))}, ValueError, "BatchNorm"),
+        ({"loss": lambda w, b: -loss(w, b)}, ValueError, "no positive curvature"),
+        ({"make_tx": lambda lr, m: bc.sgd(lr, m)}, ValueError, "draws no noise"),
+        ({"make_tx": lambda lr, m: bc.sghmc(0.1, m, temperature=T)}, ValueError, "twice the lr"),
+        ({"make_tx": partial(bc.optim.Adam, temperature=T)}, TypeError, "Adam"),
+        ({"batch_sizes": (0,)}, ValueError, "batch_sizes"),
+        ({"batch_sizes": (401,)}, ValueError, "batch_sizes"),
+        ({"momenta": (1.0,)}, ValueError, "momenta"),
+        ({"tolerance": 0.0}, ValueError, "tolerance"),
+        ({"rank_by": "hour"}, ValueError, "rank_by"),
+        ({"data": [1, 2, 3]}, TypeError, "tree of tensors"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(change, error, words):
+    data, mode = regression()
+    given = {"make_tx": chain, "loss": loss, "params": mode, "data": data, **QUICK, **change}
+    with pytest.raises(error, match=words):
+        bc.suggest_chain(**given)
+
+
+def test_batch_norm_in_train_mode_is_refused_by_its_name():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="1 is a BatchNorm in train mode"):
+        bc.suggest_chain(chain, lambda m, b: m(b[0]).square().mean(), module, regression()[0])
+
+
+def test_the_same_seed_suggests_the_same():
+    data, mode = regression()
+    torch.manual_seed(0)
+    found = [bc.suggest_chain(chain, loss, mode, data, **QUICK) for _ in range(2)]
+    assert [row.lr for row in found[0]] == [row.lr for row in found[1]]
+    assert torch.equal(found[0].params, found[1].params)
+    assert not math.isnan(found[0].report.worst)
