@@ -2,6 +2,7 @@ from bayesopt_chain import (
     curvature,
     diagnostics,
     distributed,
+    ensemble,
     likelihoods,
     links,
     meta,
@@ -18,6 +19,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.diagnostics.suggest_chain import suggest_chain
 from bayesopt_chain.diagnostics.suggest_lr import suggest_lr
+from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
@@ -74,6 +76,7 @@ __all__ = [
     "curvature",
     "diagnostics",
     "ekf",
+    "ensemble",
     "epochs",
     "fit_laplace",
     "fork",
@@ -93,6 +96,7 @@ __all__ = [
     "parallel",
     "partition",
     "plot",
+    "posterior_ensemble",
     "precision",
     "predict",
     "radam",

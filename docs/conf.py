@@ -60,6 +60,7 @@ TITLES = {
     "likelihoods": "Likelihoods",
     "precision": "Precisions",
     "predict": "Predictions",
+    "ensemble": "One call to a posterior",
     "diagnostics": "Diagnostics",
     "distributed": "Many ranks",
     "schedules": "Schedules",

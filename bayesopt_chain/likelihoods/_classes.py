@@ -59,6 +59,9 @@ class Bernoulli(Likelihood):
     def draw(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(outputs.sigmoid(), generator=generator)
 
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        return self, outputs / factor
+
     def cdf(self, outputs: Tensor, values: Tensor) -> Tensor:
         below = torch.where(values < 1, (-outputs).sigmoid(), 1.0)
         return torch.where(values < 0, 0.0, below)
@@ -108,6 +111,9 @@ class Categorical(Likelihood):
         p = outputs.softmax(-1)
         drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
         return drawn.reshape(outputs.shape[:-1])
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        return self, outputs / factor
 
     def require(self, outputs: Tensor, targets: Any, *, wait: bool = False) -> None:
         super().require(outputs, targets, wait=wait)

@@ -77,6 +77,13 @@ class Gaussian(Likelihood):
         stacked = torch.stack([mean, total.log()], -1)[None]
         return Predictive(_Stacked(), stacked, mean.new_zeros(1), of=self, noise=noise)
 
+    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
+        log_variance = self._variance(outputs).log().expand_as(outputs)
+        return Predictive(_Stacked(), torch.stack([outputs, log_variance], -1), log_weights, of=self)
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        return Gaussian(self.variance_of_noise * factor), outputs
+
     def _variance(self, outputs: Tensor) -> Tensor:
         return as_tensor(self.variance_of_noise, outputs.dtype, outputs.device)
 
@@ -130,6 +137,10 @@ class LearnedGaussian(Likelihood):
         _, log_variance = self.pair(mean)
         spread = self.pair(covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape))[1]
         return Predictive(self, *self.nodes(mean, covariance), noise=(log_variance + spread / 2).exp())
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        mean, log_variance = self.pair(outputs)
+        return self, torch.cat([mean, log_variance + math.log(factor)], -1)
 
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         grouping = self.grouping(mean.shape[1:])
@@ -192,6 +203,9 @@ class StudentT(Likelihood):
         half, df = torch.tensor(0.5), torch.tensor(float(self.df))
         tail = incomplete_beta(df / 2, half, df / (df + t.square())) / 2
         return torch.where(t > 0, 1 - tail, tail).to(outputs.dtype)
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        return StudentT(self.df, self.scale * factor**0.5), outputs
 
     def _scale(self, outputs: Tensor) -> Tensor:
         return as_tensor(self.scale, outputs.dtype, outputs.device)

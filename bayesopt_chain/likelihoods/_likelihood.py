@@ -621,6 +621,53 @@ class Likelihood(ABC):
         nodes, log_weights = self.nodes(mean, covariance)
         return Predictive(self, nodes, log_weights)
 
+    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
+        """The distribution of new targets as a mixture over outputs, such as those of the draws of an ensemble.
+
+        Args:
+            outputs: ``[S, N, *event]``.
+            log_weights: ``[S]``; their exponentials sum to 1.
+
+        Returns:
+            A :class:`Predictive`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> outputs = torch.tensor([-1.0, 1.0])[:, None, None]
+            >>> likelihoods.gaussian(0.5).mixture(outputs, torch.full((2,), 0.5).log()).variance
+            tensor([[1.5000]])
+        """
+        return Predictive(self, outputs, log_weights)
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        """A likelihood and outputs whose predictions are wider (``factor`` above 1) or narrower: noise of ``factor`` times the
+        variance, or logits divided by ``factor``.
+
+        Args:
+            outputs: ``[*lead, B, *event]``.
+            factor: positive.
+
+        Returns:
+            The likelihood, and the outputs to give to it.
+
+        Raises:
+            ValueError: a likelihood whose width its mean determines, such as that of counts; see :attr:`has_width`.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain import likelihoods
+            >>> wider, logits = likelihoods.categorical().widened(torch.tensor([[2.0, 0.0]]), 2.0)
+            >>> logits
+            tensor([[1., 0.]])
+        """
+        raise ValueError(f"a {self.name} likelihood has no width to change")
+
+    @property
+    def has_width(self) -> bool:
+        """Whether :meth:`widened` works: it has a noise, or logits."""
+        return type(self).widened is not Likelihood.widened
+
     def nodes(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Points that stand for Gaussian outputs: of one output a target a quadrature, of several a rule of their own.
 

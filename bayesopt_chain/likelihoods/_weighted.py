@@ -117,6 +117,18 @@ class Weighted(Likelihood):
         plain = self.inner.predictive(mean, covariance)
         return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
 
+    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
+        plain = self.inner.mixture(outputs, log_weights)
+        return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
+
+    def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
+        wider, outputs = self.inner.widened(outputs, factor)
+        return Weighted(wider), outputs
+
+    @property
+    def has_width(self) -> bool:
+        return self.inner.has_width
+
     def expected_mean(self, mean: Tensor, covariance: Tensor, method: str | None = None) -> Tensor:
         return self.inner.expected_mean(mean, covariance, method)
 

@@ -1,0 +1,201 @@
+"""``posterior_ensemble``: one call from a module to a posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bayesopt_chain import batches, checks
+from bayesopt_chain.ensemble.data import read
+from bayesopt_chain.ensemble.ensemble import Ensemble
+from bayesopt_chain.ensemble.ivon import ivon
+from bayesopt_chain.ensemble.laplace import laplace
+from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.ensemble.plan import batch_size_for, rate, steps_for, training_likelihood
+from bayesopt_chain.ensemble.problem import Problem
+from bayesopt_chain.ensemble.progress import Progress
+from bayesopt_chain.ensemble.recipe import Plan, ensemble, sghmc
+from bayesopt_chain.ensemble.stages import Stages, checksum
+from bayesopt_chain.ensemble.swag import swag
+from bayesopt_chain.likelihoods import Likelihood
+
+Method = Literal["sghmc", "ensemble", "swag", "laplace", "ivon"]
+METHODS: dict[str, Callable[[Plan], Ensemble]] = {
+    "sghmc": sghmc,
+    "ensemble": ensemble,
+    "swag": swag,
+    "laplace": laplace,
+    "ivon": ivon,
+}
+
+
+def posterior_ensemble(
+    make_model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    likelihood: Likelihood,
+    *,
+    members: int = 4,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    prior_precision: float | None = None,
+    held_out: float = 0.15,
+    temperatures: Sequence[float] = (0.3, 1.0),
+    seed: int = 0,
+    path: str | Path | None = None,
+    progress: bool = True,
+    method: Method = "sghmc",
+) -> Ensemble:
+    """From a module to networks that know what they do not know, in one call.
+
+    Members train, each without one of two folds; the folds say where to stop, how large the noise is and how much each level
+    counts; short chains at rising temperatures start from modes of all data. ``print(ensemble.report)`` says what was chosen
+    and why, and what it cost. Short draws at T > 0 are an ensemble around each mode, not an equilibrated posterior, unless
+    :func:`bayesopt_chain.diagnostics.doctor` agrees.
+
+    Args:
+        make_model: a function that returns a new module; or one module, whose trained weights are drawn anew for each member
+            (frozen ones stay). Outputs are ``[B, *event]``, or have them as ``logits``. Dropout and BatchNorm work: chains at a
+            temperature run in ``eval`` mode.
+        data: tensors ``(inputs, targets)`` with one entry a datum on axis 0, a Dataset, a DataLoader, a list of batches, or
+            ``bc.epochs``. They are read once and kept in memory. Standardise them: the prior is on the weights.
+        likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
+            used: training takes 0.02 of the targets' variance, and the variance of predictions is found on held-out data.
+        members: how many networks, at least 1. Default 4.
+        steps: of the first training of each member. Default: 150 passes over the data, from 1,000 to 10,000 steps.
+        batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
+            of two nearest to N / 16, from 32 to 256.
+        lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
+            network for a tenth of the steps.
+        prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). Default: 1.
+        held_out: share of the data in each of the two folds, above 0 and at most 0.4. Default 0.15.
+        temperatures: of the levels above the mode, in units of the posterior's, ``1 / N``, ascending. Default 0.3 and 1.
+        seed: of the starts, orders and streams: a whole number from 0.
+        path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit; a complete
+            one returns at once. Another call under the same path is refused, naming what differs.
+        progress: show one bar for all stages (where tqdm is installed). Default True.
+        method: "sghmc" (default), the recipe above; "ensemble", the same without chains: a deep ensemble with held-out stop and
+            scale; "swag", MultiSWAG from the modes; "laplace", :func:`bayesopt_chain.fit_laplace` of the last layer of every
+            mode; "ivon", variational networks.
+
+    Returns:
+        :class:`Ensemble`, with ``predict``, ``report``, ``more``, ``save``, ``open``, ``draws`` and ``to_arviz``.
+
+    Raises:
+        TypeError: neither a module nor a function; data that hold no tensors.
+        ValueError: an argument out of range; layers whose weights cannot be drawn anew; targets that the likelihood cannot
+            have; training that diverges; ``path`` of another call.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(60, 2)
+        >>> y = (x.sum(1, keepdim=True)).sin() + 0.1 * torch.randn(60, 1)
+        >>> make = lambda: torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> ensemble = bc.posterior_ensemble(
+        ...     make, (x, y), bc.likelihoods.gaussian(), members=2, steps=60, lr=0.01, progress=False
+        ... )
+        >>> prediction = ensemble.predict(torch.zeros(3, 2))
+        >>> prediction.mean.shape, prediction.quantile(0.95).shape, bool((prediction.epistemic >= 0).all())
+        (torch.Size([3, 1]), torch.Size([3, 1]), True)
+    """
+    who = "posterior_ensemble: "
+    if method not in METHODS:
+        raise ValueError(f"{who}method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            f"{who}likelihood is {type(likelihood).__name__}: pass one of bc.likelihoods, such as bc.likelihoods.gaussian()"
+        )
+    for name, number, least in (
+        ("members", members, 1),
+        ("steps", steps, 20),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+    ):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise ValueError(f"{who}{name}={number!r}: pass a whole number of at least {least}")
+    if lr is not None:
+        checks.positive(f"{who}lr", lr)
+    if prior_precision is not None:
+        checks.positive(f"{who}prior_precision", prior_precision)
+    if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
+        raise ValueError(f"{who}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
+    levels = [float(t) for t in temperatures]
+    if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
+        raise ValueError(f"{who}temperatures={temperatures!r}: pass positive numbers, ascending, such as (0.3, 1.0)")
+    held, loaders = read(data)
+    n = held.size
+    fold = max(4, int(held_out * n))
+    if 2 * fold >= n:
+        raise ValueError(f"{who}{n} data are too few for two folds of {fold}: pass more data")
+    size = min(n, batch_size or loaders or batch_size_for(n))
+    steps = steps or steps_for(n, size)
+    epochs = steps * size / n
+    device = batches.flatten(held.inputs)[0][0].device
+    networks = members_of(make_model, members, seed, device)
+    _require_targets(networks, held, likelihood)
+    trained = training_likelihood(likelihood, held.targets)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    pair = [order[:fold].sort().values, order[fold : 2 * fold].sort().values]
+    folds = [pair[0] if i < members / 2 else pair[1] for i in range(members)]
+    precision = 1.0 if prior_precision is None else float(prior_precision)
+    # what the bar foresees: pilot and modes, the levels twice
+    bar = Progress(int(1.3 * steps + len(levels) * 2 * max(20, 0.08 * steps)), progress)
+    size = min(size, n - fold)
+    problem = Problem(held, trained, networks, members, size, precision, folds, seed, bar).vmappable()
+    chosen = {
+        "members": members,
+        "steps": steps,
+        "batch_size": size,
+        "prior_precision": precision,
+        "held_out": held_out,
+        "temperatures": levels,
+        "seed": seed,
+    }
+    about = {
+        **chosen,
+        "method": method,
+        "lr": lr,
+        "data": checksum((held.inputs, held.targets)),
+        "starts": checksum(networks.params),
+        "likelihood": likelihood.name,
+    }
+    stages = Stages(path, about)
+    try:
+        found = stages.once("rate", lambda: rate(problem, lr, steps))
+        plan = Plan(
+            problem,
+            found["lr"],
+            steps,
+            epochs,
+            levels,
+            stages,
+            {**chosen, "method": method, "lr": found["lr"]},
+            dict(found["passes"]),
+        )
+        return METHODS[method](plan)
+    finally:
+        bar.close()
+
+
+def _require_targets(networks: Any, held: Any, likelihood: Likelihood) -> None:
+    """Raise for outputs and targets that do not belong together, before anything is trained."""
+    inputs, _ = held.take(torch.arange(min(2, held.size)))
+    params, buffers = ({k: x[0] for k, x in t.items()} for t in (networks.params, networks.buffers))
+    with torch.no_grad():
+        outputs = networks.still.with_buffers(params, (inputs, None), buffers)[0]
+    if not isinstance(outputs, torch.Tensor):
+        raise TypeError(
+            f"posterior_ensemble: the module returns {type(outputs).__name__}: it must return a tensor, or something with "
+            "logits"
+        )
+    if outputs.shape[:1] != (min(2, held.size),):
+        raise ValueError(
+            f"posterior_ensemble: the module returns {tuple(outputs.shape)} for {min(2, held.size)} data: outputs are [B, "
+            "*event]"
+        )
+    likelihood.require(outputs[:1].expand(held.size, *outputs.shape[1:]), held.targets, wait=True)

@@ -1,0 +1,107 @@
+"""The networks of the members: made by a function, or by drawing one module's weights anew.
+
+A module stays the place of its frozen parameters, which all members share. Drawn anew are those that are trained, by the
+``reset_parameters`` of the layer that holds them (of a LoRA layer ``reset_lora_parameters``); a layer that has trained
+parameters and no such method is refused, for starts that are equal are no ensemble.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesopt_chain.fitting.batches import logits_of
+from bayesopt_chain.loop.parallel import stack
+from bayesopt_chain.modules.functional import Forward, make_functional
+
+DRAWING = (nn.modules.dropout._DropoutNd,)
+
+
+class Members(NamedTuple):
+    """Starts of all members, and the network as a function.
+
+    Attributes:
+        params, buffers: stacked, ``[M, *]``, by name.
+        training: the network as it is trained, its dropout on and BatchNorm on the batch.
+        still: the network in ``eval`` mode, a function of parameters and data alone.
+        draws: whether it draws while it is trained.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    training: Forward
+    still: Forward
+    draws: bool
+
+
+def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, seed: int, device: Any) -> Members:
+    """Make the members; torch's global generator is left as it was.
+
+    Raises:
+        TypeError: neither a module nor a function that returns one.
+        ValueError: starts that are equal, or frozen parameters that differ.
+    """
+    networks = [_made(make_model, 1000 * seed + i).to(device) for i in range(members)]
+    parts = [make_functional(network) for network in networks]
+    frozen = [{n: p.detach() for n, p in network.named_parameters() if not p.requires_grad} for network in networks]
+    for i, other in enumerate(parts[1:], 1):
+        if {n: p.shape for n, p in other.params.items()} != {n: p.shape for n, p in parts[0].params.items()}:
+            raise ValueError(
+                f"posterior_ensemble: make_model returned other parameters for member {i} than for member 0"
+            )
+        if any(not torch.equal(x, frozen[i][n]) for n, x in frozen[0].items()):
+            raise ValueError(
+                "posterior_ensemble: the members' frozen parameters differ, but they share one network: load the same "
+                "pretrained weights in every call of make_model"
+            )
+        if all(torch.equal(x, other.params[n]) for n, x in parts[0].params.items()):
+            raise ValueError(
+                "posterior_ensemble: member 0 and another start from the same weights: make_model must draw new ones "
+                "(return a new module), or pass one module, whose weights are drawn anew"
+            )
+    training, still = copy.deepcopy(networks[0]).train(), copy.deepcopy(networks[0]).eval()
+    forwards = [make_functional(network, outputs=logits_of).forward for network in (training, still)]
+    draws = any(isinstance(layer, DRAWING) or getattr(layer, "dropout", 0) for layer in training.modules())
+    buffers = stack([part.buffers for part in parts]) if parts[0].buffers else {}
+    return Members(stack([part.params for part in parts]), buffers, forwards[0], forwards[1], draws)
+
+
+def _made(make_model: Any, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(make_model, nn.Module):
+            return _drawn_anew(make_model)
+        if not callable(make_model):
+            raise TypeError(
+                f"posterior_ensemble: make_model is {type(make_model).__name__}: pass a module, or a function that returns one"
+            )
+        network: Any = make_model()
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"posterior_ensemble: make_model returned {type(network).__name__}, not a torch.nn.Module")
+    return network
+
+
+def _drawn_anew(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    done: set[str] = set()
+    for name, layer in module.named_modules():
+        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+        lora: Any = getattr(layer, "reset_lora_parameters", None)
+        if callable(lora):
+            for adapter in layer.lora_A:  # pyright: ignore[reportGeneralTypeIssues]
+                lora(adapter, True)
+            done |= {f"{name}.{n}" for n, _ in layer.named_parameters() if "lora_" in n}
+        if not own or all(f"{name}.{n}" in done for n in own):
+            continue
+        reset: Any = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+        if not callable(reset) or len(own) < len(list(layer.parameters(recurse=False))):
+            raise ValueError(
+                f"posterior_ensemble: the weights of {name or 'the module'} ({type(layer).__name__}) cannot be drawn anew "
+                "(no reset_parameters, or some of them are frozen): pass make_model=, a function that returns a new module"
+            )
+        reset()
+    return module

@@ -1,0 +1,69 @@
+"""Stages on disk: each is done once, and after a kill the call goes on in the stage that was under way.
+
+A stage that is done is one file, written under another name and moved; one that runs has the folder of its run
+(:func:`bayesopt_chain.sample`), from which it goes on bit for bit. ``call.json`` says of which call they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import batches
+from bayesopt_chain.runs.describe import difference
+
+
+class Stages:
+    """The stages of one call; in memory without a path."""
+
+    def __init__(self, path: str | Path | None, about: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        file, mine = self.path / "call.json", json.loads(json.dumps(dict(about)))
+        if file.exists():
+            if what := difference(json.loads(file.read_text()), mine):
+                raise ValueError(
+                    f"posterior_ensemble: {self.path} holds another call: {what}; give this one a directory of its own"
+                )
+        else:
+            _write(file, lambda name: Path(name).write_text(json.dumps(mine, indent=1)))
+
+    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the stage made: tensors, numbers, and containers of them."""
+        if self.path is None:
+            return make()
+        file = self.path / f"{name}.pt"
+        if not file.exists():
+            made = make()
+            _write(file, lambda temporary: torch.save(made, temporary))
+            shutil.rmtree(self.path / "runs" / name, ignore_errors=True)
+        return torch.load(file, weights_only=True)
+
+    def folder(self, stage: str, run: str = "run") -> Path | None:
+        """Where a run of a stage keeps its draws until the stage is done."""
+        return None if self.path is None else self.path / "runs" / stage / run
+
+
+def checksum(tree: Any) -> int:
+    """The CRC-32 of all tensors of a tree."""
+    crc = 0
+    for x in batches.flatten(tree)[0]:
+        if isinstance(x, Tensor) and x.numel():
+            crc = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def _write(file: Path, write: Callable[[Path], Any]) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}")
+    write(temporary)
+    os.replace(temporary, file)

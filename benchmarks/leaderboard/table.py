@@ -1,0 +1,76 @@
+"""The table of a record: means over seeds, and paired differences from the ensemble of equal cost, corrected for the tasks.
+
+    d_s = score of a contestant - score of the reference on split s,     mean d +- t_{n-1, 1 - alpha / (2 k)} sd(d) / sqrt(n)
+
+for k tasks. Smaller scores are better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+PRIMARY = {"regression": ("nll", "crps"), "series": ("nll", "crps"), "classification": ("nll",)}
+COLUMNS = ("nll", "crps", "ece", "coverage", "accuracy", "rmse", "ood", "seconds", "passes")
+REFERENCE = "equal_ensemble"
+
+
+def by_task(record: dict[str, Any]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
+    """``scores[task][contestant][seed]``."""
+    found: Any = defaultdict(lambda: defaultdict(dict))
+    for key, cell in record["cells"].items():
+        name, seed = key.rsplit("-", 1)
+        for who, scores in cell.items():
+            if "nll" in scores:
+                found[name][who][int(seed)] = scores
+    return found
+
+
+def interval(differences: list[float], level: float, tasks: int) -> tuple[float, float]:
+    """Mean and half width of the corrected interval; infinite for one split."""
+    from scipy.stats import t
+
+    n = len(differences)
+    mean = sum(differences) / n
+    if n < 2:
+        return mean, math.inf
+    deviation = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
+    return mean, float(t.ppf(1 - (1 - level) / (2 * tasks), n - 1)) * deviation / math.sqrt(n)
+
+
+def paired(record: dict[str, Any], who: str, reference: str, score: str) -> dict[str, tuple[float, float, float]]:
+    """Of every task mean difference, half width and the reference's mean."""
+    tasks = by_task(record)
+    found = {}
+    for name, contestants in tasks.items():
+        mine, theirs = contestants.get(who, {}), contestants.get(reference, {})
+        seeds = [s for s in mine if s in theirs and score in mine[s]]
+        if seeds:
+            differences = [mine[s][score] - theirs[s][score] for s in seeds]
+            mean, half = interval(differences, record["protocol"]["level"], len(tasks))
+            found[name] = mean, half, sum(theirs[s][score] for s in seeds) / len(seeds)
+    return found
+
+
+def table(record: dict[str, Any]) -> str:
+    """As text."""
+    lines = []
+    for name, contestants in by_task(record).items():
+        held = "held out" if name in record["protocol"]["held out"] else "developed on"
+        columns = [c for c in COLUMNS if any(c in s for runs in contestants.values() for s in runs.values())]
+        lines += ["", f"{name} ({held})", f"{'':<22}" + "".join(f"{c:>10}" for c in columns)]
+        for who, runs in contestants.items():
+            means = []
+            for c in columns:
+                values = [s[c] for s in runs.values() if c in s]
+                means.append(f"{sum(values) / len(values):>10.4g}" if values else f"{'':>10}")
+            lines.append(f"{who:<22}" + "".join(means))
+    for who in ("posterior_ensemble", "deep_ensemble", "multiswag"):
+        lines += ["", f"{who} minus {REFERENCE} (corrected 95 % intervals; + worse beyond the margin, * better)"]
+        for score in ("nll", "crps"):
+            for name, (mean, half, reference) in paired(record, who, REFERENCE, score).items():
+                margin = 0.02 if score == "nll" else 0.02 * reference
+                mark = "*" if mean + half < 0 else "+" if mean - half > margin else "" if mean + half < margin else "?"
+                lines.append(f"  {score:<5} {name:<12} {mean:+.4f} +- {half:.4f} {mark}")
+    return "\n".join(lines)

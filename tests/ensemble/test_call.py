@@ -1,0 +1,283 @@
+"""The call as a user makes it: every likelihood, every method, data of every kind, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesopt_chain as bc
+
+N = 48
+SMALL = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
+
+
+def inputs():
+    return torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """One ensemble of a linear target, for tests that only look at it."""
+    x = inputs()
+    return bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), **SMALL)
+
+
+def maker(out=1):
+    return lambda: nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, out))
+
+
+CASES = {
+    "gaussian": (bc.likelihoods.gaussian(), 1, lambda x: x[:, :1] + 0.1 * x[:, 1:]),
+    "learned": (bc.likelihoods.gaussian("learned"), 2, lambda x: x[:, :1]),
+    "student": (bc.likelihoods.student_t(), 1, lambda x: x[:, :1]),
+    "bernoulli": (bc.likelihoods.bernoulli(), 1, lambda x: (x[:, :1] > 0).float()),
+    "categorical": (bc.likelihoods.categorical(), 3, lambda x: (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+    "ordinal": (bc.likelihoods.ordinal([-1.0, 1.0]), 1, lambda x: (x[:, :1] > 0).long() + (x[:, 1:] > 0).long()),
+    "poisson": (bc.likelihoods.poisson(), 1, lambda x: x[:, :1].exp().round()),
+    "negative_binomial": (bc.likelihoods.negative_binomial(2.0), 1, lambda x: x[:, :1].exp().round()),
+    "beta": (bc.likelihoods.beta(5.0), 1, lambda x: x[:, :1].sigmoid()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
+    likelihood, out, targets = CASES[case]
+    x = inputs()
+    y = targets(x)
+    ensemble = bc.posterior_ensemble(maker(out), (x, y), likelihood, temperatures=(1.0,), **SMALL)
+    p = ensemble.predict(x)
+    assert p.log_prob(y).isfinite().all() and p.log_prob(y).shape == y.shape
+    assert bool((p.epistemic >= 0).all()) and p.aleatoric.shape == p.epistemic.shape
+    assert len(ensemble.levels) == 2 and float(ensemble.log_weights.exp().sum()) == pytest.approx(1, abs=1e-5)
+    if p.has_classes:
+        assert bool(((p.probabilities >= 0) & (p.probabilities <= 1)).all())
+    else:
+        low, high = p.interval(0.9)
+        assert bool((low < high).all()) or case in ("poisson", "negative_binomial", "ordinal")
+    assert p.sample(3, generator=torch.Generator().manual_seed(0)).shape == (3, *y.shape)
+
+
+def test_targets_of_weight_zero_may_be_missing():
+    x = inputs()
+    y = x[:, :1].clone()
+    w = torch.ones(N, 1)
+    y[::5], w[::5] = float("nan"), 0.0
+    e = bc.posterior_ensemble(maker(), (x, (y, w)), bc.likelihoods.weighted(bc.likelihoods.gaussian()), **SMALL)
+    assert e.predict(x).mean.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["sghmc", "ensemble", "swag", "laplace", "ivon"])
+def test_methods_are_one_word_apart(method):
+    x = inputs()
+    y = x[:, :1]
+    ensemble = bc.posterior_ensemble(maker(), (x, y), bc.likelihoods.gaussian(), method=method, **SMALL)
+    p = ensemble.predict(x)
+    assert p.mean.shape == y.shape and p.crps(y).isfinite().all()
+    assert ensemble.report.method == method and method in str(ensemble.report)
+    assert ensemble.report.cost > 1
+
+
+def test_data_of_every_kind_are_the_same_data():
+    x = inputs()
+    y = x[:, :1]
+    kinds = {
+        "tensors": (x, y),
+        "dataset": TensorDataset(x, y),
+        "loader": DataLoader(TensorDataset(x, y), N, shuffle=True, drop_last=True),
+        "batches": [(x[:20], y[:20]), (x[20:], y[20:])],
+        "mapping": {"x": x, "labels": y},
+        "epochs": bc.epochs((x, y), N),
+    }
+    means = {}
+    for name, data in kinds.items():
+        make = maker()
+        if name == "mapping":
+
+            class Named(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.net = maker()()
+
+                def forward(self, x):
+                    return self.net(x)
+
+            make = Named
+        e = bc.posterior_ensemble(make, data, bc.likelihoods.gaussian(), method="ensemble", batch_size=16, **SMALL)
+        means[name] = e.predict({"x": x} if name == "mapping" else x).mean
+    for name, mean in means.items():
+        torch.testing.assert_close(mean, means["tensors"], msg=name)
+
+
+def test_a_call_is_a_function_of_its_seed_and_leaves_the_global_generator_alone(fitted):
+    x = inputs()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    again = bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), **SMALL)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(fitted.predict(x).mean, again.predict(x).mean)
+    cold = {"method": "ensemble", **SMALL}
+    means = [
+        bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), seed=seed, **cold).predict(x).mean
+        for seed in (0, 1)
+    ]
+    assert not torch.equal(*means)
+
+
+class Normed(nn.Module):
+    """BatchNorm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Pictures(nn.Module):
+    """Convolutions over two inputs laid out as a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(36, 1)
+
+    def forward(self, x):
+        return self.out(self.conv(x[:, :1].reshape(-1, 1, 1, 1).expand(-1, 1, 3, 3)).relu().flatten(1))
+
+
+class Words(nn.Module):
+    """An embedding and an LSTM over two tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm, self.out = nn.Embedding(5, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        tokens = (x * 2).long().clamp(-2, 2) + 2
+        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+@pytest.mark.parametrize("module", [Normed, Pictures, Words])
+def test_modules_of_every_kind_work_by_a_maker_and_as_one_module(module):
+    x = inputs()
+    y = x[:, :1]
+    e = bc.posterior_ensemble(module(), (x, y), bc.likelihoods.gaussian(), temperatures=(1.0,), batch_size=16, **SMALL)
+    p = e.predict(x)
+    assert p.mean.isfinite().all() and len(e.levels) == 2
+    alone = torch.cat([e.predict(row[None]).mean for row in x[:3]])
+    # in eval mode a datum's prediction is its own
+    torch.testing.assert_close(alone, p.mean[:3], rtol=1e-4, atol=1e-5)
+    first = next(iter(e.levels[0].params.values()))[0]
+    assert not torch.equal(first[0], first[1])
+
+
+def test_frozen_weights_are_shared_and_stay():
+    module = maker()()
+    module[0].requires_grad_(False)
+    x = inputs()
+    cold = {"method": "ensemble", **SMALL}
+    e = bc.posterior_ensemble(module, (x, x[:, :1]), bc.likelihoods.gaussian(), **cold)
+    assert sorted(e.levels[0].params) == ["2.bias", "2.weight"]
+    assert torch.equal(e.problem.members.still.module[0].weight, module[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"members": 0}, "members=0"),
+        ({"steps": 3}, "steps=3"),
+        ({"held_out": 0.6}, "held_out=0.6"),
+        ({"temperatures": (1.0, 0.3)}, "ascending"),
+        ({"method": "magic"}, "method='magic'"),
+        ({"lr": -1.0}, "lr"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(change, says):
+    x = inputs()
+    with pytest.raises(ValueError, match=says):
+        bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), **{**SMALL, **change})
+
+
+def test_what_cannot_be_made_right_is_refused():
+    x = inputs()
+    y = x[:, :1]
+    same = maker()()
+    gaussian = bc.likelihoods.gaussian()
+    with pytest.raises(ValueError, match="start from the same weights"):
+        bc.posterior_ensemble(lambda: same, (x, y), gaussian, **SMALL)
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 1))
+
+        def forward(self, x):
+            return x @ self.w
+
+    with pytest.raises(ValueError, match="cannot be drawn anew"):
+        bc.posterior_ensemble(Bare(), (x, y), gaussian, **SMALL)
+    with pytest.raises(ValueError, match="outputs ask for"):
+        bc.posterior_ensemble(maker(), (x, y[:, 0]), gaussian, **SMALL)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        bc.posterior_ensemble(maker(), (x / 0, y), gaussian, **SMALL)
+    with pytest.raises(ValueError, match="no targets"):
+        bc.posterior_ensemble(maker(), [x], gaussian, **SMALL)
+    with pytest.raises(TypeError, match="likelihood"):
+        bc.posterior_ensemble(maker(), (x, y), nn.MSELoss(), **SMALL)
+
+
+def test_the_passes_that_are_counted_are_those_that_were_made():
+    """Batches of 16 of 48 data: 20 steps are 20 / 3 passes, the modes' 6 are 2."""
+    x = inputs()
+    e = bc.posterior_ensemble(
+        maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), batch_size=16, method="ensemble", **SMALL
+    )
+    assert e.report.passes["pilot"] == pytest.approx(20 / 3)
+    assert e.report.passes["modes"] == pytest.approx(2)
+    # ten checkpoints, two folds of 7, each scored by half of the members, a third of a gradient each
+    assert e.report.passes["scores"] == pytest.approx(10 * 7 / 48 / 3)
+    assert e.report.cost == pytest.approx((20 / 3 + 2 + 10 * 7 / 48 / 3) / (20 / 3))
+
+
+def test_the_report_is_printed_and_drawn(fitted):
+    said = str(fitted.report)
+    for word in ("pilot:", "stop:", "modes:", "ladder:", "stack:", "scale:", "Cost:", "doctor"):
+        assert word in said
+    assert len(fitted.report.plot().axes) == 3
+
+
+def test_targets_far_from_unit_scale_are_advised_about_by_name():
+    x = inputs()
+    cold = {"method": "ensemble", **SMALL}
+    e = bc.posterior_ensemble(maker(), (x, 100 * x[:, :1]), bc.likelihoods.gaussian(), **cold)
+    assert "standardise" in e.report.advice
+
+
+def test_an_ensemble_goes_on_is_saved_and_opened(tmp_path, fitted):
+    x = inputs()
+    y = x[:, :1]
+    make, likelihood, e = maker(), bc.likelihoods.gaussian(), fitted
+    longer = e.more(60)
+    assert len(longer.levels[-1].loss) > len(e.levels[-1].loss)
+    e.save(tmp_path / "ensemble.pt")
+    opened = bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", make, likelihood, data=(x, y))
+    assert torch.equal(opened.predict(x).log_prob(y), e.predict(x).log_prob(y))
+    assert torch.equal(opened.more(60).predict(x).mean, longer.predict(x).mean)
+    with pytest.raises(ValueError, match="without its data"):
+        bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", make, likelihood).more(60)
+    with pytest.raises(ValueError, match="other parameters"):
+        bc.ensemble.Ensemble.open(tmp_path / "ensemble.pt", lambda: nn.Linear(2, 1), likelihood)
+    assert e.to_arviz().posterior.sizes["chain"] == 2
+
+
+def test_a_deep_ensemble_has_nothing_to_go_on_with():
+    x = inputs()
+    e = bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), method="ensemble", **SMALL)
+    with pytest.raises(ValueError, match="deep ensemble"):
+        e.more(100)
+
+
+def test_the_hottest_level_can_be_shown_to_the_doctor(fitted):
+    draws = fitted.draws()
+    assert draws.chains == 2
+    assert bc.diagnostics.doctor(draws, of=lambda p: p["2.bias"]).numbers["chains"] == 2

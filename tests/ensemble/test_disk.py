@@ -1,0 +1,94 @@
+"""A call that is killed at any stage goes on from there, with the same results bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.ensemble import stages as on_disk
+
+SMALL = {"members": 2, "steps": 20, "lr": 0.01, "progress": False, "batch_size": 16, "temperatures": (1.0,)}
+
+
+class Killed(Exception):
+    pass
+
+
+def data():
+    x = torch.randn(48, 2, generator=torch.Generator().manual_seed(0))
+    return x, x[:, :1]
+
+
+def make():
+    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 1))
+
+
+def call(path=None, **changes):
+    return bc.posterior_ensemble(make, data(), bc.likelihoods.gaussian(), path=path, **{**SMALL, **changes})
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Scores of the call that nobody kills."""
+    return call().predict(data()[0]).log_prob(data()[1])
+
+
+@pytest.mark.slow
+def test_a_call_killed_before_or_behind_every_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted):
+    whole = on_disk.Stages.once
+    names = []
+
+    def counted(self, name, made):
+        names.append(name)
+        return whole(self, name, made)
+
+    monkeypatch.setattr(on_disk.Stages, "once", counted)
+    call(tmp_path / "counted")
+    assert names == ["rate", "pilot", "stop", "modes", "ladder of pilots", "ladder of modes"]
+    for stage in list(names):
+        path = tmp_path / stage.replace(" ", "-")
+
+        def kill(self, name, made, stage=stage):
+            if name == stage:
+                raise Killed
+            return whole(self, name, made)
+
+        monkeypatch.setattr(on_disk.Stages, "once", kill)
+        with pytest.raises(Killed):
+            call(path)
+        monkeypatch.setattr(on_disk.Stages, "once", whole)
+        assert torch.equal(call(path).predict(data()[0]).log_prob(data()[1]), wanted), stage
+
+
+@pytest.mark.parametrize("at", [10, 23, 40])
+def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
+    """Steps 10 (pilots), 23 (modes) and 40 (the level of the pilots)."""
+    from bayesopt_chain.ensemble import progress
+
+    seen = []
+
+    def dies(self, it):
+        seen.append(it.step)
+        if len(seen) == at:
+            raise Killed
+
+    monkeypatch.setattr(progress.Progress, "__call__", dies)
+    with pytest.raises(Killed):
+        call(tmp_path)
+    monkeypatch.undo()
+    assert torch.equal(call(tmp_path).predict(data()[0]).log_prob(data()[1]), wanted)
+
+
+def test_another_call_under_the_same_path_is_refused(tmp_path):
+    call(tmp_path, method="ensemble")
+    with pytest.raises(ValueError, match="seed"):
+        call(tmp_path, method="ensemble", seed=1)
+
+
+def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
+    first = call(tmp_path)
+    from bayesopt_chain.ensemble.problem import Problem
+
+    monkeypatch.setattr(Problem, "run", None)
+    again = call(tmp_path)
+    assert torch.equal(first.predict(data()[0]).mean, again.predict(data()[0]).mean)
