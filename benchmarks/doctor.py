@@ -1,6 +1,6 @@
 """How often the doctor is wrong: runs that are right and runs that are not, networks among both.
 
-    python -m benchmarks.doctor --workers 16       # writes results/doctor.json, goes on where it stopped
+    python -m benchmarks.doctor --workers 2        # writes results/doctor.json, goes on where it stopped
     python -m benchmarks.doctor --only network     # those whose name has this word
 
 Right runs: exact independent draws, seven samplers on linear regression, logistic regression, a network of 20 units on

@@ -1,6 +1,6 @@
 """How often the heat guard is wrong: loops that run cold and hot, against many long chains.
 
-    python -m benchmarks.heat_guard --workers 16                   # writes results/heat_guard.json, goes on where it stopped
+    python -m benchmarks.heat_guard --workers 2                    # writes results/heat_guard.json, goes on where it stopped
     python -m benchmarks.heat_guard --seeds 1 --kinds linear       # a part of it
 
 Linear and logistic regression on synthetic data, a network of 20 units on scikit-learn's diabetes, a small convolutional
@@ -36,7 +36,7 @@ from benchmarks.cells import work_out
 
 COLD, HOT = 1.3, 2.0
 STEPS = 2000
-CHAINS = {"linear": 64, "logistic": 64, "network": 64, "convolutions": 16}
+CHAINS = {"linear": 48, "logistic": 48, "network": 48, "convolutions": 12}
 
 
 class Case(NamedTuple):
@@ -146,7 +146,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
     v, before = torch.zeros_like(theta), torch.randn_like(theta)
     orders = [batches(n, case.batch, case.order) for _ in range(chains)]
     forget = (1 - mu) / (lr * largest)  # steps in which the stiffest direction forgets itself
-    steps = int(min(max(1500, 40 * forget, 4 * n / (case.batch or n)), 4000))
+    steps = int(min(max(900, 40 * forget), 2500))
     size = (2 * heat * (1 - mu) / lr) ** 0.5 / 2
     places, forced, noise = list[Tensor](), list[Tensor](), list[Tensor]()
     for t in range(steps):
@@ -257,8 +257,10 @@ def run(case: Case) -> dict[str, Any]:
     largest *= 1.0 if case.kind in ("linear", "logistic") else 2.5  # it is that much larger at draws
     lr = case.share * 2 * (1 + case.momentum) / largest
     mode = {name: p.detach().clone() for name, p in module.state_dict().items()}
-    true, error = truth(case, module, x, y, lr, largest)
-    module.load_state_dict(mode)
+    true, error = None, None
+    if case.batch is not None:  # a full batch is cold by itself
+        true, error = truth(case, module, x, y, lr, largest)
+        module.load_state_dict(mode)
     K = n // case.batch if case.batch and case.order == "reshuffled" and case.feature != "untold" else None
     guard = bc.diagnostics.HeatGuard(K, share=math.inf)
     sampler = bc.optim.SGHMC(
@@ -270,7 +272,8 @@ def run(case: Case) -> dict[str, Any]:
     readings = [{k: round(v, 4) if isinstance(v, float) else v for k, v in h._asdict().items()} for h in guard.readings]
     warned = any("heat this chain" in str(w.message) for w in caught)
     read = ", ".join(f"{h['rho']:.3g}" for h in readings)
-    says = f"truth {true:.3g} +- {error:.2g}, rho {read} {'warned' if warned else ''}"
+    says = f"rho {read} {'warned' if warned else ''}"
+    says = says if true is None else f"truth {true:.3g} +- {error:.2g}, {says}"
     return {**case._asdict(), "truth": true, "error": error, "warned": warned, "readings": readings, "says": says}
 
 
@@ -314,7 +317,7 @@ def cases(seeds: int) -> list[Case]:
     out += [Case("network", 0.1, 0.9, None, "independent", feature, 0) for feature in TRAINERS]
     for seed in range(seeds):
         out += [Case("convolutions", share, 0.9, None, "independent", "", seed) for share in (0.02, 0.6)]
-        out += [Case("convolutions", *c, "", seed) for c in mixed[:6]]
+        out += [Case("convolutions", *c, "", seed) for c in mixed[:4]]
     return out
 
 
@@ -338,13 +341,12 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "hot": sum(r["seed"] > 0 for r in hot),
             "misses": sum(r["seed"] > 0 and not r["warned"] for r in hot),
         },
-        "full batches, largest truth": max((r["truth"] for r in rows if r["batch"] is None), default=None),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heat_guard", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kinds", nargs="*", default=("linear", "logistic", "network", "convolutions"))
     parser.add_argument("--without-trainers", action="store_true", help="leave Lightning and Hugging Face out")
