@@ -2,12 +2,11 @@ r"""What the heat guard sees of a chain: each gradient times ``sqrt(lr_eff P / (
 
 ``F_0``, how far a gradient moves each element in its own step, comes from an impulse through ``tx.update``
 (:func:`bayesopt_chain.diagnostics.temperatures.gains`); the response of the links, ``F = b / a``, gives
-``lr_eff = F_0 F(1) / F_0`` and the momentum ``mu = -a_1 / a_0``.
+``lr_eff = F(1)`` and the momentum ``mu = -a_1 / a_0``.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import optree
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.core.chain import Chain
-from bayesopt_chain.core.link import Linear, Noise, Preconditioner, SelfContainedSampler
-from bayesopt_chain.diagnostics.heat_guard import Leaf
+from bayesopt_chain.diagnostics.heat import Leaf
 from bayesopt_chain.diagnostics.temperatures import _levels, _unwrapped, gains, names_of
 from bayesopt_chain.matching import law
+from bayesopt_chain.matching.response import Linear, Noise, Preconditioner, SelfContainedSampler
 
 EQUAL = 1e-6  # relative difference of two elements' gains below which they are one number
 
@@ -71,13 +70,7 @@ def leaves_of(rules: list[Any], params: Any, grads: Any) -> list[Leaf]:
     """The gradients that noise goes with, of leaves that are plain tensors."""
     trees: list[list[Any]] = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, grads)]
     return [
-        Leaf(g, p, *rule)
-        for rule, p, g in zip(rules, *trees)
+        Leaf(g, p, *rule, number=j)
+        for j, (rule, p, g) in enumerate(zip(rules, *trees))
         if rule is not None and g is not None and g.layout is torch.strided and not is_dtensor(g)
     ]
-
-
-def size_of(rules: list[Any]) -> float:
-    """The root of the mean of ``lr_eff P / 2 T``, by which a change of the rate is seen."""
-    each = [float(torch.as_tensor(rule[0]).square().mean()) for rule in rules if rule is not None]
-    return math.sqrt(sum(each) / len(each)) if each else 0.0

@@ -276,6 +276,11 @@ def parallel(
     """
     if n < 1:
         raise ValueError(f"parallel: n must be at least 1, got {n}")
+    if getattr(step, "heat_guard", None) is not None:
+        raise ValueError(
+            "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
+            "heat_guard=, and run one chain alone with it, or take a bc.diagnostics.Thermometer"
+        )
     if chunk is not None and chunk < 1:
         raise ValueError(f"parallel: chunk must be at least 1, got {chunk}")
     for name, value in (each or {}).items():

@@ -13,13 +13,14 @@ wraps the one below it:
           AtDraws           at the samples of a draw that a link asks for (variational inference)
           AtParticles       at each of the particles that a link moves together
             Unskipped       for a transformation inside ``skip_nonfinite``
+              Watched       shown to a heat guard
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -214,6 +215,33 @@ class Autocast:
         # a trace must record the casts, which the cache would leave out from the second use of a weight on
         with torch.autocast(leaf.device.type, dtype=self.dtype, cache_enabled=tracing.is_plain(leaf)):
             return self.loss(params, *rest)
+
+
+class HeatWatch(Protocol):
+    """Looks at gradients: :class:`bayesopt_chain.diagnostics.HeatGuard`."""
+
+    def require(self, tx: Any) -> None:
+        """Refuse a transformation that it cannot read."""
+        ...
+
+    def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
+        """Look at a step, before anything moves."""
+        ...
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A gradient that is shown to a heat guard before anything moves."""
+
+    source: GradientSource
+    guard: HeatWatch
+    tx: GradientTransformation
+
+    def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
+        """Take the gradient, and show it."""
+        found = self.source(params, state, batch, carried)
+        self.guard.watch(self.tx, params, state, found.grads)
+        return found
 
 
 def source_of(

@@ -63,6 +63,11 @@ class Step:
     ranks: DataParallel | None = None
     loss: Any = field(default=None, compare=False)
 
+    @property
+    def heat_guard(self) -> sources.HeatWatch | None:
+        """What looks at the gradients of this step."""
+        return self.source.guard if isinstance(self.source, sources.Watched) else None
+
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """Make the state to start from.
 
@@ -199,6 +204,7 @@ def make_step(
     inplace: bool = False,
     check_finite: bool = False,
     monitor: bool = False,
+    heat_guard: sources.HeatWatch | None = None,
     mesh: Any = None,
 ) -> Step:
     """Make one training or sampling step: loss, gradient, chain and update as one function of (params, state, batch).
@@ -235,6 +241,8 @@ def make_step(
             looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
             the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
         monitor: report the norm of the gradient and the temperature in force too, for one pass over the gradients.
+        heat_guard: a :class:`bayesopt_chain.diagnostics.HeatGuard`, which looks at the gradients as they pass and warns once if
+            minibatches heat the chain. It asks for steps that run one by one: not captured, not under :func:`parallel`.
         mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data: the gradient and the
             loss are those of all of it, for one message a step. Every tensor of the batch has one entry a datum on axis 0.
             All ranks start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which the
@@ -273,6 +281,10 @@ def make_step(
         raise TypeError(
             f"make_step: loss is {loss!r}; pass loss(params, batch), an estimator of bc.gradients, or None for a filter"
         )
+    if heat_guard is not None:
+        if not callable(getattr(heat_guard, "watch", None)):
+            raise ValueError(f"make_step: heat_guard must be a bc.diagnostics.HeatGuard or None, got {heat_guard!r}")
+        heat_guard.require(tx)
     chain = tx.transformation if isinstance(tx, SkipNonfinite) else tx
     ranks = None if mesh is None else DataParallel(mesh)
     source = sources.source_of(
@@ -289,8 +301,9 @@ def make_step(
         memory = EstimatorMemory(loss)
     elif buffers is not None:
         memory = ModuleMemory(buffers)
+    source = source if chain is tx else sources.Unskipped(source)
     return Step(
-        source if chain is tx else sources.Unskipped(source),
+        source if heat_guard is None else sources.Watched(source, heat_guard, tx),
         tx,
         inplace,
         fused.recognise(tx) if inplace else None,

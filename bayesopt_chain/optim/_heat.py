@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bayesopt_chain._torch import is_dtensor
-from bayesopt_chain.diagnostics.heat_guard import Leaf
+from bayesopt_chain.diagnostics.heat import Leaf
 from bayesopt_chain.optim._plan import Rule
 from bayesopt_chain.optim._refusals import temperature_of
 

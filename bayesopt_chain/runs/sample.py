@@ -112,7 +112,8 @@ def sample(
         chains: number of chains on axis 0 of every leaf; known from the step where ``parallel`` made it.
         callbacks: called with every :class:`Iteration`; one that returns ``True`` ends the run. A
             :class:`bayesopt_chain.diagnostics.Thermometer` among them shows its temperature in the progress bar, and a warning
-            is given when the run ends if it says that the data heat the chain.
+            is given when the run ends if it says that the data heat the chain. A
+            :class:`bayesopt_chain.diagnostics.HeatGuard` looks at the gradients of one plain chain, and warns on the way.
         progress: show a progress bar with steps per second, loss, temperature, the number of draws, and the effective sample
             size and R-hat of the loss so far (needs tqdm; the last two the extra ``diagnostics``).
 
@@ -145,6 +146,9 @@ def sample(
         )
     for callback in require_iterable("sample", "callbacks", callbacks, "a sequence of functions of an Iteration"):
         require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
+    for callback in callbacks:
+        if (attached := getattr(callback, "attached", None)) is not None:
+            step = attached(step)
     if chains is not None:
         require_whole("sample", "chains", chains, 1)
     seconds: Any = checkpoint_seconds

@@ -1,7 +1,9 @@
 """The heat guard warns where minibatches heat a chain, is silent where they do not, and changes nothing."""
 
+import copy
 import itertools
 import math
+import pickle
 import time
 import warnings
 
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 import bayesopt_chain as bc
-from bayesopt_chain.diagnostics.heat_guard import Leaf, read_heat, reshuffled_excess
+from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
+from bayesopt_chain.diagnostics.heat import Leaf, read_heat, reshuffled_excess
+from bayesopt_chain.optim import _heat as optimizers
 
 N, WIDTH = 1000, 5
 G = torch.Generator().manual_seed(0)
@@ -210,6 +214,135 @@ def test_the_gradients_of_adaptive_rules_are_seen_through_their_preconditioner()
             (model(X[rows]) - Y[rows]).square().mean().backward()
             optimizer.step()
     assert optimizer.heat_guard.readings and optimizer.heat_guard.readings[-1].rho > 1
+
+
+def mean_loss(p, batch):
+    x, y = batch
+    return (x @ p["weight"].T + p["bias"] - y).square().mean() / 2
+
+
+def at_the_mode():
+    solution = torch.linalg.lstsq(torch.cat([X, torch.ones(N, 1)], 1), Y).solution
+    return {"weight": solution[:-1].T.clone(), "bias": solution[-1].clone()}
+
+
+@pytest.mark.parametrize(
+    ("tx", "make"),
+    [
+        (bc.sghmc(0.1, 0.9, temperature=1 / N), lambda p: bc.optim.SGHMC(p, 0.1, 0.9, temperature=1 / N)),
+        (bc.sgld(0.1, temperature=1 / N), lambda p: bc.optim.SGLD(p, 0.1, temperature=1 / N)),
+        (
+            bc.sgd(0.1, momentum=0.9, nesterov=True, temperature=1 / N),
+            lambda p: bc.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, temperature=1 / N),
+        ),
+    ],
+    ids=["sghmc", "sgld", "nesterov"],
+)
+def test_a_chain_and_its_optimizer_are_read_alike(tx, make):
+    model = nn.Linear(WIDTH, 1)
+    (model(X) - Y).square().mean().backward()
+    theirs = {len(leaf.param): leaf for leaf in optimizers.leaves_of(make(model.parameters()))}
+    params = dict(model.named_parameters())
+    for p, rule in zip(params.values(), of_chain.rules_of(tx, params, tx.init(params))):
+        leaf = theirs[len(p)]
+        assert rule == pytest.approx((leaf.scale, leaf.temperature, leaf.momentum, leaf.first), rel=1e-6)
+
+
+def test_a_step_and_a_run_are_watched_as_an_optimizer_is():
+    tx, data = bc.sghmc(0.1, 0.9, temperature=1 / N), bc.epochs((X, Y), 32, seed=0)
+    guard, params = eager(), at_the_mode()
+    step = bc.make_step(mean_loss, tx, heat_guard=guard)
+    with pytest.warns(UserWarning, match="times the variance asked for.*times this one"):
+        bc.sample(step, params, tx.init(params), data, steps=400)
+    as_callback = eager()
+    with pytest.warns(UserWarning, match="times the variance asked for"):
+        draws = bc.sample(
+            bc.make_step(mean_loss, tx), params, tx.init(params), data, steps=400, callbacks=[as_callback]
+        )
+    assert as_callback.has_warned and len(draws) == 400 and set(as_callback.postfix()) == {"heat"}
+
+
+def test_a_cold_chain_is_silent_and_draws_what_an_unwatched_one_draws():
+    tx, params = bc.chain(bc.scale_by_preconditioner(0.5), bc.sghmc(0.2, 0.9, temperature=1 / N)), at_the_mode()
+    state = tx.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = []
+        for guard in (eager(), None):
+            step = bc.make_step(mean_loss, tx, heat_guard=guard)
+            found.append(bc.sample(step, params, state, (X, Y), steps=600).params["weight"])
+            assert guard is None or (guard.readings and guard.readings[-1].rho < 0.01)
+    assert torch.equal(*found)
+
+
+def test_what_cannot_be_looked_at_is_refused_by_name():
+    tx, params, guard = bc.sghmc(0.1, temperature=1 / N), at_the_mode(), eager()
+    step = bc.make_step(mean_loss, tx, heat_guard=guard)
+    with pytest.raises(ValueError, match="parallel: a heat guard looks at one chain"):
+        bc.parallel(step, 2)
+    with pytest.raises(ValueError, match="shows none"):
+        chains = bc.parallel(bc.make_step(mean_loss, tx), 2)
+        bc.sample(
+            chains, bc.stack([params] * 2), chains.init(tx, bc.stack([params] * 2)), (X, Y), steps=2, callbacks=[guard]
+        )
+    with pytest.raises(ValueError, match="has a heat guard of its own"):
+        bc.sample(step, params, tx.init(params), (X, Y), steps=2, callbacks=[eager()])
+    with pytest.raises(ValueError, match="no matched noise"):
+        bc.make_step(mean_loss, bc.samplers.sgnht(0.1, temperature=1.0), heat_guard=guard)
+    with pytest.raises(ValueError, match="heat_guard must be"):
+        bc.make_step(mean_loss, tx, heat_guard="warn")
+    with pytest.raises(ValueError, match="captured, runs under vmap"):
+        bc.capture(step, params, tx.init(params), (X, Y), backend="eager")
+
+
+def heads(guard, batch=32, steps=700, poison=None):
+    """Two heads that take turns, a root parameter, two groups of different rates; closures; a clip that acts rarely."""
+    torch.manual_seed(0)
+    body, first, second = nn.Linear(WIDTH, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    shift = nn.Parameter(torch.zeros(()))
+    groups = [
+        {"params": body.parameters(), "lr": 0.002},
+        {"params": [*first.parameters(), *second.parameters(), shift]},
+    ]
+    optimizer = bc.optim.SGHMC(groups, 0.001, 0.9, temperature=1 / N, heat_guard=guard)
+    for t in range(steps):
+        rows = torch.randint(N, (batch,))
+
+        def closure(t=t, rows=rows):
+            optimizer.zero_grad()
+            loss = ((second if t % 2 else first)(body(X[rows]).tanh()) + shift - Y[rows]).square().mean() / 2
+            loss.backward()
+            if poison == t:
+                shift.grad.fill_(math.nan)
+            nn.utils.clip_grad_norm_(body.parameters(), 100.0)
+            return loss
+
+        optimizer.step(closure)
+        if poison == t:
+            with torch.no_grad():
+                shift.zero_()
+                optimizer.state[shift]["momentum_buffer"].zero_()
+    return guard
+
+
+def test_heads_that_take_turns_are_left_out_and_the_rest_is_read():
+    guard = heads(eager())
+    assert guard.readings and all(math.isfinite(heat.rho) for heat in guard.readings)
+    assert len(guard._absent) == 4
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_window_alone():
+    guard = heads(eager(), steps=900, poison=60)
+    assert guard.readings and all(math.isfinite(heat.rho) for heat in guard.readings)
+
+
+def test_a_copy_and_one_from_a_file_begin_anew_and_go_on():
+    _, _, optimizer = loop(90, 32, 0.1, heat_guard=eager())
+    for copied in (copy.deepcopy(optimizer.heat_guard), pickle.loads(pickle.dumps(optimizer.heat_guard))):
+        assert copied._sketch is None and copied.share == math.inf and copied.who == "SGHMC"
+    assert optimizer.heat_guard._sketch is not None  # nothing of the window that is open was lost by copying
+    twin = copy.deepcopy(optimizer)
+    assert twin.heat_guard is not optimizer.heat_guard
 
 
 def test_bad_arguments_are_named():

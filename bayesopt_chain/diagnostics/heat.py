@@ -1,0 +1,305 @@
+r"""Do minibatches heat this chain: an answer from the gradients and parameters that pass by anyway.
+
+The gradient of a batch is ``g_t = G(theta_t) + n_t``, ``G`` the gradient of all data and ``n_t`` the noise of the batch, of
+covariance ``C``. With the displacement ``d_t = theta_{t+1} - theta_t`` and the Hessian ``H``,
+
+    D_t = g_{t+1} - g_t = H d_t + n_{t+1} - n_t.
+
+What the chain's own move adds, ``H d_t``, is taken out by what is known of it. ``H`` comes from the same window by
+instrumental variables, for ``d_t`` holds ``n_t``, and a plain regression would take noise for curvature: the noise that the
+chain injected into ``d_t`` knows nothing of ``n_t`` and ``n_{t+1}``, nor does the last displacement ``d_{t-1}``. For a step
+``d_t = mu d_{t-1} - lr_eff P (f g_t + (1 - mu - f) g_{t-1}) - noise`` the noise is what the other terms leave. Of the rest
+
+    r_t = D_t - H d_t,        C = - <r_t r_{t+1}> = <r_t^2> / 2,
+
+so that a full batch reads no heat at any stable learning rate, without a second gradient or an epoch.
+
+Heat is ``rho = lr_eff C / (2 T)``, ``lr_eff = F(1)``: the share of the noise budget ``2 T / lr_eff`` that the batches spend.
+With ``y = lr k`` for the curvature ``k``, what it adds to the variance depends on the order of the batches:
+
+* independent batches: ``rho / (1 - y / (2 (1 + mu)))``, relative to ``T / k``;
+* reshuffled epochs of ``K`` steps, whose noise sums to zero: less, :func:`reshuffled_excess`.
+
+Nothing like a gradient is stored: a window of consecutive steps keeps ``S g`` and ``S theta``, where ``S`` gives each element
+a random sign and adds up elements in 256 buckets, so that inner products come out right in the mean (Charikar, Chen and
+Farach-Colton, 2002). Directions and ``H`` come from three quarters of the window and are judged in the fourth, in turn, so
+that chance is not taken for heat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BUCKETS = 256
+CHUNK = 2**16  # elements that are signed at a time: what the signed copy needs stays in cache
+FOLDS = 4  # quarters of a window
+DIRECTIONS = 2  # of the noisiest, and of those in which the gradient changes most
+
+
+class Leaf(NamedTuple):
+    """A leaf as the guard sees it in one step.
+
+    Attributes:
+        gradient: of the loss, before anything is done to it.
+        param: the parameter that it belongs to, before the step.
+        scale: ``sqrt(lr_eff P / (2 T))``, a number or a tensor like the gradient; negative where the loss is climbed.
+        temperature: ``T``.
+        momentum: ``mu`` of the chain.
+        first: ``f``, the share of ``lr_eff`` that a gradient moves in its own step; ``None``: ``1 - mu``.
+        number: by which the leaf is known in the next step; ``None``: its parameter is the same object then.
+    """
+
+    gradient: Tensor
+    param: Tensor
+    scale: float | Tensor
+    temperature: float
+    momentum: float
+    first: float | None = None
+    number: int | None = None
+
+    @property
+    def known_by(self) -> int:
+        """The same in every step."""
+        return id(self.param) if self.number is None else self.number
+
+
+class Heat(NamedTuple):
+    """What one window says.
+
+    Attributes:
+        rho: share of the noise budget that the batches spend in the worst direction that was found; 0 for full batches.
+        standard_error: of ``rho``, from eight parts of the window.
+        own: what the chain's own move adds to half the variance of ``D_t``, in the units of ``rho``.
+        curvature: ``y = lr k`` in that direction, as far as the window knows it; 0 where it does not.
+        excess: what the batches add to the variance in that direction, relative to ``T / k``.
+        order: the law that ``excess`` follows, ``"independent"`` or ``"reshuffled"``.
+        same_norm: share of steps whose gradient has the median norm, to a relative 1e-5: a clip that always acts.
+    """
+
+    rho: float
+    standard_error: float
+    own: float
+    curvature: float
+    excess: float
+    order: str
+    same_norm: float
+
+
+def reshuffled_excess(rho: float, steps_per_epoch: int, momentum: float, curvature: float | None = None) -> float:
+    """Excess of the variance by reshuffled batches, mean over an epoch.
+
+    The recursion is that of the position and velocity over an epoch whose noises, of covariance ``C (1 - 1/K)`` each, sum to
+    zero.
+
+    Args:
+        rho: as in :class:`Heat`; differences of gradients read ``C``, that of draws with replacement, in epochs too.
+        steps_per_epoch: ``K``.
+        momentum: ``mu``, in [0, 1).
+        curvature: ``y = lr k``; ``None`` takes that of a well-specified model, ``C = K T k`` and so ``rho = K lr_eff k / 2``.
+
+    Returns:
+        The excess relative to ``T / k``: 0 for one step an epoch, infinity where the chain is not stable.
+
+    Example:
+        >>> round(reshuffled_excess(0.5, 50, 0.9), 2)  # where independent batches add 50 %
+        0.09
+    """
+    K, mu = steps_per_epoch, momentum
+    if rho <= 0.0 or K < 2:
+        return 0.0
+    y = 2.0 * rho * (1.0 - mu) / K if curvature is None else curvature
+    if y >= 2.0 * (1.0 + mu):
+        return math.inf
+    push = 2.0 * rho * (1.0 - mu) * y  # lr^2 C in units of T / k
+    a, b, c, d = 1.0 - y, -mu, y, mu  # (theta, lr mu v) after a step
+
+    def moved(sxx: float, sxv: float, svv: float) -> tuple[float, float, float]:
+        return (
+            a * a * sxx + 2 * a * b * sxv + b * b * svv,
+            a * c * sxx + (a * d + b * c) * sxv + b * d * svv,
+            c * c * sxx + 2 * c * d * sxv + d * d * svv,
+        )
+
+    own, (x, v), added = (0.0, 0.0, 0.0), (0.0, 0.0), list[tuple[float, float, float]]()
+    for _ in range(K):  # the covariance of noises that sum to zero is that of free ones less their mean's
+        own = tuple(s + push * e for s, e in zip(moved(*own), (1.0, -1.0, 1.0)))
+        x, v = a * x + b * v - 1.0, c * x + d * v + 1.0
+        added.append((own[0] - push * x * x / K, own[1] - push * x * v / K, own[2] - push * v * v / K))
+    step = torch.tensor([[a, b], [c, d]], dtype=torch.float64)
+    epoch = torch.linalg.matrix_power(step, K)
+    last = torch.tensor([[added[-1][0], added[-1][1]], [added[-1][1], added[-1][2]]], dtype=torch.float64)
+    start = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - torch.kron(epoch, epoch), last.reshape(4))
+    held, total = (float(start[0]), float(start[1]), float(start[3])), 0.0
+    for more in added:
+        held = moved(*held)
+        total += held[0] + more[0]
+    return total / K
+
+
+def read_heat(
+    gradients: Tensor,
+    positions: Tensor,
+    momentum: float,
+    *,
+    first: float | None = None,
+    steps_per_epoch: int | None = None,
+    order: str = "reshuffled",
+) -> Heat:
+    """What a window of consecutive gradients says of the batches' heat.
+
+    Args:
+        gradients: ``[steps, buckets]``, float64: sketches of ``s g`` with ``s = sqrt(lr_eff P / 2 T)``, or the vectors
+            themselves.
+        positions: likewise of ``theta / (2 T s)``, before each step.
+        momentum: of the chain.
+        first: share of ``lr_eff`` that a gradient moves in its own step (default: ``1 - momentum``); NaN where the leaves
+            differ, so that the chain's noise cannot be told from its displacements.
+        steps_per_epoch: where known, the law of reshuffled epochs is used for ``excess``.
+        order: of the batches, ``"reshuffled"`` or ``"independent"``.
+
+    Returns:
+        :class:`Heat`, without ``same_norm``.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> noise, still = torch.randn(97, 5, dtype=torch.float64, generator=generator), torch.zeros(97, 5).double()
+        >>> 0.5 < read_heat(noise, still, 0.9).rho < 1.5  # noise alone, of variance 1 in every direction
+        True
+    """
+    rho, error, own, y = _worst(gradients, positions, momentum, 1.0 - momentum if first is None else first)
+    heat, limit = max(rho, 0.0), 2.0 * (1.0 + momentum)
+    y = min(max(y, 0.0), 0.95 * limit)
+    if order == "independent" or steps_per_epoch is None:
+        return Heat(rho, error, own, y, heat / (1.0 - y / limit), "independent", 0.0)
+    specified = 2.0 * heat * (1.0 - momentum) / max(steps_per_epoch, 1)
+    excess = reshuffled_excess(heat, steps_per_epoch, momentum, max(y, specified))
+    return Heat(rho, error, own, y, excess, "reshuffled", 0.0)
+
+
+def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float, float, float]:
+    """``rho``, its standard error, the chain's own move, and ``y``.
+
+    Directions and Hessian come from all folds but one, and are judged on that one, in turn.
+    """
+    d, D = X.diff(dim=0), G.diff(dim=0)
+    noise = torch.zeros_like(d)
+    noise[1:] = mu * d[:-1] - d[1:] - first * G[1:-1] - (1 - mu - first) * G[:-2]
+    known = [d.roll(1, 0), d.roll(2, 0) if math.isnan(first) else noise]  # what knows nothing of n_t and n_{t+1}
+    cuts = [round(len(D) * i / FOLDS) for i in range(FOLDS + 1)]
+    rest, own, curvatures = list[Tensor](), list[Tensor](), list[float]()
+    for begin, end in pairwise(cuts):
+        parts = [part for part in (slice(2, max(begin - 1, 2)), slice(end + 1, len(D))) if part.stop - part.start > 6]
+        Q = _directions([D[part] for part in parts])
+        H = _hessian(*[torch.cat([x[part] @ Q for part in parts]) for x in (D, d, *known)])
+        q = _noisiest([D[part] @ Q - d[part] @ Q @ H.T for part in parts], 1)[:, 0]
+        move = d[begin:end] @ Q @ H.T @ q
+        rest.append(D[begin:end] @ Q @ q - move)
+        own.append(move * move / 2)
+        curvatures.append(float(q @ H @ q) * (1 - mu))
+    zero, one = torch.cat([r * r / 2 for r in rest]), torch.cat([-r[1:] * r[:-1] for r in rest])
+    # where the rest is the noise of batches and little else, its variance is the sharper reading
+    series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
+    chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
+    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(torch.cat(own).mean()), min(curvatures)
+
+
+def _directions(differences: Sequence[Tensor]) -> Tensor:
+    """A basis ``[buckets, m]`` of the directions with the largest ``- <D_t D_{t+1}>`` and the largest ``<D_t^2>``."""
+    largest = torch.linalg.svd(torch.cat([*differences]), full_matrices=False)[2][:DIRECTIONS].T
+    both = torch.cat([_noisiest(differences, DIRECTIONS), largest], 1)
+    basis, sizes, _ = torch.linalg.svd(both, full_matrices=False)
+    return basis[:, sizes > 0.1]
+
+
+def _noisiest(parts: Sequence[Tensor], n: int) -> Tensor:
+    """The ``n`` directions with the largest ``- <r_t r_{t+1}>``, the largest first: ``[buckets, n]``."""
+    span = torch.linalg.qr(torch.cat([*parts]).T)[0]
+    lagged = sum((x[:-1] @ span).T @ (x[1:] @ span) for x in parts)
+    assert isinstance(lagged, Tensor)
+    return span @ torch.linalg.eigh(-(lagged + lagged.T))[1][:, -n:].flip(1)
+
+
+def _hessian(D: Tensor, d: Tensor, *known: Tensor) -> Tensor:
+    """``H`` of ``D_t = H d_t + ...``, by two-stage least squares with instruments that know nothing of the batches' noise.
+
+    Where the instruments say little of ``d_t``, it is made of the batches' noise, which the second stage would take for
+    curvature: ``H`` is shrunk by the F statistic of the first.
+    """
+    Z = torch.cat(known, 1)
+    fitted = Z @ torch.linalg.lstsq(Z, d, driver="gelsd").solution
+    explained, left = float(fitted.square().sum()), float((d - fitted).square().sum())
+    strength = explained * max(len(d) - Z.shape[1], 1) / max(left * Z.shape[1], 1e-300)
+    H = torch.linalg.lstsq(fitted, D, driver="gelsd").solution.T
+    return H * min(max((strength - 1.0) / 3.0, 0.0), 1.0)
+
+
+def _signs(n: int, leaf: int, device: torch.device) -> Tensor:
+    """``n`` signs, int8: a bit of a hash of the element's number and the leaf's (the finaliser of MurmurHash3).
+
+    No generator is asked, so that a guarded step draws what an unguarded one draws.
+    """
+    out = torch.empty(n, dtype=torch.int8, device=device)
+    for at in range(0, n, CHUNK):
+        x = torch.arange(at, min(at + CHUNK, n), device=device) + (leaf + 1) * 0x9E3779B1
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        out[at : at + CHUNK] = ((x ^ (x >> 16)) & 1) * 2 - 1
+    return out
+
+
+class Sketch:
+    """``S``: random signs, one byte an element while a window is open, and 256 buckets."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.signs = [_signs(leaf.gradient.numel(), i, leaf.gradient.device) for i, leaf in enumerate(leaves)]
+        # small leaves are laid end to end, so that a step asks for few operations
+        small = [i for i, signs in enumerate(self.signs) if len(signs) < CHUNK // 16]
+        self.packs = [[i] for i in range(len(leaves)) if i not in {*small}]
+        for i in small:
+            last = self.packs[-1] if self.packs and self.packs[-1][0] in small else None
+            if last is None or sum(len(self.signs[j]) for j in last) + len(self.signs[i]) > CHUNK:
+                self.packs.append([i])
+            else:
+                last.append(i)
+        self.packed = [torch.cat([self.signs[i] for i in pack]) if len(pack) > 1 else None for pack in self.packs]
+
+    def __call__(self, leaves: Sequence[Leaf]) -> tuple[Tensor, Tensor]:
+        """``S s g`` and ``S theta / (2 T s)`` of all leaves together, ``[buckets]`` each."""
+        g, x = list[Tensor](), list[Tensor]()
+        for pack, signs in zip(self.packs, self.packed):
+            mine = [leaves[i] for i in pack]
+            g.append(
+                _added([leaf.gradient for leaf in mine], [leaf.scale for leaf in mine], signs, self.signs[pack[0]])
+            )
+            size = [0.5 / (leaf.temperature * abs(leaf.scale)) for leaf in mine]
+            x.append(_added([leaf.param for leaf in mine], size, signs, self.signs[pack[0]]))
+        return sum(g[1:], g[0]), sum(x[1:], x[0])
+
+
+def _added(tensors: list[Tensor], scales: list[float | Tensor], packed: Tensor | None, signs: Tensor) -> Tensor:
+    """Scale, sign, and add up by buckets."""
+    if packed is not None:
+        flat = [x.detach().reshape(-1) for x in tensors]
+        equal = all(not isinstance(s, Tensor) and s == scales[0] for s in scales)
+        flat = flat if equal else [x * (s.reshape(-1) if isinstance(s, Tensor) else s) for x, s in zip(flat, scales)]
+        total = _folded(torch.cat(flat) * packed)
+        return total * scales[0] if equal else total
+    x, scale = tensors[0].detach().reshape(-1), scales[0]
+    each = scale.reshape(-1) if isinstance(scale, Tensor) and scale.ndim > 0 else None
+    total = torch.zeros(BUCKETS, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+    for at in range(0, len(x), CHUNK):
+        part = x[at : at + CHUNK] * signs[at : at + CHUNK]
+        total += _folded(part if each is None else part * each[at : at + CHUNK])
+    return total * scale if each is None else total
+
+
+def _folded(x: Tensor) -> Tensor:
+    """``[n]`` added up by ``n mod 256``."""
+    x = x if x.dtype == torch.float64 else x.float()
+    return torch.nn.functional.pad(x, (0, -len(x) % BUCKETS)).view(-1, BUCKETS).sum(0)
