@@ -1,10 +1,9 @@
 """Whatever ends a run, every finished draw is returned or on disk, and the run says so."""
 
 import itertools
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import bayesopt_chain as bc
 from bayesopt_chain.runs import files, store
 from bayesopt_chain.runs.compact import compact
+from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -147,66 +147,35 @@ def test_minibatches_with_outliers_are_no_explosion():
     assert draws.complete
 
 
-KILLED = """
-import sys, time, torch
-sys.path.insert(0, {root!r})
-from tests.runs.test_nothing_lost import started, loss
-import bayesopt_chain as bc
-torch.set_num_threads(1)
-def slow(it):
-    if it.step == 20:
-        print("ready", flush=True)
-    time.sleep(0.004)
-draws = bc.sample(*started(), steps=20000, path={path!r}, checkpoint_seconds={seconds}, callbacks=[slow])
-print("draws", len(draws), draws.why, flush=True)
-"""
+def interrupted_run(path, seconds, connection):
+    """A run that says when it has made 20 steps, and what it returned."""
 
+    def slow(it):
+        if it.step == 20:
+            connection.send("ready")
+        time.sleep(0.004)
 
-def ended(process, seconds=60.0, wall=600.0):
-    """What a child said until it ended, and how long it took, where it is given so much time of a processor.
-
-    On a busy machine a child waits for a processor most of the time, so its own time is what is limited. One that does not
-    end says where each of its threads is.
-    """
-    begin, used = time.monotonic(), processor_seconds(process.pid)
-    while True:
-        try:
-            said = process.communicate(timeout=0.5)[0]
-            return said, time.monotonic() - begin
-        except subprocess.TimeoutExpired:
-            took = processor_seconds(process.pid) - used
-            if took < seconds and time.monotonic() - begin < wall:
-                continue
-        process.send_signal(signal.SIGABRT)
-        raise AssertionError(f"it has not ended, after {took:.1f} s of a processor: {process.communicate()[0]}")
-
-
-def processor_seconds(pid):
-    """The time of a processor that a process has had."""
-    with open(f"/proc/{pid}/stat") as file:
-        user, system = file.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    draws = bc.sample(*started(), steps=20000, path=path, checkpoint_seconds=seconds, callbacks=[slow])
+    connection.send(len(draws))
 
 
 def interrupted_twice(folder, trials, seed=0):
     """Two Ctrl-Cs 20 to 300 ms apart at random moments: for each pair whether a finished draw was neither returned nor on
     disk, and how many seconds later the run had ended."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     g = torch.Generator().manual_seed(seed)
     for i in range(trials):
         path = folder / str(i)
-        code = KILLED.format(root=root, path=str(path), seconds=1e9 if i % 2 else 0.05)
-        command = [sys.executable, "-X", "faulthandler", "-c", code]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.2 * float(torch.rand((), generator=g)))
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.02 + 0.28 * float(torch.rand((), generator=g)))
-        process.send_signal(signal.SIGINT)
-        said, seconds = ended(process)
+        mine, theirs = multiprocessing.Pipe()
+        process = children.started(interrupted_run, path, 1e9 if i % 2 else 0.05, theirs)
+        assert mine.recv() == "ready"
+        for least, more in ((0.0, 0.2), (0.02, 0.28)):
+            time.sleep(least + more * float(torch.rand((), generator=g)))
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+        seconds = children.until_it_ends(process)
         kept = bc.Draws.open(path)
         kept.verify()
-        told = int(said.split()[1]) if said.startswith("draws") else 20
+        told = mine.recv() if mine.poll() else 20
         yield len(kept) < told or not torch.equal(kept.params["w"], want(len(kept))), seconds
 
 

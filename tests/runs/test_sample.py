@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import optree
@@ -13,6 +11,7 @@ import torch
 
 import bayesopt_chain as bc
 from bayesopt_chain.runs import files
+from tests.runs import children
 
 TX = bc.sghmc(0.1, temperature=0.05)
 
@@ -286,15 +285,12 @@ def test_arguments_that_make_no_run_are_refused(bad, says):
         bc.sample(bc.make_step(loss, TX), *start(), iter(batches()), steps=3)
 
 
-KILLED = """
-import sys, torch
-sys.path.insert(0, {root!r})
-from tests.runs.test_sample import TX, batches, loss, start
-import bayesopt_chain as bc
-torch.set_num_threads(1)
-run = dict(steps=4000, burn_in=10, thinning=7, path={path!r}, checkpoint_seconds=0.02)
-bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
-"""
+RUN = {"steps": 4000, "burn_in": 10, "thinning": 7}
+
+
+def killed_run(path):
+    """A run that commits all the time."""
+    bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, checkpoint_seconds=0.02, **RUN)
 
 
 def kill_and_resume(tmp_path, kills: int, seed: int) -> int:
@@ -303,28 +299,25 @@ def kill_and_resume(tmp_path, kills: int, seed: int) -> int:
     Each process is killed after its own first commit, that is while it samples and not while it starts. Returns how many
     were still running when they were killed.
     """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path, times, hit = tmp_path / "run", torch.Generator().manual_seed(seed), 0
     index = path / "index.json"
-    code = KILLED.format(root=root, path=str(path))
     for _ in range(kills):
         before = index.stat().st_mtime_ns if index.exists() else None
-        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        process = children.started(killed_run, path)
         deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if index.exists() and index.stat().st_mtime_ns != before:
                 break
             time.sleep(0.002)
         time.sleep(0.15 * torch.rand((), generator=times).item())
-        hit += process.poll() is None
+        hit += process.is_alive()
         process.kill()
-        process.wait()
+        process.join()
         if index.exists():
             json.loads(index.read_text())
             bc.Draws.open(path).verify()
-    run = {"steps": 4000, "burn_in": 10, "thinning": 7}
-    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, **run)
-    want = bc.sample(bc.make_step(loss, TX), *start(), batches(), **run)
+    draws = bc.sample(bc.make_step(loss, TX), *start(), batches(), path=path, **RUN)
+    want = bc.sample(bc.make_step(loss, TX), *start(), batches(), **RUN)
     assert torch.equal(draws.steps, want.steps)
     for x, y in zip(optree.tree_leaves(draws.params), optree.tree_leaves(want.params)):
         assert torch.equal(x, y)
