@@ -143,6 +143,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
         self._noise_defaults = {"temperature": temperature, "noise_stream": stream, "noise_kept": keep_draws, **learns}
         self._is_constructing, self._generator = True, generator
+        self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
         super().__init__(params, *args, **kwargs)
         if generator is not None:  # drawn at temperature 0 too, so that it is there when the temperature is raised
             self._draw_key()

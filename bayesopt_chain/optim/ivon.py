@@ -96,6 +96,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         if not (float(lr) >= 0.0 and weight_decay >= 0.0):
             raise ValueError(f"{self._name}: lr and weight_decay must not be negative, got {lr} and {weight_decay}")
         require_named_chain(self._name, generator)
+        self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
         given = {"lr": lr, "temperature": temperature, "betas": tuple(betas), "weight_decay": weight_decay}
         given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
         self._means: list[tuple[Tensor, Tensor]] | None = (

@@ -27,6 +27,7 @@ from bayesopt_chain.distributed.shards import local
 
 VERSION = 1
 UNKNOWN = "unknown"
+CHOSEN = 1 << 32  # a seed below it was chosen, one above it was drawn: by torch, or by a hash of a rank's number
 FEW, DEEP = 16, 12  # numbers of a tensor that are written out; levels of nesting
 
 
@@ -64,7 +65,7 @@ def describe(x: Any, depth: int = 0) -> Any:
     if isinstance(x, (types.FunctionType, types.MethodType)):
         return _function(x, inner)
     if isinstance(x, torch.Generator):
-        return UNKNOWN
+        return _seed(x.initial_seed())
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
         return str(getattr(x, "__qualname__", x))
     if dataclasses.is_dataclass(x):
@@ -78,6 +79,10 @@ def describe(x: Any, depth: int = 0) -> Any:
     if isinstance(x, (list, tuple)):
         return [*([type(x).__name__] if hasattr(x, "_fields") else []), *map(inner, x)]
     return UNKNOWN
+
+
+def _seed(x: int) -> Any:
+    return ["generator", x] if x < CHOSEN else UNKNOWN
 
 
 def _is_told(x: Any, field: dataclasses.Field) -> bool:
@@ -149,7 +154,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...
     groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in groups]
     groups = [{k: v for k, v in g.items() if k not in without} for g in groups]
     chains = [built.tx for built in getattr(optimizer, "_chains", ())]
-    return describe({"kind": type(optimizer).__name__, "groups": groups, "chains": chains})
+    about = {"kind": type(optimizer).__name__, "groups": groups, "chains": chains}
+    seed = getattr(optimizer, "_seed", None)  # of the generator that it was given
+    return describe(about if seed is None else {**about, "generator": _seed(seed)})
 
 
 def difference(a: Any, b: Any, where: str = "") -> str:

@@ -128,6 +128,31 @@ def test_another_optimizer_is_refused(change, says, tmp_path):
     assert len(optimizer_run(tmp_path, steps=9)) == 9
 
 
+@pytest.mark.parametrize("kind", ["chain", "optimizer"])
+def test_a_generator_with_another_seed_is_another_run_and_one_that_was_not_given_is_not(kind, tmp_path):
+    def go(path, steps, seed=None, torchs=0):
+        torch.manual_seed(torchs)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        if kind == "chain":
+            tx, params = bc.sghmc(0.1, temperature=0.01, generator=generator), {"w": torch.zeros(3)}
+            return bc.sample(bc.make_step(loss, tx), params, tx.init(params), data(), steps=steps, path=path)
+        weight = torch.nn.Parameter(torch.zeros(3))
+        model = torch.nn.ParameterList([weight])
+        optimizer = bc.optim.SGHMC([weight], lr=0.1, temperature=0.01, generator=generator)
+        step = bc.optim.as_step(model, optimizer, lambda m, batch: loss({"w": m[0]}, batch))
+        return bc.sample(step, step.params, step.state, data(), steps=steps, path=path)
+
+    def rows(draws):
+        return next(iter(draws.params.values()))
+
+    go(tmp_path / "given", 4, seed=1)
+    with pytest.raises(ValueError, match=r"generator is 1, here 2"):
+        go(tmp_path / "given", 4, seed=2)
+    assert torch.equal(rows(go(tmp_path / "given", 8, seed=1, torchs=5)), rows(go(None, 8, seed=1)))
+    go(tmp_path / "not", 4)
+    assert torch.equal(rows(go(tmp_path / "not", 8, torchs=5)), rows(go(None, 8)))
+
+
 def test_a_seed_makes_the_keys_and_is_compared(tmp_path):
     one = run(tmp_path, seed=1)
     torch.manual_seed(99)
