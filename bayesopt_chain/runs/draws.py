@@ -38,6 +38,13 @@ class Draws:
     Made by :func:`bayesopt_chain.sample`, :meth:`open` and :meth:`from_trees`. Slices and :meth:`thin` share what they hold
     with the draws they come from.
 
+    Args:
+        shards: where consecutive draws lie, in memory or on disk.
+        spec: the structure of the tree of parameters.
+        names: the leaves' paths, in the order of ``spec``.
+        rows: the numbers of the draws that are meant, over all shards. Default: all of them.
+        chains, complete, why, last: the attributes.
+
     Attributes:
         chains: number of chains stacked on axis 1 of every leaf, or ``None`` for a single chain without that axis.
         complete: whether the run reached its last step.
@@ -213,7 +220,22 @@ class Draws:
                 yield self._tree([block[i] for block in blocks])
 
     def thin(self, every: int) -> Draws:
-        """Every ``every``-th draw, the first among them."""
+        """Every ``every``-th draw, the first among them.
+
+        Args:
+            every: how many draws it is from one to the next, at least 1.
+
+        Returns:
+            Draws that share what they hold with these.
+
+        Raises:
+            ValueError: ``every`` is no whole number, or smaller than 1.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(5)]).thin(2).params["w"]
+            tensor([0., 2., 4.])
+        """
         require_whole("Draws.thin", "every", every, 1)
         return self[::every]
 
@@ -240,9 +262,23 @@ class Draws:
     def merge(self, *others: Draws) -> Draws:
         """These draws followed by others of the same parameters.
 
+        Args:
+            others: draws of the same leaves, buffers and number of chains, in the order in which they are to follow.
+
+        Returns:
+            Draws that share what they hold with all of them.
+
         Raises:
+            TypeError: what is no :class:`Draws`.
             ValueError: other leaves or buffers, or another number of chains.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> one, two = (bc.Draws.from_trees([{"w": torch.tensor(x)}]) for x in (1.0, 2.0))
+            >>> one.merge(two, one).params["w"]
+            tensor([1., 2., 1.])
         """
+        _require_draws("merge", others)
         shards, rows = list(self._shards), list(self._rows)
         size = sum(s.size for s in shards)
         for other in others:
@@ -260,9 +296,23 @@ class Draws:
 
         Where one has fewer draws than another, those that all have.
 
+        Args:
+            others: draws of other chains of the same parameters.
+
+        Returns:
+            Draws of all chains: leaves ``[S, chains, ...]``.
+
         Raises:
-            ValueError: other leaves, or draws after other steps.
+            TypeError: what is no :class:`Draws`.
+            ValueError: other leaves, draws after other steps, or one chain twice.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> one, two = (bc.Draws.from_trees([{"w": torch.tensor(x)}] * 3) for x in (1.0, 2.0))
+            >>> one.stack_chains(two).params["w"].shape
+            torch.Size([3, 2])
         """
+        _require_draws("stack_chains", others)
         every = [self, *others]
         size = min(map(len, every))
         columns = [draws[:size].columns() for draws in every]
@@ -288,9 +338,24 @@ class Draws:
     def gather(self, mesh: Any) -> Draws:
         """The draws of all ranks of a mesh, side by side on the axis of chains, in memory on every rank.
 
+        Args:
+            mesh: a ``torch.distributed`` mesh of one axis; all of its ranks call this.
+
+        Returns:
+            Draws of the chains of all ranks, in the order of the ranks: leaves ``[S, chains, ...]``.
+
         Raises:
+            TypeError: what is no mesh.
             ValueError: on every rank, draws of other leaves or steps.
+
+        Example:
+            On each of the ranks of ``mesh``, with draws of its own chains:
+
+            >>> def all_chains(draws, mesh):
+            ...     return draws.gather(mesh).params
         """
+        if not hasattr(mesh, "get_local_rank"):
+            raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
         mine = self.columns()
         kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
         every = gather_objects((kinds, self.chains, self.complete, self.why), mesh)
@@ -316,11 +381,42 @@ class Draws:
         return parts[0].stack_chains(*parts[1:])
 
     def columns(self) -> dict[str, Tensor]:
-        """Everything that is held of the draws, by name, draws on axis 0."""
+        """Everything that is held of the draws, by name: ``params/...``, ``buffers/...``, ``_step`` and ``_loss``.
+
+        Returns:
+            Tensors ``[S, ...]``, or ``[S, chains, ...]``, in memory; the steps are ``[S]``.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> sorted(bc.Draws.from_trees([{"w": torch.zeros(2)}]).columns())
+            ['_step', 'params/w']
+        """
         return {name: self._column_of(name).read() for name in (self._shards[0].names() if len(self) else ())}
 
     def with_columns(self, columns: dict[str, Tensor], *, chains: int | None, complete: bool, why: str) -> Draws:
-        """Draws of the same parameters that hold these columns."""
+        """Draws of the same parameters that hold these columns.
+
+        Args:
+            columns: tensors ``[S, ...]``, or ``[S, chains, ...]``, by the names that :meth:`columns` gives.
+            chains: the number of chains on axis 1; ``None``: there is no such axis.
+            complete: whether these are all draws of their runs.
+            why: why not, if they are not.
+
+        Returns:
+            Draws in memory.
+
+        Raises:
+            TypeError: columns that are no tensors by name.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(4)])
+            >>> first = {name: x[:2] for name, x in draws.columns().items()}
+            >>> draws.with_columns(first, chains=None, complete=False, why="the first two").params["w"]
+            tensor([0., 1.])
+        """
+        if not isinstance(columns, Mapping) or not all(isinstance(x, Tensor) for x in columns.values()):
+            raise TypeError("Draws.with_columns: columns must be tensors by name, as columns() gives them")
         shards = [Shard(len(columns[STEP]), columns)] if columns else []
         return Draws(shards, self._spec, self._names, chains=chains, complete=complete, why=why)
 
@@ -406,8 +502,18 @@ class Draws:
             disk are read when ArviZ looks at them.
 
         Raises:
+            TypeError: a log likelihood that is no tensor.
             ValueError: a log likelihood of other draws or chains.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.randn(3)} for _ in range(5)])
+            >>> data = draws.to_arviz()  # doctest: +SKIP
+            >>> data.posterior["w"].dims  # doctest: +SKIP
+            ('chain', 'draw', 'w_dim_0')
         """
+        if log_likelihood is not None and not isinstance(log_likelihood, Tensor):
+            raise TypeError(f"to_arviz: log_likelihood must be a tensor, got {type(log_likelihood).__name__}")
         size, n = len(self), self.chains or 1
         if (
             log_likelihood is not None
@@ -430,7 +536,12 @@ class Draws:
         """Compare every shard on disk with its checksum.
 
         Raises:
+            FileNotFoundError: a shard is gone.
             ValueError: the first damaged shard, by name.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> bc.Draws.from_trees([{"w": torch.zeros(2)}]).verify()  # nothing on disk
         """
         for files in {id(cell.files): cell.files for shard in self._shards for cell in shard.cells}.values():
             files.verify()
@@ -509,3 +620,9 @@ class Draws:
             if self.chains is not None:
                 block = optree.tree_map(lambda x: x.flatten(0, 1), block)
             yield block
+
+
+def _require_draws(method: str, others: Sequence[Any]) -> None:
+    for i, other in enumerate(others):
+        if not isinstance(other, Draws):
+            raise TypeError(f"Draws.{method}: others[{i}] must be Draws, got {type(other).__name__}")

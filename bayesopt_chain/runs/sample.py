@@ -41,12 +41,14 @@ def iterate(
     """The steps of a run, one after the other; :func:`sample` is this with the draws kept.
 
     Args:
-        step, params, state, batches, steps, burn_in, thinning: as in :func:`sample`.
+        step, params, state, batches: as in :func:`sample`.
+        steps, burn_in, thinning: numbers of steps, as in :func:`sample`.
 
     Returns:
         An iterator over :class:`Iteration`, one for each step.
 
     Raises:
+        TypeError: a step that cannot be called.
         ValueError: arguments that make no run.
 
     Example:
