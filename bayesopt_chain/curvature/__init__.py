@@ -4,6 +4,7 @@ from bayesopt_chain.curvature._backward import diagonal_by_backward
 from bayesopt_chain.curvature._cg import CGInfo, cg
 from bayesopt_chain.curvature._estimators import STRUCTURES, empirical_fisher, fisher, ggn, hessian
 from bayesopt_chain.curvature._log_density import LogDensity, of_log_density
+from bayesopt_chain.curvature._operator import linear_operator
 from bayesopt_chain.curvature._products import (
     fisher_diagonal,
     fisher_matrix,
@@ -40,6 +41,7 @@ __all__ = [
     "hessian_matrix",
     "hvp",
     "jvp",
+    "linear_operator",
     "of_log_density",
     "per_sample",
     "subset",

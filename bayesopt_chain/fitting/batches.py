@@ -132,8 +132,16 @@ def _changes_in_training(layer: nn.Module) -> bool:
 
 
 def require_eval(module: nn.Module, who: str = "fit_laplace") -> None:
-    """Raise for layers that mix data or draw."""
+    """Raise for layers that mix data or draw, and for parameters without values."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{who}: {name} is on the meta device and has no values: load the trained ones first")
     for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None:
+            raise ValueError(
+                f"{who}: {name} ({type(layer).__name__}) has no running statistics, so that a datum's outputs depend on the "
+                "others in eval mode too: train it with track_running_stats=True, or use a norm of single data"
+            )
         if layer.training and _changes_in_training(layer):
             raise ValueError(
                 f"{who}: {name} ({type(layer).__name__}) is in training mode, where a datum's outputs depend on the "

@@ -402,6 +402,11 @@ def fit_laplace(
         torch.Size([4, 3])
     """
     checks.recording("fit_laplace")
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            f"fit_laplace: likelihood is {getattr(likelihood, '__name__', type(likelihood).__name__)}, not a likelihood: pass "
+            "one of bc.likelihoods, called, such as bc.likelihoods.categorical(); of a loss bc.likelihoods.custom(...)"
+        )
     if structure not in STRUCTURES:
         raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
     if tune not in ("evidence", "validation", None):
@@ -439,9 +444,11 @@ def fit_laplace(
         variance = whole.posterior.marginal_variance
     how = How(likelihood, subset, structure, options, inputs, outputs, curvature, prior_mean, temperature, variance)
     model, first = make_model(module_or_forward, params, loader, batches.first, how)
-    require_finite(model.params, "fit_laplace: the parameters")
+    require_finite(model.params, "fit_laplace: a parameter")
     seen = model.run_over(batches.from_first(first), progress, batches.total)
     if not any(bool(leaf.any()) for leaf in optree.tree_leaves(seen.precision.diag())):
+        if seen.entries == 0:
+            raise ValueError("fit_laplace: every target is left out, by its label or its weight: pass some that count")
         raise ValueError(
             f"fit_laplace: the outputs do not depend on the kept parameters ({', '.join(paths(model.params)[:4])}), whose "
             "curvature is zero: pass subset= parameters that the outputs are computed with"
@@ -493,6 +500,8 @@ def _warn_where_worse(fitted: FittedLaplace, batch: Any) -> None:
 def _validated(model: Model, seen: Pass, scale: Tensor, validation: Any) -> FittedLaplace:
     model.require_seen(validation)
     held_out = [(model.seen_by_head(batch), batch[1]) for batch in batches_of(validation)]
+    if not held_out or any(targets is None for _, targets in held_out):
+        raise ValueError("fit_laplace: validation= must be batches (inputs, targets), at least one, each with targets")
 
     def loss(prior: float) -> float:
         fitted = at(model, seen, prior, scale)

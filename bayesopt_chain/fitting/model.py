@@ -128,11 +128,10 @@ class Model:
         with torch.no_grad():
             self.likelihood.require(outputs, batch[1], wait=True)
             loss = self.likelihood.nll(outputs, batch[1]).sum().to(torch.float64)
-            squares, entries = torch.zeros((), dtype=torch.float64, device=loss.device), loss.new_zeros(())
+            squares, weights = loss.new_zeros(()), self.likelihood.weights(batch[1])
+            entries = loss.new_full((), outputs.numel()) if weights is None else weights.to(torch.float64).sum()
             if self.likelihood.has_noise_scale:
                 squares = self.likelihood.whitened(outputs, batch[1]).to(torch.float64).square().sum()
-                weights = self.likelihood.weights(batch[1])
-                entries = loss.new_full((), outputs.numel()) if weights is None else weights.to(torch.float64).sum()
         return Pass(precision, gradient, -loss, squares, entries)
 
     def _differentiated(self, batch: Any) -> tuple[Tensor, Tree | None]:

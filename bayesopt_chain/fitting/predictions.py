@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import predict
+from bayesopt_chain.batches import flatten
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.fitting.batches import as_pair
 from bayesopt_chain.likelihoods import Likelihood, Predictive
+from bayesopt_chain.likelihoods._quadrature import root_by_eigenvectors
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.predict._linearized import linearized_by
 
@@ -233,8 +235,7 @@ def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     """Draws of linearised outputs, ``[S, N, *event]``; a covariance may be singular."""
     if samples < 1:
         raise ValueError(f"samples={samples}: pass at least 1")
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    root = root_by_eigenvectors(covariance)
     shape = (samples, *covariance.shape[:-1])
     noise = torch.randn(shape, dtype=mean.dtype, device=mean.device, generator=generator)
     return mean + torch.einsum("bij,sbj->sbi", root, noise).reshape(samples, *mean.shape)
@@ -243,5 +244,12 @@ def drawn_outputs(mean: Tensor, covariance: Tensor, samples: int, generator: tor
 def batches_of(data: Any) -> Iterable:
     """Batches ``(inputs, targets)`` of a tensor of inputs, of one batch (a tuple or a mapping), or of an iterable of them."""
     if isinstance(data, (Tensor, tuple, Mapping)):
-        return [as_pair(data)]
-    return (as_pair(batch) for batch in data)
+        return [_with_data(data)]
+    return (_with_data(batch) for batch in data)
+
+
+def _with_data(batch: Any) -> Any:
+    pair = as_pair(batch)
+    if any(isinstance(leaf, Tensor) and leaf.ndim and not leaf.shape[0] for leaf in flatten(pair)[0]):
+        raise ValueError("predict: the batch is empty: pass at least one datum")
+    return pair

@@ -140,6 +140,11 @@ class Categorical(Likelihood):
         return mine * kept
 
     def labels(self, targets: Any) -> Any:
+        if not isinstance(targets, Tensor):
+            raise ValueError(
+                f"the categorical likelihood got targets of the type {type(targets).__name__}: pass class numbers, a tensor "
+                "of int64"
+            )
         return torch.where(targets == self.ignore_index, 0, targets)
 
     def smoothed(self, outputs: Tensor, labels: Any) -> Tensor:

@@ -272,7 +272,7 @@ class Likelihood(ABC):
             >>> likelihoods.poisson().require_values(torch.tensor([0.0, 2.0]))
         """
         support = self.support
-        if support is None:
+        if support is None or targets.dtype == torch.bool:
             return
         wrong = ~((targets >= support.low) & (targets <= support.high) & targets.isfinite())
         what = "finite numbers"

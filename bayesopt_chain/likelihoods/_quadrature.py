@@ -95,9 +95,14 @@ def square_root(covariance: Tensor) -> Tensor:
     lower, info = torch.linalg.cholesky_ex(covariance + torch.diag_embed(added))
     if is_hidden(info) or not bool(info.any()):
         return lower
-    values, vectors = torch.linalg.eigh(covariance.detach())
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    return torch.where((info > 0)[..., None, None], root, lower)
+    return torch.where((info > 0)[..., None, None], root_by_eigenvectors(covariance.detach()), lower)
+
+
+def root_by_eigenvectors(covariance: Tensor) -> Tensor:
+    """A with ``A A^T = S``, ``[*, K, K]``, S singular or not; NaN where S is not finite, as of inputs that are not."""
+    is_finite = covariance.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    values, vectors = torch.linalg.eigh(torch.where(is_finite, covariance, 0))
+    return torch.where(is_finite, vectors * values.clamp_min(0).sqrt()[..., None, :], math.nan)
 
 
 def normal_nodes(mean: Tensor, covariance: Tensor, points: int = FEW) -> tuple[Tensor, Tensor]:

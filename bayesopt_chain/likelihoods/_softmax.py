@@ -122,8 +122,8 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     if pairs < 1:
         raise ValueError(f"pairs={pairs}: pass at least 1")
     classes = mean.shape[-1]
-    z = sobol_normals(classes, pairs).to(mean)
     root = square_root(covariance).reshape(-1, classes, classes)
+    z, mean = sobol_normals(classes, pairs).to(root), mean.to(root.dtype)
     at_once = max(1, NUMBERS_AT_ONCE // (2 * pairs * classes))
     parts = []
     for m, a in zip(mean.reshape(-1, classes).split(at_once), root.split(at_once)):

@@ -79,8 +79,10 @@ def linearized_by(
     """The same, with the checks that earlier batches of this forward function have passed."""
     if joint or needs_graph(batch, posterior.precision, posterior.mean):
         with torch.set_grad_enabled(needs_graph(batch, posterior.precision, posterior.mean)):
-            return with_graph(forward, posterior, batch, joint)
-    return _without_graph(checks, forward, posterior, batch, chunk_bytes)
+            mean, covariance = with_graph(forward, posterior, batch, joint)
+    else:
+        mean, covariance = _without_graph(checks, forward, posterior, batch, chunk_bytes)
+    return mean.to(covariance.dtype), covariance  # of a model in bfloat16 both are float32
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ class Attentive(nn.Module):
         (nn.Sequential(Centred(), nn.Linear(2, 3)), "depend on the rest of its batch"),
         (
             nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 3)).eval(),
-            "more than 1 value|rest of",
+            "no running statistics",
         ),
     ],
     ids=lambda x: type(x).__name__,
