@@ -196,8 +196,10 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-# for lists of tensors: x += alpha y;  x *= factor, a number or a 0-d tensor;  x <- y
+# for lists of tensors: x += alpha y;  x += value y z;  x += value y / z;  x *= factor, a number or a 0-d tensor;  x <- y
 foreach_add_: Callable[..., None] = _functions._foreach_add_
+foreach_addcmul_: Callable[..., None] = _functions._foreach_addcmul_
+foreach_addcdiv_: Callable[..., None] = _functions._foreach_addcdiv_
 foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = _functions._foreach_mul_
 foreach_norm: Callable[[list[Tensor]], list[Tensor]] = _functions._foreach_norm
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _functions._foreach_copy_

@@ -13,7 +13,7 @@ from bayesopt_chain.optim._plan import Rule, Work
 def move_frozen(rule: Rule, work: list[Work]) -> None:
     """Move leaves whose denominator no longer learns, and their velocities, in torch's place."""
     for w in work:
-        p, group, linear, state = w.param, w.group, w.linear, w.state
+        p, group, linear, state = w.param, w.group, w.numbers.linear, w.state
         assert p.grad is not None
         g = -p.grad if group["maximize"] else p.grad
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):

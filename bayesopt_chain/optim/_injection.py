@@ -16,219 +16,231 @@ treated in one call for all; large ones block by block, while a block is in cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from bayesopt_chain._torch import foreach_add_, foreach_mul_
+from bayesopt_chain._torch import foreach_add_, foreach_addcdiv_, foreach_addcmul_, foreach_mul_
 from bayesopt_chain.optim._noise import Normals
-from bayesopt_chain.optim._plan import BLOCK, UNKNOWN, Batch, Noisy, Plan, Rule, Work, blocks_of, has_drawn, remember
+from bayesopt_chain.optim._plan import BEFORE, BLOCK, UNKNOWN, Batch, Numbers, Plan, Rule, Work, blocks_of, has_drawn
 from bayesopt_chain.optim._refusals import warn_of_rounding
+
+_DRAW = ("noise", "noise_direct")  # where the last draw lies in ``optimizer.state[p]``, by branch
+_AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # the key and the count that make it again
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Rescale velocities, and add the noise that momentum carries, ``e / mu``."""
-    for leaves in _alike(plan.rescaled) if plan.rescaled else ():
-        states = [(w.state, w.linear.velocity or "") for w, _ in leaves]
-        if velocities := [state[name] for state, name in states if state.get(name) is not None]:
-            foreach_mul_(velocities, leaves[0].noise.velocity_scale)
-    for leaf in plan.early_large:
-        _sweep(rule, normals, leaf, leaf.work.linear.momentum)
+    for leaves in plan.alike:
+        if (scale := leaves[0].numbers.noise.velocity_scale) != 1.0:
+            _rescale(leaves, scale)
     if plan.early is None:
-        plan.early = [_batch(rule, normals, leaves) for leaves in _alike(plan.early_small)]
+        plan.early = _batches(rule, normals, plan.early_small, 0)
     for batch in plan.early:
-        _add_batch(normals, batch)
+        _add_batch(rule, normals, batch)
+    for w in plan.early_large:
+        _add_blocks(rule, normals, w, 0)
 
 
 def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Add the noise that goes to parameters and velocities, and remember what the step was."""
-    for w, noise in plan.coasting:  # behind torch's step, whose weight decay is that of the parameter before
+    for leaves in plan.alike:
+        if coasts := leaves[0].numbers.noise.coasts:
+            _coast(leaves, coasts)
+    for branch, leaves in enumerate((plan.late_large, plan.direct_large)):
+        for w in leaves:
+            _add_blocks(rule, normals, w, branch)
+    if plan.late is None:
+        plan.late = [*_batches(rule, normals, plan.late_small, 0), *_batches(rule, normals, plan.direct_small, 1)]
+    for batch in plan.late:
+        _add_batch(rule, normals, batch)
+    for w in plan.redrawn:
+        route = w.numbers.route
+        for names, drew in zip(_AGAIN, (route.is_early or route.is_late, route.has_direct)):
+            if drew:
+                w.state.update(zip(names, (w.group["noise_key"], w.group["noise_count"])))
+    if not plan.repeats:
+        _remember(rule, plan)
+
+
+def _rescale(leaves: list[Work], scale: float) -> None:
+    """Multiply velocities, those of one dtype and device in one call."""
+    name = leaves[0].numbers.linear.velocity or ""
+    lists: dict[tuple[object, ...], list[Tensor]] = {}
+    for velocity in [w.state[name] for w in leaves if w.state.get(name) is not None]:
+        lists.setdefault((velocity.dtype, velocity.device), []).append(velocity)
+    for velocities in lists.values():
+        foreach_mul_(velocities, scale)
+
+
+def _coast(leaves: list[Work], coasts: float) -> None:
+    """Move on by what a step of momentum 0 forgets; behind torch's step, whose weight decay is that of the parameter before."""
+    for w in leaves:
         if (velocity := w.state.get("momentum_buffer")) is not None:
-            w.param.add_(velocity, alpha=-noise.coasts)
-    # leaves of an adaptive rule have a denominator each, so that no two of them share a call
-    for leaf in [*plan.late_large, *plan.late_small] if rule.adaptive else plan.late_large:
-        _sweep(rule, normals, leaf)
-    for leaf in plan.direct:
-        _sweep_direct(rule, normals, leaf)
-    if not rule.adaptive:
-        if plan.late is None:
-            plan.late = [_batch(rule, normals, leaves) for leaves in _alike(plan.late_small)]
-        for batch in plan.late:
-            _add_batch(normals, batch)
-    for w, noise in plan.redrawn:
-        now = w.group["noise_count"], w.group["noise_key"]
-        if w.early or noise.current or noise.previous:
-            w.state["noise_at"], w.state["noise_of"] = now
-        if w.linear.direct > 0.0:
-            w.state["noise_direct_at"], w.state["noise_direct_of"] = now
-    if plan.kept:  # every number is what it was, or has been followed
-        return
-    remember(plan.noisy)
-    for leaf in plan.noisy:
-        if not has_drawn(leaf.work.state):
-            _make_room(rule, leaf)
+            w.param.add_(velocity, alpha=-coasts)
 
 
-def _batch(rule: Rule, normals: Normals, leaves: list[Noisy]) -> Batch:
-    """Put together leaves whose noise has the same numbers."""
-    work = [leaf.work for leaf in leaves]
-    first, noise = leaves[0]
-    linear, group = first.linear, first.group
-    velocities = [w.state[linear.velocity] for w in work] if linear.velocity is not None else []
-    if first.early:
-        targets = [(velocities, 1.0 / linear.momentum)]
-    else:
-        targets = [([w.param for w in work], -linear.step_size), *([(velocities, 1.0)] if velocities else [])]
-    if first.redraws:
-        for leaf in leaves:
-            _warn_once(rule, leaf)
-        return Batch(group, noise, targets, [], lambda count: None, work)
-    draws = [_draw_of(rule, leaf, "noise") for leaf in leaves]
-    return Batch(group, noise, targets, draws, normals.filler(draws, work), work)
+def _remember(rule: Rule, plan: Plan) -> None:
+    """Write down what the step was, each number as a float by a name of its own: torch can flatten floats and no tuples."""
+    for leaves in plan.alike:
+        before = leaves[0].numbers.noise.before
+        if before is not None:
+            entry = dict(zip(BEFORE, before))
+            for w in leaves:
+                w.state.update(entry)
+        elif leaves[0].numbers.route.is_noisy:
+            for w in leaves:
+                if not has_drawn(w.state):
+                    _make_room(rule, w)
 
 
-def _add_batch(normals: Normals, batch: Batch) -> None:
-    """Add ``e`` of many small leaves at once."""
-    group, noise, targets, draws, fill, _ = batch
-    if not draws:
-        return _add_redrawn(normals, batch)
-    if noise.previous:
-        for tensors, factor in targets:
-            foreach_add_(tensors, draws, alpha=factor * noise.previous)
-    fill(group["noise_count"])
-    for tensors, factor in targets:
-        foreach_add_(tensors, draws, alpha=factor * noise.current)
+def _batches(rule: Rule, normals: Normals, leaves: list[Work], branch: int) -> list[Batch]:
+    """Put together small leaves with the same numbers, of one dtype and device.
+
+    Where draws are made again, or a denominator is needed, about ``BLOCK`` elements at a time, which bounds what a step needs
+    beside the state. Draws that are made again are also grouped by the key and the count that made them.
+    """
+    groups: dict[tuple[object, ...], list[Work]] = {}
+    size = 0
+    for w in leaves:
+        size += w.param.numel()
+        last = tuple([w.state.get(name) for name in _AGAIN[branch]]) if w.redraws else ()
+        part = size // BLOCK if w.redraws or rule.adaptive else 0
+        groups.setdefault((id(w.numbers), w.param.dtype, w.param.device, last, part), []).append(w)
+    return [_batch(rule, normals, work, branch) for work in groups.values()]
 
 
-def _add_redrawn(normals: Normals, batch: Batch) -> None:
-    """Add ``e`` of small leaves whose last draw is made again, in scratch memory, instead of kept."""
-    group, noise, targets, _, _, work = batch
-    draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
-    now = group["noise_key"], group["noise_count"]
-    last = work[0].state.get("noise_of", 0), work[0].state.get("noise_at", 0)  # unused before the first draw
-    for size, (key, count) in ((noise.previous, last), (noise.current, now)):
-        if size:
-            normals.again(draws, work, key, count)
-            for tensors, factor in targets:
-                foreach_add_(tensors, draws, alpha=factor * size)
+def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch:
+    velocity = work[0].numbers.linear.velocity
+    velocities = [w.state[velocity] for w in work] if velocity is not None and branch == 0 else []
+    draws = [_draw_of(rule, w, branch) for w in work if not w.redraws]
+    for w in work if not draws else ():
+        _warn_once(rule, w)
+    return Batch(work, branch, [w.param for w in work], velocities, draws, normals.filler(draws, work, branch))
 
 
-def _sweep(rule: Rule, normals: Normals, leaf: Noisy, momentum: float | None = None) -> None:
-    """Add ``e`` of one leaf, block by block.
+def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
+    """Add the noise of one branch to many small leaves at once."""
+    work, branch, params, velocities, draws, fill = batch
+    numbers, group = work[0].numbers, work[0].group
+    roots: list[Tensor] = []
+    if rule.adaptive:
+        elements = [p.numel() for p in params]
+        root = rule._denominator(group, numbers.held, lambda name: _in_a_row([w.state[name] for w in work])).sqrt_()
+        roots = [x.view(p.shape) for x, p in zip(root.split(elements), params)]
+    if draws:
+        return _add(rule, numbers, branch, (params, velocities, roots, draws), lambda: fill(group["noise_count"]))
+    draws = [torch.empty_like(p, requires_grad=False) for p in params]
+    key, count = [work[0].state.get(name, -1) for name in _AGAIN[branch]]
+    _add(
+        rule,
+        numbers,
+        branch,
+        (params, velocities, roots, draws),
+        lambda: normals.again(draws, work, branch, group["noise_key"], group["noise_count"]),
+        lambda: normals.again(draws, work, branch, key, count),
+    )
+
+
+def _add_blocks(rule: Rule, normals: Normals, w: Work, branch: int) -> None:
+    """Add the noise of one branch to a large leaf, block by block."""
+    fill, fill_last = normals.of(w, branch), None
+    draw = None if w.redraws else _draw_of(rule, w, branch)
+    if draw is None:
+        _warn_once(rule, w)
+        if w.state.get(_AGAIN[branch][1], -1) >= 0:
+            fill_last = normals.of(w, branch, last=True)
+    velocity = w.numbers.linear.velocity
+    # outside of a CPU's cache larger blocks, where only their number counts
+    size = BLOCK if w.param.device.type == "cpu" else 64 * BLOCK
+    for block in blocks_of(w.param, w.state, normals.splits(w), size):
+        theta = block(w.param)
+        xi = torch.empty_like(theta, requires_grad=False) if draw is None else block(draw)
+        velocities = [block(w.state[velocity])] if velocity is not None and branch == 0 else []
+        roots = [w.denominator(rule, block).sqrt_()] if rule.adaptive else []
+        _add(
+            rule,
+            w.numbers,
+            branch,
+            ([theta], velocities, roots, [xi]),
+            lambda xi=xi: fill(xi),
+            None if fill_last is None else lambda xi=xi: fill_last(xi),
+        )
+
+
+Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+
+def _add(
+    rule: Rule,
+    numbers: Numbers,
+    branch: int,
+    tensors: Tensors,
+    fill: Callable[[], object],
+    fill_last: Callable[[], object] | None = None,
+) -> None:
+    """Add ``previous xi_{t-1} + current xi_t``.
 
     Args:
         rule: the optimizer.
-        normals: source of the draws.
-        leaf: the leaf.
-        momentum: of the velocity, through which alone the noise goes where it is given, divided by it.
+        numbers: of the step.
+        branch: 0 for the noise of the velocity, 1 for that of the gradient's direct way, which goes past the velocity.
+        tensors: parameters, velocities, roots of denominators (none where there is no denominator), and draws, like parameters.
+        fill: overwrites the draws with those of this step.
+        fill_last: overwrites them with the last ones; ``None`` where these lie there.
     """
-    w, noise = leaf
-    draw, fill, fill_last = _draws(rule, normals, leaf, 0)
-    state, linear = w.state, w.linear
-    for block in _blocks(normals, w):
-        theta = block(w.param)
-        xi = block(draw) if draw is not None else torch.empty_like(theta, requires_grad=False)
-        velocity = block(state[linear.velocity]) if linear.velocity is not None else None
-        root = w.denominator(rule, block).sqrt_() if rule.adaptive else None
-        for is_new, size in ((False, noise.previous), (True, noise.current)):
-            if is_new:
-                fill(xi)
-            if not size:
-                continue
-            if fill_last is not None and not is_new:
-                fill_last(xi)
-            if momentum and velocity is not None:
-                velocity.add_(xi, alpha=1.0 / momentum * size)
-            elif root is None:
-                theta.add_(xi, alpha=-linear.step_size * size)
-                if velocity is not None:
-                    velocity.add_(xi, alpha=size)
-            else:
-                theta.addcdiv_(xi, root, value=-linear.step_size * size)
-                if velocity is not None:
-                    (velocity.addcdiv_ if rule.averages_scaled else velocity.addcmul_)(xi, root, value=size)
+    params, velocities, roots, draws = tensors
+    linear, noise = numbers.linear, numbers.noise
+    is_early = branch == 0 and numbers.route.is_early
+    step_size = linear.direct if branch else linear.step_size
+    previous, current = (noise.direct_previous, noise.direct) if branch else (noise.previous, noise.current)
+    for size, make in ((previous, fill_last), (current, fill)):
+        if make is not None and (size or make is fill):
+            make()
+        if not size:
+            continue
+        if is_early:
+            foreach_add_(velocities, draws, alpha=1.0 / linear.momentum * size)
+        elif not roots:
+            foreach_add_(params, draws, alpha=-step_size * size)
+            if velocities:
+                foreach_add_(velocities, draws, alpha=size)
+        else:
+            foreach_addcdiv_(params, draws, roots, value=-step_size * size)
+            if velocities:
+                (foreach_addcdiv_ if rule.averages_scaled else foreach_addcmul_)(velocities, draws, roots, value=size)
 
 
-def _sweep_direct(rule: Rule, normals: Normals, leaf: Noisy) -> None:
-    """Add the noise of the gradient's direct way to the parameter, with draws of its own, past the velocity."""
-    w, noise = leaf
-    draw, fill, fill_last = _draws(rule, normals, leaf, 1)
-    for block in _blocks(normals, w):
-        theta = block(w.param)
-        xi = block(draw) if draw is not None else torch.zeros_like(theta, requires_grad=False)
-        root = w.denominator(rule, block).sqrt_() if rule.adaptive else None
-        for is_new, weight in ((False, noise.direct_previous), (True, noise.direct)):
-            size = -w.linear.direct * weight
-            if is_new:
-                fill(xi)
-            elif fill_last is not None:
-                fill_last(xi)
-            theta.add_(xi, alpha=size) if root is None else theta.addcdiv_(xi, root, value=size)
+def _in_a_row(tensors: list[Tensor]) -> Tensor:
+    """All elements in one vector."""
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
-Fill = Callable[[Tensor], object]
-
-
-def _draws(rule: Rule, normals: Normals, leaf: Noisy, branch: int) -> tuple[Tensor | None, Fill, Fill | None]:
-    """Where a leaf's last draw lies, what makes the new one, and what makes the last one again where it is not kept."""
-    w = leaf.work
-    if not w.redraws:
-        return _draw_of(rule, leaf, ("noise", "noise_direct")[branch]), normals.of(w, branch), None
-    _warn_once(rule, leaf)
-    has_last = w.state.get(("noise_at", "noise_direct_at")[branch], -1) >= 0
-    return None, normals.of(w, branch), normals.of(w, branch, last=True) if has_last else None
-
-
-def _blocks(normals: Normals, w: Work) -> Iterable[Callable[[Tensor], Tensor]]:
-    """The blocks of a leaf; outside of a CPU's cache larger ones, where only their number counts."""
-    return blocks_of(w.param, w.state, normals.splits(w), BLOCK if w.param.device.type == "cpu" else 64 * BLOCK)
-
-
-def _draw_of(rule: Rule, leaf: Noisy, name: str) -> Tensor:
+def _draw_of(rule: Rule, w: Work, branch: int) -> Tensor:
     """The last draw of a leaf; zeros before the first."""
-    w = leaf.work
+    name = _DRAW[branch]
     if name not in w.state:
-        _warn_once(rule, leaf)
+        _warn_once(rule, w)
         w.state[name] = torch.zeros_like(w.param, memory_format=torch.preserve_format, requires_grad=False)
     return w.state[name]
 
 
-def _warn_once(rule: Rule, leaf: Noisy) -> None:
+def _warn_once(rule: Rule, w: Work) -> None:
     """Before a leaf's first draw, say where noise rounds away."""
-    if leaf.work.param.dtype in (torch.bfloat16, torch.float16) and not has_drawn(leaf.work.state):
-        warn_of_rounding(rule, leaf)
+    if w.param.dtype in (torch.bfloat16, torch.float16) and not has_drawn(w.state):
+        warn_of_rounding(rule, w)
 
 
-def _make_room(rule: Rule, leaf: Noisy) -> None:
+def _make_room(rule: Rule, w: Work) -> None:
     """Make the entries of a leaf that has drawn nothing yet, since lr is 0.
 
     ``torch.distributed.checkpoint`` makes such a step to learn what a state holds, and loads no more than that.
     """
-    w = leaf.work
     w.state.update(UNKNOWN)
-    if w.redraws:
-        w.state.update(noise_at=-1, noise_of=w.group["noise_key"])
-    else:
-        _draw_of(rule, leaf, "noise")
-    if rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0:
+    has_direct = rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0
+    for branch in (0, 1) if has_direct else (0,):
         if w.redraws:
-            w.state.update(noise_direct_at=-1, noise_direct_of=w.group["noise_key"])
+            w.state.update(zip(_AGAIN[branch], (w.group["noise_key"], -1)))
         else:
-            _draw_of(rule, leaf, "noise_direct")
-
-
-def _alike(leaves: list[Noisy]) -> Iterable[list[Noisy]]:
-    """Group leaves whose noise has the same numbers, of one dtype and device.
-
-    Leaves whose last draw is made again are grouped by its key and count too, about ``BLOCK`` elements at a time, which bounds
-    what a step needs beside the state.
-    """
-    out: dict[tuple[object, ...], list[Noisy]] = {}
-    size = 0
-    for leaf in leaves:
-        w, p = leaf.work, leaf.work.param
-        size += p.numel()
-        last = (w.state.get("noise_of"), w.state.get("noise_at"), size // BLOCK) if w.redraws else ()
-        out.setdefault((id(leaf.noise), w.early, p.dtype, p.device, last), []).append(leaf)
-    return out.values()
+            _draw_of(rule, w, branch)

@@ -97,18 +97,18 @@ class Normals:
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
 
-    def filler(self, draws: list[Tensor], leaves: list[Work]) -> Callable[[int], None]:
+    def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[int], None]:
         """Make ``fill(count)``, which overwrites the draws of several leaves of one group, device and dtype."""
-        key, numbers = leaves[0].group["noise_key"], [w.number for w in leaves]
+        key, numbers = leaves[0].group["noise_key"], [draw_number(w.number, branch) for w in leaves]
         if self.runs is None and self.by_generator(leaves[0]):
             return partial(fill_by_generator, draws, self._generator, [splitmix64(key + leaf) for leaf in numbers])
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         return lambda count: self._philox(draws, key, numbers, count, runs)
 
-    def again(self, draws: list[Tensor], leaves: list[Work], key: int, count: int) -> None:
+    def again(self, draws: list[Tensor], leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite draws of several leaves with those of a key and a count."""
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
-        self._philox(draws, key, [w.number for w in leaves], count, runs)
+        self._philox(draws, key, [draw_number(w.number, branch) for w in leaves], count, runs)
 
     def by_generator(self, w: Work) -> bool:
         """Whether torch's generator draws for a whole leaf: on a CPU, unless Philox is asked for."""

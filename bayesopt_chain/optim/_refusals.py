@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.optim._plan import Noisy, Rule
+from bayesopt_chain.optim._plan import Rule, Work
 from bayesopt_chain.optim._rule import Linear
 
 
@@ -109,11 +109,11 @@ def check_lr(who: str, linear: Linear) -> None:
         )
 
 
-def warn_of_rounding(rule: Rule, leaf: Noisy) -> None:
+def warn_of_rounding(rule: Rule, w: Work) -> None:
     """Warn where the noise of a step is smaller than half of a unit in the last place of the parameters."""
-    w, noise = leaf
+    linear, noise = w.numbers.linear, w.numbers.noise
     size = w.param.detach().abs().float().mean()
-    step = w.linear.step_size * max(noise.current, noise.direct)
+    step = linear.step_size * max(noise.current, noise.direct)
     if rule.adaptive:
         step /= float(w.denominator(rule).float().mean().sqrt())
     if step < torch.finfo(w.param.dtype).eps * float(size) / 2:

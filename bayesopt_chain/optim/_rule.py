@@ -79,13 +79,6 @@ class Noise:
     direct_previous: float = 0.0
     before: Before | None = None  # what the next step has to know
 
-    def follow(self, linear: Linear) -> None:
-        """Turn into the noise of the next step, where no setting changed since the last one."""
-        assert self.before is not None
-        after = noise_of(linear, self.before.temperature, self.before)
-        for name in Noise.__slots__:
-            setattr(self, name, getattr(after, name))
-
 
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
     """The noise of one step at ``temperature > 0``; ``before`` is the last one's, ``None`` where there is no draw yet.
@@ -104,14 +97,14 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         _standing(noise, linear, before)
     if linear.direct > 0.0 and noise.before is not None:
         now = law.level(linear.direct, 0.0, temperature)
-        then, surplus = now, 0.0
         if before is not None and before.direct_half:
-            then, surplus = (
-                law.Level(before.temperature, before.direct_half, before.direct_half, 0.0),
-                before.direct_surplus,
-            )
-        k = law.scheduled_noise(now, then, surplus, 0.0, where=_pick)
-        noise.direct, noise.direct_previous = k.current, k.previous
+            half = before.direct_half
+            then = law.Level(before.temperature, half, half, 0.0)
+            k = law.scheduled_noise(now, then, before.direct_surplus, 0.0, where=_pick)
+            noise.direct_previous = k.previous
+        else:
+            k = law.scheduled_noise(now, now, 0.0, 0.0, where=_pick)
+        noise.direct = k.current
         noise.before = noise.before._replace(direct_half=now.half, direct_surplus=k.surplus)
     return noise
 

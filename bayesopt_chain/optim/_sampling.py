@@ -39,14 +39,13 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.optim import _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_behind, add_in_front
-from bayesopt_chain.optim._plan import REMEMBERED, Clock, Noisy, Plan, Work, has_drawn, last_step
+from bayesopt_chain.optim._plan import REMEMBERED, Clock, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "freeze_after")
 _HAS_RANKS = dist.is_available()
-_LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 
 
 class Cache:
@@ -341,13 +340,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if cache.numbers is None:
             self._leaf_numbers()  # of the parameters themselves, not of their local parts
         if cache.plan is not None and cache.plan.holds(self):  # one of DTensors holds only inside ``entered``
-            self._run(cache.plan)
+            self._run(self._plan_of_step())
         elif _shards.are_spread(self.param_groups):
             if cache.shards is None:
                 cache.shards = _shards.Shards()
             with torch.no_grad(), cache.shards.entered(self):
                 cache.normals.runs = cache.shards.runs
-                self._run(cache.plan if cache.plan is not None and cache.plan.holds(self) else self._planned())
+                self._run(
+                    self._plan_of_step() if cache.plan is not None and cache.plan.holds(self) else self._planned()
+                )
         else:
             self._run(self._planned())
 
@@ -355,11 +356,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Make a step as planned."""
         cache = self._cache
         cache.plan = None  # a step that raises leaves none
-        if plan.changes:
-            plan.follow()
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
-            witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].work.param)
+            witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
         add_in_front(self, cache.normals, plan)
         if plan.frozen:
             with without_gradients([w.param for w in plan.frozen]):
@@ -369,11 +368,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             self._move(plan)
         add_behind(self, cache.normals, plan)
         if witness is not None:
-            witness.stepped(plan.noisy[0].work.param)
+            witness.stepped(plan.noisy[0].param)
         for group in plan.groups:
             group["noise_count"] += 1
-        if plan.kept or (self.timeless and plan.keep(self)):
-            cache.plan = plan
+        if not plan.repeats:
+            plan.keep(self)
+        cache.plan = plan
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
         """Make torch's own step without its hooks, which run around ours."""
@@ -388,13 +388,17 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     # the plan of a step
 
+    def _plan_of_step(self) -> Plan:
+        """The plan of the last step with the numbers of this one, or another, where this one goes another way."""
+        plan = self._cache.plan
+        return plan if plan is not None and plan.renew(self) else self._planned()
+
     def _planned(self) -> Plan:
         """Work out what this step does to each leaf that has a gradient. Raises before anything moved."""
         work: list[Work] = []
         for group, numbers in zip(self.param_groups, self._leaf_numbers()):
-            temperature = _refusals.temperature_of(self._name, group)
+            temperature = self._temperature(group)
             if temperature > 0.0:
-                self._check_group(group)
                 if group["noise_key"] is None:
                     self._draw_key()
             elif group["noise_count"]:  # a draw of long ago would be taken for that of the last step
@@ -407,51 +411,46 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
         """Work out the same for one group. Leaves that are alike share their numbers."""
-        freeze_after = group.get("freeze_after")
         out: list[Work] = []
-        linears: dict[Clock, Linear] = {}
-        noises: dict[tuple[Clock, tuple[float, ...] | None], Noise] = {}
+        alike: dict[tuple[Any, ...], Numbers] = {}
         for p, number in zip(group["params"], numbers):
             if p.grad is None:
                 continue
-            state = self.state[p]
-            clock = self._clock(state)
-            linear = linears.get(clock)
-            if linear is None:
-                linear = linears[clock] = self._linear(group, clock)
-            noise, before, early = None, None, False
+            state, before = self.state[p], None
             if temperature > 0.0:
                 if not has_drawn(state):
                     _refusals.check_leaf(self._name, p, group)
                 before = last_step(self._name, state)
-                noise = noises.get((clock, before))
-                if noise is None:
-                    noise = noises[clock, before] = self._noise(linear, temperature, before)
-                early = (
-                    not self.adaptive
-                    and linear.momentum >= _LEAST_MOMENTUM
-                    and linear.step_size > 0.0
-                    and state.get(linear.velocity or "") is not None
-                )
-            if temperature > 0.0 and not group["noise_kept"] and not self._draws_by_element(p, group):
-                raise ValueError(
-                    f'{self._name}: keep_draws=False on a CPU asks for stream="philox", whose draws can be made again in pieces'
-                )
-            held = clock.updates if freeze_after is None else min(clock.updates, freeze_after)
-            out.append(Work(group, p, state, number, linear, noise, before, clock.updates, held, early))
+                if not group["noise_kept"] and not self._draws_by_element(p, group):
+                    raise ValueError(
+                        f'{self._name}: keep_draws=False on a CPU asks for stream="philox", whose draws can be made '
+                        "again in pieces"
+                    )
+            clock, has_velocity = self._clock(state), "momentum_buffer" in state
+            shared = alike.get((clock, before, has_velocity))
+            if shared is None:
+                shared = alike[clock, before, has_velocity] = Numbers(group, clock, before, has_velocity)
+                shared.work_out(self, temperature)
+            out.append(Work(shared, p, state, number))
         return out
 
     def _draws_by_element(self, p: Tensor, group: dict[str, Any]) -> bool:
         return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
-    def _noise(self, linear: Linear, temperature: float, before: tuple[float, ...] | None) -> Noise:
+    def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
         _refusals.check_lr(self._name, linear)
-        noise = noise_of(linear, temperature, None if before is None else Before(*before))
+        noise = noise_of(linear, temperature, before)
         if noise.coasts and self.adaptive:
             raise ValueError(
                 f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
             )
         return noise
+
+    def _temperature(self, group: dict[str, Any]) -> float:
+        temperature = _refusals.temperature_of(self._name, group)
+        if temperature > 0.0:
+            self._check_group(group)
+        return temperature
 
     def _leaf_numbers(self) -> list[list[int]]:
         """The numbers of each group's parameters: of their names, or their indices where there are no names."""
@@ -476,12 +475,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
         return tuple(names)
 
-    def _claims(self, noisy: list[Noisy]) -> list[Claim]:
+    def _claims(self, noisy: list[Work]) -> list[Claim]:
         """Say what this rank is about to give noise to, so that ranks can compare it."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
         runs = self._cache.normals.runs
         out: list[Claim] = []
-        for w, _ in noisy:
+        for w in noisy:
             gradient = None if w.param.grad is None or w.param.grad.is_sparse else w.param.grad
             here = None if runs is None else runs[w.param]
             key, count = w.group["noise_key"], w.group["noise_count"]

@@ -84,24 +84,25 @@ class SGD(Sampling, torch.optim.SGD):
         if not plan.moves or not all(map(FusedMove.takes, plan.moves, grads)):
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
-            fused_sgd_(move.params, g, move.velocities, **move.numbers)  # pyright: ignore[reportArgumentType]
+            group = move.group
+            numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
+            switches = {name: group[name] for name in ("nesterov", "maximize")}
+            fused_sgd_(move.params, g, move.velocities, **numbers, **switches)
 
     def _fused_moves(self, plan: Plan) -> list[FusedMove]:
         """What torch's fused kernel is to do, or nothing where a group asks for an implementation, has no noise or no
         velocity yet."""
         moves: list[FusedMove] = []
         for group in self.param_groups:
-            work = [w for w, _ in plan.noisy if w.group is group]
+            work = [w for w in plan.noisy if w.group is group]
             asked = group.get("foreach") is not None or group.get("fused") is not None or group.get("differentiable")
-            if asked or group["dampening"] or len(work) != sum([p.grad is not None for p in group["params"]]):
+            if asked or len(work) != sum([p.grad is not None for p in group["params"]]):
                 return []
             velocities = [w.state.get("momentum_buffer") for w in work] if group["momentum"] else []
             if any([v is None for v in velocities]):
                 return []
             if work:
-                numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
-                numbers.update({name: group[name] for name in ("nesterov", "maximize")})
-                moves.append(FusedMove([w.param for w in work], velocities, numbers))  # pyright: ignore[reportArgumentType]
+                moves.append(FusedMove(group, [w.param for w in work], velocities))  # pyright: ignore[reportArgumentType]
         return moves
 
     def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
