@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,40 @@ def step(make: Callable[[Any], Any], sizes: list[int], inplace: bool) -> Callabl
     return case
 
 
+def optim(name: str, sizes: list[int], **options: Any) -> Callable[[Any], Callable[[], None]]:
+    """A class of ``bc.optim``, with another learning rate at every step."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        params = [x.requires_grad_() for x in leaves(sizes)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer, steps = getattr(bc.optim, name)(params, lr=1e-3, temperature=1e-4, **options), count(1)
+
+        def run() -> None:
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + 1e-4 * next(steps))
+            optimizer.step()
+
+        return run
+
+    return case
+
+
+def captured(make: Callable[[Any], Any], sizes: list[int]) -> Callable[[Any], Callable[[], None]]:
+    """``make_step`` on a quadratic loss as one program."""
+
+    def case(bc: Any) -> Callable[[], None]:
+        tx, params = make(bc), leaves(sizes)
+        now = [params, tx.init(params)]
+        run_step = bc.capture(bc.make_step(lambda p, batch: sum((x * x).sum() for x in p), tx), *now, None)
+
+        def run() -> None:
+            now[0], now[1], _ = run_step(now[0], now[1], None)
+
+        return run
+
+    return case
+
+
 def philox(bc: Any, tx: Any) -> Any:
     """The counter-based stream, by the name it has in either commit."""
     return bc.with_stream(tx, "philox") if hasattr(bc, "with_stream") else bc.counter_based(tx)
@@ -93,6 +128,14 @@ CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
     ),
     "sghmc, step in place, 60 leaves of 1e3": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), SMALL, True),
     "sghmc, step in place, 10 leaves of 1e6": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), LARGE, True),
+    "bc.optim.SGLD, lr that changes, 60 leaves of 10": optim("SGLD", [10] * 60),
+    "bc.optim.SGHMC, lr that changes, 60 leaves of 10": optim("SGHMC", [10] * 60),
+    "bc.optim.SGHMC, lr that changes, 4 leaves of 1e6": optim("SGHMC", [10**6] * 4),
+    "bc.optim Nesterov, lr that changes, 60 leaves of 10": optim("SGHMC", [10] * 60, nesterov=True),
+    "bc.optim.Adam, lr that changes, 60 leaves of 10": optim("Adam", [10] * 60),
+    "sghmc scheduled, captured, 6 leaves of 100": captured(
+        lambda bc: bc.sghmc(bc.schedules.cosine(1e-3, 10**6), temperature=1e-4), [100] * 6
+    ),
     "sghmc, pure step, 1 leaf of 10": step(lambda bc: bc.sghmc(1e-3, temperature=1e-4), [10], False),
     "sgd, pure step, 1 leaf of 10": step(lambda bc: bc.sgd(1e-3, 0.9), [10], False),
 }

@@ -118,6 +118,51 @@ def test_whatever_changes_the_steps_are_those_that_are_planned_anew(name, change
         assert torch.equal(x, y)
 
 
+def changing(name, keep, numbers, freeze_after=None):
+    """Twelve steps of one of the classes, with other numbers in each; without ``keep`` every step is planned anew."""
+    torch.manual_seed(0)
+    params = [torch.ones(3, requires_grad=True), torch.ones(2, 5, requires_grad=True)]
+    how = {"freeze_after": freeze_after} if freeze_after else {}
+    optimizer = getattr(bc.optim, name)(params, 0.1, temperature=0.3, generator=torch.Generator().manual_seed(1), **how)
+    plans = []
+    for step in range(12):
+        for p in params:
+            p.grad = 0.1 * p.detach() + step
+        optimizer.param_groups[0].update(numbers(step))
+        if not keep:
+            optimizer._cache.plan = None
+        optimizer.step()
+        plans.append(optimizer._cache.plan)
+    return [*params, *(v for p in params for v in optimizer.state[p].values() if torch.is_tensor(v))], plans
+
+
+@pytest.mark.parametrize("name", ["SGLD", "SGHMC", "Adam", "NAdam", "RMSprop"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        lambda step: {"lr": 0.1 * 0.8**step},
+        lambda step: {"lr": 0.05 + 0.04 * (-1) ** step},
+        lambda step: {"temperature": 0.3 + 0.1 * (step % 3), "weight_decay": 0.01 * (step % 2)},
+    ],
+    ids=["falls", "rises and falls", "temperature and decay"],
+)
+def test_numbers_that_change_in_every_step_keep_the_plan_and_its_steps(name, numbers):
+    mine, plans = changing(name, True, numbers)
+    want, anew = changing(name, False, numbers)
+    assert plans[-1] is plans[4] and anew[-1] is not anew[4]
+    for x, y in zip(mine, want, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_preconditioner_that_freezes_takes_another_plan():
+    mine, plans = changing("Adam", True, lambda step: {}, freeze_after=4)
+    want, _ = changing("Adam", False, lambda step: {}, freeze_after=4)
+    assert plans[3] is plans[1] and plans[4] is not plans[3] and plans[-1] is plans[4]
+    assert [len(plan.frozen) for plan in plans] == [0] * 4 + [2] * 8
+    for x, y in zip(mine, want, strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("stream", ["generator", "philox"])
 def test_torchs_fused_kernel_moves_as_torchs_loop_does(stream):
     """To one unit in the last place of each operation, at each of ten steps."""
