@@ -17,6 +17,7 @@ from bayesopt_chain.diagnostics.temperatures import (
     temperatures,
 )
 from bayesopt_chain.diagnostics.top_curvature import hessian_product
+from bayesopt_chain.diagnostics.tune_mclmc import MclmcTuning, tune_mclmc
 
 __all__ = [
     "ChainSuggestion",
@@ -29,6 +30,7 @@ __all__ = [
     "Heating",
     "LearningCoefficient",
     "LrBias",
+    "MclmcTuning",
     "Setting",
     "Temperatures",
     "ThermalLeaf",
@@ -43,4 +45,5 @@ __all__ = [
     "lr_bias",
     "r_hat",
     "temperatures",
+    "tune_mclmc",
 ]

@@ -5,6 +5,7 @@ from bayesopt_chain.samplers.cyclical import cyclical
 from bayesopt_chain.samplers.fisher_scoring import sgfs
 from bayesopt_chain.samplers.langevin import sghmc, sghmc_from_friction, sghmc_to_friction, sgld
 from bayesopt_chain.samplers.lattice import lattice_walk
+from bayesopt_chain.samplers.microcanonical import mclmc
 from bayesopt_chain.samplers.precision import langevin_with_precision
 from bayesopt_chain.samplers.preconditioned import (
     adam_sghmc,
@@ -29,6 +30,7 @@ __all__ = [
     "cyclical",
     "langevin_with_precision",
     "lattice_walk",
+    "mclmc",
     "obabo",
     "psgld",
     "replica_exchange",

@@ -67,6 +67,16 @@ def thermostat_probe(tx, **kwargs) -> Probe:
     return Probe(tx, reduce=lambda v, xi: (v, xi.sqrt()), lift=lambda v, root: (v, root.square()), **kwargs)
 
 
+def by_length():
+    """Gradients over their common length."""
+
+    def update(g, state, *, params=None, inplace=True):
+        length = sum((x * x).sum() for x in optree.tree_leaves(g)).sqrt()
+        return optree.tree_map(lambda x: x / length, g), state
+
+    return torchopt.base.GradientTransformation(lambda params: torchopt.base.EmptyState(), update)
+
+
 def window_then_momentum():
     return torchopt.chain(bc.samplers.scale_by_adaptive_window(4), bc.add_momentum(0.9), bc.scale_by_neg_lr(0.05))
 
@@ -302,6 +312,13 @@ SAMPLERS = (
         lambda t: bc.samplers.lattice_walk(0.05, temperature=t or 1.0),
         skip=NO_GRADIENT,
         why="its moves are signs",
+    ),
+    sampler(
+        "mclmc",
+        lambda t: bc.samplers.mclmc(0.05, 1.0, temperature=t),
+        lambda: torchopt.chain(bc.with_response(by_length(), bc.response.Nonlinear()), torchopt.sgd(0.05)),
+        skip=NEEDS_EVERY_GRADIENT,
+        why="one direction for all parameters, so that none may lack a gradient",
     ),
     sampler(
         "sghmc, three-point noise",
