@@ -47,8 +47,7 @@ package: $(VENV)/.installed
 	$(BIN)/pyroma --min 10 .
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	$(BIN)/python -m tests.site docs/_build
 
 # Executed in place, outputs kept; BAYESOPT_CHAIN_SCALE=smoke for a quick look, BAYESOPT_CHAIN_DATA for the data sets.
 notebooks: $(VENV)/.installed

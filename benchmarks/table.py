@@ -1,4 +1,4 @@
-"""The tables of speed in the README and in ``docs/speed.md``, from the file that ``python -m benchmarks`` wrote."""
+"""The table of speed in ``docs/speed.md``, from the file that ``python -m benchmarks`` wrote."""
 
 from __future__ import annotations
 
@@ -21,18 +21,6 @@ def table(path: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def short(path: Path = RESULTS) -> str:
-    """One line for each task: its first comparison, and how many of all comparisons met their targets."""
-    lines = ["| work | ours / theirs | ratio |", "| --- | --- | --- |"]
-    rows = json.loads(path.read_text())["rows"]
-    for row in rows:
-        for r in row["ratios"][:1]:
-            lines.append(f"| {row['work']} | {r['ours']} / {r['theirs']} | {r['ratio']:.2g} |")
-    ratios = [r for row in rows for r in row["ratios"]]
-    met = sum(r["ratio"] <= r["target"] for r in ratios)
-    return "\n".join([*lines, "", f"{met} of {len(ratios)} comparisons met the target set beforehand ({when(path)})."])
-
-
 def when(path: Path = RESULTS) -> str:
     """Machine, versions and date of the rows."""
     environments = [row["environment"] for row in json.loads(path.read_text())["rows"]]
@@ -42,4 +30,4 @@ def when(path: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
-    print(f"{short()}\n\n{when()}\n\n{table()}")
+    print(f"{when()}\n\n{table()}")

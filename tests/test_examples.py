@@ -39,3 +39,20 @@ def test_it_runs_and_prints_a_row_for_each_method():
     assert [row.split("|")[1].strip() for row in rows] == METHODS
     accuracy = {row.split("|")[1].strip(): float(row.split("|")[2]) for row in rows}
     assert min(accuracy[k] for k in METHODS if k != "IVON") > 0.8  # of ten classes, after four epochs
+
+
+def test_the_picture_of_the_readme_is_wider_where_there_are_no_data(tmp_path):
+    """The example's own functions, with fewer steps than the picture."""
+    import runpy
+
+    import torch
+
+    example = runpy.run_path(str(ROOT / "examples" / "with_and_without.py"))
+    x, y = example["data"]()
+    new = torch.tensor([[0.6], [0.0], [3.0]])
+    sampled = example["predictions"](x, y, new, 1 / 60, steps=3000)
+    trained = example["predictions"](x, y, new, 0, steps=600)
+    widths = [(high - low).flatten() for low, high in (sampled.interval(0.9), trained.interval(0.9))]
+    assert widths[0][0] < widths[0][1] < widths[0][2]
+    torch.testing.assert_close(widths[1], widths[1][:1].expand(3), rtol=1e-3, atol=0)
+    example["picture"](x, y, new, {"sampled": sampled, "trained": trained}).savefig(tmp_path / "picture.png")

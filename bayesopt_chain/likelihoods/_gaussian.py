@@ -22,7 +22,7 @@ from torch.special import ndtr
 from bayesopt_chain import checks
 from bayesopt_chain.likelihoods._draws import standard_gamma
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
-from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood
+from bayesopt_chain.likelihoods._likelihood import Grouping, Likelihood, weights_of_draws
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import normal_nodes
 from bayesopt_chain.likelihoods._roots import Elementwise
@@ -77,7 +77,8 @@ class Gaussian(Likelihood):
         stacked = torch.stack([mean, total.log()], -1)[None]
         return Predictive(_Stacked(), stacked, mean.new_zeros(1), of=self, noise=noise)
 
-    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
+    def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
+        log_weights = weights_of_draws(outputs, log_weights)
         log_variance = self._variance(outputs).log().expand_as(outputs)
         return Predictive(_Stacked(), torch.stack([outputs, log_variance], -1), log_weights, of=self)
 

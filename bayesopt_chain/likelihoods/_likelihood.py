@@ -19,6 +19,7 @@ A new target at Gaussian outputs ``f ~ N(m, S)`` has the density ``E_f p(y | f)`
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -621,24 +622,27 @@ class Likelihood(ABC):
         nodes, log_weights = self.nodes(mean, covariance)
         return Predictive(self, nodes, log_weights)
 
-    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
-        """The distribution of new targets as a mixture over outputs, such as those of the draws of an ensemble.
+    def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
+        """The distribution of new targets as a mixture over outputs, such as those of the draws of a run.
 
         Args:
-            outputs: ``[S, N, *event]``.
-            log_weights: ``[S]``; their exponentials sum to 1.
+            outputs: ``[S, N, *event]``, as ``draws.predict(..., reduce="stack")`` returns them.
+            log_weights: ``[S]``; their exponentials sum to 1. Default: all alike.
 
         Returns:
             A :class:`Predictive`.
+
+        Raises:
+            ValueError: no outputs on axis 0, or another number of weights.
 
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
             >>> outputs = torch.tensor([-1.0, 1.0])[:, None, None]
-            >>> likelihoods.gaussian(0.5).mixture(outputs, torch.full((2,), 0.5).log()).variance
+            >>> likelihoods.gaussian(0.5).mixture(outputs).variance
             tensor([[1.5000]])
         """
-        return Predictive(self, outputs, log_weights)
+        return Predictive(self, outputs, weights_of_draws(outputs, log_weights))
 
     def widened(self, outputs: Tensor, factor: float) -> tuple[Likelihood, Tensor]:
         """A likelihood and outputs whose predictions are wider (``factor`` above 1) or narrower: noise of ``factor`` times the
@@ -894,3 +898,22 @@ def slope(total: Any, outputs: Tensor) -> Tensor:
     with torch.enable_grad():
         f = outputs.detach().requires_grad_()
         return torch.autograd.grad(total(f), f, materialize_grads=True)[0]
+
+
+def weights_of_draws(outputs: Tensor, log_weights: Tensor | None) -> Tensor:
+    """The logarithms of the draws' weights, all alike if none are given.
+
+    Raises:
+        ValueError: no draws, or another number of weights.
+    """
+    if outputs.ndim < 2 or not len(outputs):
+        raise ValueError(
+            f"mixture: outputs must be [draws, N, *event] of at least one draw, got {tuple(outputs.shape)}"
+        )
+    if log_weights is None:
+        return outputs.new_full((len(outputs),), -math.log(len(outputs)))
+    if log_weights.shape != outputs.shape[:1]:
+        raise ValueError(
+            f"mixture: log_weights must hold one number for each of {len(outputs)} draws, got shape {tuple(log_weights.shape)}"
+        )
+    return log_weights

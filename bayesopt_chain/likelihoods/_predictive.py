@@ -50,7 +50,6 @@ class Predictive:
         outputs: the nodes, ``[S, N, *event]``.
         log_weights: of the nodes, ``[S]``; their exponentials sum to 1.
         of: the likelihood whose targets these are, which knows their weights.
-        noise: ``E Var[y | f]``, the part of the variance that no data remove, shaped like the mean.
 
     Example:
         >>> import torch
@@ -98,7 +97,7 @@ class Predictive:
 
     @property
     def noise(self) -> Tensor:
-        """``E Var[y | f]``: the part of the variance that no data remove."""
+        """``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove."""
         return self._within if self._noise is None else self._noise
 
     @property

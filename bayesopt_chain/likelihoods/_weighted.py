@@ -117,7 +117,7 @@ class Weighted(Likelihood):
         plain = self.inner.predictive(mean, covariance)
         return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
 
-    def mixture(self, outputs: Tensor, log_weights: Tensor) -> Predictive:
+    def mixture(self, outputs: Tensor, log_weights: Tensor | None = None) -> Predictive:
         plain = self.inner.mixture(outputs, log_weights)
         return Predictive(plain.likelihood, plain.outputs, plain.log_weights, of=self, noise=plain._noise)
 

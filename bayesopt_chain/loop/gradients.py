@@ -14,7 +14,7 @@ so that it is unbiased, and the noise that is left depends on how alike the two 
   ``theta*`` are kept in a table. One gradient of the batch a step.
 
 A correction helps where the batch's gradients at ``theta`` and ``theta*`` go together, as they do where the loss is near a
-quadratic. On a network they need not, and then it *adds* noise. What is left,
+quadratic. On a network they need not, and then it *adds* noise. What is left, ::
 
     tr Cov(g - c) - tr Cov(g) = E |c|^2 - 2 E <g, c> = -E d,       d = 2 <g, c> - |c|^2,
 

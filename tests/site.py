@@ -1,0 +1,148 @@
+"""``python -m tests.site FOLDER``: build the documentation, check its links, and photograph it.
+
+The pages go to ``FOLDER/html``. Every link inside the site must lead to a page and, behind a ``#``, to an anchor of it. Where
+Chromium is installed, the landing page and six others are photographed at 1,280 and at 400 pixels
+(``FOLDER/PAGE_WIDTH.png``), and no page may be wider than the window, so that nothing but code has to be scrolled sideways.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+DOCS = Path(__file__).parents[1] / "docs"
+PHOTOGRAPHED = ("index", "trainers", "minibatches", "theory", "laplace", "howto/check_a_run", "glossary")
+WIDTHS = (1280, 400)
+MEASURE = """<iframe id="page" style="border:0;width:{width}px;height:2000px" src="/{page}.html"></iframe>
+<p id="width"></p><script>
+document.getElementById("page").onload = e => document.getElementById("width").textContent =
+  "width=" + e.target.contentDocument.documentElement.scrollWidth + ";"</script>"""
+
+
+def build(out: Path) -> str:
+    """Build the site into a folder; returns what Sphinx complains of, nothing if all is well."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+class _Page(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and name in ("id", "name"):
+                self.anchors.add(value)
+            elif value and ((name == "href" and tag == "a") or (name == "src" and tag == "img")):
+                self.links.append(value)
+
+
+def broken_links(site: Path) -> list[str]:
+    """``page: link`` for every link inside the site that leads nowhere; listings of sources are Sphinx's business."""
+    made = {"_static", "_modules"}
+    pages = {path: _Page(path.read_text()) for path in site.rglob("*.html") if not made & {*path.parts}}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or link.startswith("//"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            there = target.exists() and (
+                not parts.fragment or target not in pages or _has(pages[target], parts.fragment)
+            )
+            if not there:
+                broken.append(f"{path.relative_to(site)}: {link}")
+    return broken
+
+
+def _has(page: _Page, fragment: str) -> bool:
+    return unquote(fragment) in page.anchors or fragment in ("", "top")
+
+
+def chromium() -> str | None:
+    """The browser, if there is one."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def _browse(*arguments: str) -> str:
+    with tempfile.TemporaryDirectory() as profile:
+        command = [str(chromium()), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--disable-background-networking", f"--user-data-dir={profile}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+class _Served(SimpleHTTPRequestHandler):
+    """The site, and for ``/measure/WIDTH/PAGE`` a page that writes down how wide that one is."""
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"/measure/(\d+)/(.+)", self.path)
+        if asked is None:
+            return super().do_GET()
+        body = MEASURE.format(width=asked[1], page=asked[2]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def widths(site: Path, pages: tuple[str, ...] = PHOTOGRAPHED) -> Iterator[tuple[str, int, int]]:
+    """Page, width of the window, width of the page."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Served, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for page in pages:
+            for width in WIDTHS:
+                url = f"http://127.0.0.1:{server.server_port}/measure/{width}/{page}"
+                found = re.search(r"width=(\d+);", _browse("--virtual-time-budget=5000", "--dump-dom", url))
+                yield page, width, int(found[1]) if found else -1
+    finally:
+        server.shutdown()
+
+
+def photograph(site: Path, out: Path, pages: tuple[str, ...] = PHOTOGRAPHED) -> None:
+    """Pictures of pages at both widths."""
+    for page in pages:
+        for width in WIDTHS:
+            picture = out / f"{page.replace('/', '_')}_{width}.png"
+            _browse(
+                f"--window-size={width},1600", f"--screenshot={picture}", (site / f"{page}.html").resolve().as_uri()
+            )
+
+
+def main() -> None:
+    out = Path(sys.argv[1] if sys.argv[1:] else "site")
+    site = out / "html"
+    complaints = [line for line in build(site).splitlines() if line]
+    complaints += [f"broken link: {link}" for link in broken_links(site)]
+    if chromium() is None:
+        print("no Chromium: no pictures, and widths are not looked at")
+    else:
+        photograph(site, out)
+        narrow = [(page, width, wide) for page, width, wide in widths(site) if not 0 < wide <= width]
+        complaints += [f"{page} is {wide} pixels wide in {width}" for page, width, wide in narrow]
+    print("\n".join(complaints) or f"{len([*site.rglob('*.html')])} pages, nothing to complain of")
+    sys.exit(bool(complaints))
+
+
+if __name__ == "__main__":
+    main()
