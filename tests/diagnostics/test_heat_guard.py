@@ -59,6 +59,14 @@ def test_the_excess_of_reshuffled_epochs_is_that_of_all_orders_enumerated(K, rho
         assert reshuffled_excess(rho, K, mu) == pytest.approx(epoch_by_enumeration(rho, K, mu), rel=1e-9)
 
 
+@pytest.mark.parametrize("K", [4, 10, 64, 300])
+def test_a_memory_of_three_epochs_heats_by_13_percent_where_documents_set_the_limit(K):
+    mu, y = 1 - 0.3 / K, 1 / K**2
+    kappa = K * y / (1 - mu)
+    assert kappa == pytest.approx(10 / 3)
+    assert 0.12 < reshuffled_excess(kappa / 2, K, mu, y) < 0.13
+
+
 def test_one_batch_an_epoch_and_no_noise_heat_nothing_and_an_unstable_chain_without_end():
     assert reshuffled_excess(3.0, 1, 0.9) == 0.0 and reshuffled_excess(0.0, 50, 0.9) == 0.0
     assert reshuffled_excess(10.0, 4, 0.0) == math.inf
