@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("botorch") else ["bayesopt_chain/botorch"]
+NEEDS = {"bayesopt_chain/botorch": "botorch", "bayesopt_chain/sklearn.py": "sklearn"}
+
+collect_ignore = [room for room, library in NEEDS.items() if not find_spec(library)]

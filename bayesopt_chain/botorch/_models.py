@@ -26,6 +26,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from linear_operator import to_linear_operator
 from torch import Tensor
 
+from bayesopt_chain.ensemble import Ensemble
 from bayesopt_chain.fitting import FittedLaplace
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.predict._joint import jacobian
@@ -328,9 +329,10 @@ class DrawsModel(EnsembleModel):
         forward: ``forward(params, (x, None)) -> outputs [n, m]`` (or ``[n]``) for inputs ``[n, d]``.
         draws: a tree of leaves ``[S, *leaf.shape]``: a chain's draws, members of an ensemble, or
             ``posterior.sample((S,))`` of any Gaussian.
+        weights: of the draws, ``[S]``. Default: equal.
 
     Raises:
-        ValueError: leaves that disagree on S.
+        ValueError: leaves that disagree on S, or weights of another number.
 
     Example:
         >>> import torch
@@ -341,9 +343,15 @@ class DrawsModel(EnsembleModel):
     """
 
     def __init__(
-        self, forward: Forward, draws: Tree, *, input_transform: Any = None, outcome_transform: Any = None
+        self,
+        forward: Forward,
+        draws: Tree,
+        *,
+        weights: Tensor | None = None,
+        input_transform: Any = None,
+        outcome_transform: Any = None,
     ) -> None:
-        super().__init__()
+        super().__init__(weights)
         leaves = optree.tree_leaves(draws)
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -351,11 +359,55 @@ class DrawsModel(EnsembleModel):
                 f"DrawsModel: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape]"
             )
         self._forward_of, self._draws, self._size = forward, draws, lengths.pop()
+        if weights is not None and tuple(weights.shape) != (self._size,):
+            raise ValueError(
+                f"DrawsModel: weights has shape {tuple(weights.shape)} for {self._size} draws: pass one for each"
+            )
         self._num_outputs = 1
         if input_transform is not None:
             self.input_transform = input_transform
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
+
+    @classmethod
+    def of(cls, ensemble: Ensemble, **transforms: Any) -> DrawsModel:
+        """The model of what :func:`bayesopt_chain.posterior_ensemble` returned, its draws with their weights.
+
+        Args:
+            ensemble: of any method but "laplace", whose fits :meth:`LinearizedModel.of` takes.
+            **transforms: ``input_transform`` and ``outcome_transform``, as for the constructor.
+
+        Returns:
+            A :class:`DrawsModel` of the networks' outputs, without the noise.
+
+        Raises:
+            ValueError: a Laplace ensemble.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> from bayesopt_chain.botorch import DrawsModel
+            >>> x = torch.linspace(-1, 1, 20)[:, None]
+            >>> cheap = {"method": "ensemble", "members": 2, "steps": 20, "lr": 0.01, "progress": False}
+            >>> ensemble = bc.posterior_ensemble(torch.nn.Linear(1, 1), (x, 2 * x), bc.likelihoods.gaussian(), **cheap)
+            >>> model = DrawsModel.of(ensemble)
+            >>> torch.allclose(model.posterior(x).mean, ensemble.predict(x).mean)
+            True
+        """
+        if hasattr(ensemble, "fits"):
+            raise ValueError(
+                "DrawsModel.of: a Laplace ensemble has no draws: make LinearizedModel.of(fit) of one of ensemble.fits"
+            )
+        forward = ensemble.problem.members.still
+        kept: list[Any] = [
+            {"params": level.params, "buffers": level.buffers} if level.buffers else {"params": level.params}
+            for level in ensemble.levels
+        ]
+        draws: Any = optree.tree_map(lambda *parts: torch.cat([x.flatten(0, 1) for x in parts]), *kept)
+
+        def outputs(member: Any, batch: Any) -> Tensor:
+            return forward.with_buffers(member["params"], batch, member.get("buffers", {}))[0]
+
+        return cls(outputs, draws, weights=ensemble.log_weights.exp(), **transforms)
 
     @property
     def batch_shape(self) -> torch.Size:

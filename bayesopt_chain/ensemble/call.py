@@ -66,7 +66,7 @@ def posterior_ensemble(
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
             used: training takes 0.02 of the targets' variance, and the variance of predictions is found on held-out data.
         members: how many networks, at least 1. Default 4.
-        steps: of the first training of each member. Default: 150 passes over the data, from 1,000 to 10,000 steps.
+        steps: of the first training of each member. Default: 300 passes over the data, from 2,000 to 20,000 steps.
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one

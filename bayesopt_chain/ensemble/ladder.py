@@ -31,7 +31,7 @@ from bayesopt_chain.samplers.langevin import sghmc
 SHARE, LEAST_STEPS, DRAWS = 0.08, 20, 10
 LIMIT = 30.0  # nats of T P / 2 a datum
 HALVINGS = 8
-FIRST_PRODUCTS, MORE_PRODUCTS = 8, 3
+FIRST_PRODUCTS, MORE_PRODUCTS = 6, 2
 
 
 def size_of(params: Tensors) -> int:
@@ -60,6 +60,7 @@ def ladder(
     *,
     held_out: bool,
     most: int,
+    vectors: Tensors | None,
     stages: Any,
     name: str,
 ) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def ladder(
         epochs: the passes of training.
         held_out: whether members leave out their folds.
         most: levels at most.
+        vectors: along which each member's energy is steep, where that is known ``[M, *]``.
         stages: whose folders the runs have.
         name: of the stage.
     """
@@ -82,7 +84,7 @@ def ladder(
     mu = 0.9 if full else 1 - 0.3 / K
     at_mode = _energies(problem, params, buffers, likelihood, held_out)
     cost = passes(1, n, problem.data.size, FORWARD)
-    levels, about, vectors = [], [], None
+    levels, about = [], []
     halved, sharpest = torch.ones(problem.count), torch.zeros(problem.count)
     for i, t in enumerate(temperatures[:most]):
         if excess(t, size, problem.data.size) > LIMIT:
@@ -133,7 +135,7 @@ def ladder(
             break
         levels.append(level_of(found.draws, buffers).saved())
         params, buffers = last_of(found.draws, buffers)
-    return {"levels": levels, "about": about, "passes": {name: cost}}
+    return {"levels": levels, "about": about, "vectors": vectors, "passes": {name: cost}}
 
 
 class Attempt(NamedTuple):

@@ -41,9 +41,9 @@ def steps_for(size: int, batch_size: int) -> int:
     Example:
         >>> from bayesopt_chain.ensemble.plan import steps_for
         >>> [steps_for(n, 32) for n in (100, 300, 1000, 50_000)]
-        [1000, 1350, 4650, 10000]
+        [2000, 2700, 9300, 20000]
     """
-    return min(10_000, max(1000, 150 * (size // batch_size)))
+    return min(20_000, max(2000, 300 * (size // batch_size)))
 
 
 def training_likelihood(likelihood: Likelihood, targets: Any) -> Likelihood:

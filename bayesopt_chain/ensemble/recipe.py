@@ -110,14 +110,23 @@ def sghmc(plan: Plan) -> Ensemble:
     problem, stages, found = plan.problem, plan.stages, train(plan)
     arguments = (found.likelihood, plan.temperatures, plan.epochs)
 
-    def climb(name: str, start: Level, held_out: bool, most: int) -> dict[str, Any]:
+    def climb(name: str, start: Level, held_out: bool, most: int, vectors: Any) -> dict[str, Any]:
         def make() -> dict[str, Any]:
-            return ladder(problem, *start.last(), *arguments, held_out=held_out, most=most, stages=stages, name=name)
+            return ladder(
+                problem,
+                *start.last(),
+                *arguments,
+                held_out=held_out,
+                most=most,
+                vectors=vectors,
+                stages=stages,
+                name=name,
+            )
 
         return stages.once(name, make)
 
-    scored = climb("ladder of pilots", found.pilots, True, len(plan.temperatures))
-    kept = climb("ladder of modes", found.modes, False, len(scored["levels"]))
+    scored = climb("ladder of pilots", found.pilots, True, len(plan.temperatures), None)
+    kept = climb("ladder of modes", found.modes, False, len(scored["levels"]), scored["vectors"])
     count = len(kept["levels"])
     cold, hot = [Level(**x) for x in scored["levels"][:count]], [Level(**x) for x in kept["levels"]]
     spent = {**scored["passes"], **kept["passes"]}

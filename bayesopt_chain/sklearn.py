@@ -1,0 +1,295 @@
+"""``posterior_ensemble`` as estimators of scikit-learn: ``PosteriorRegressor`` and ``PosteriorClassifier``.
+
+They standardise inputs, and targets that are numbers, make a network of hidden layers of ReLU units (or take yours), and
+compute in double precision. Needs scikit-learn: the extra ``sklearn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from bayesopt_chain import likelihoods
+from bayesopt_chain.ensemble.call import posterior_ensemble
+from bayesopt_chain.ensemble.predict import EnsemblePrediction
+
+__all__ = ["PosteriorClassifier", "PosteriorRegressor"]
+
+
+class _Posterior(BaseEstimator):
+    """What both have in common: the arguments, the network, the scale of the inputs."""
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (50, 50),
+        *,
+        make_model: Callable[[int, int], nn.Module] | None = None,
+        members: int = 4,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        prior_precision: float | None = None,
+        held_out: float = 0.15,
+        temperatures: Sequence[float] = (0.3, 1.0),
+        method: str = "sghmc",
+        random_state: Any = None,
+    ) -> None:
+        self.hidden = hidden
+        self.make_model = make_model
+        self.members = members
+        self.steps = steps
+        self.batch_size = batch_size
+        self.lr = lr
+        self.prior_precision = prior_precision
+        self.held_out = held_out
+        self.temperatures = temperatures
+        self.method = method
+        self.random_state = random_state
+
+    def _fit(self, X: np.ndarray, targets: Tensor, outputs: int, likelihood: likelihoods.Likelihood) -> None:
+        self.center_ = X.mean(0)
+        deviation = X.std(0)
+        self.scale_ = np.where(deviation > 0, deviation, 1.0)
+        width, make = X.shape[1], self.make_model
+        seed = self.random_state
+        if not isinstance(seed, (int, np.integer)):
+            seed = check_random_state(seed).randint(2**20)
+
+        def network() -> nn.Module:
+            made = _network(width, self.hidden, outputs) if make is None else make(width, outputs)
+            return made.double()
+
+        self.ensemble_ = posterior_ensemble(
+            network,
+            (self._inputs(X), targets),
+            likelihood,
+            members=self.members,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            prior_precision=self.prior_precision,
+            held_out=self.held_out,
+            temperatures=self.temperatures,
+            method=self.method,  # pyright: ignore[reportArgumentType]
+            seed=int(seed),
+            progress=False,
+        )
+        self.report_ = self.ensemble_.report
+
+    def _inputs(self, X: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray((X - self.center_) / self.scale_))
+
+    def _prediction(self, X: Any) -> EnsemblePrediction:
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        return self.ensemble_.predict(self._inputs(X))
+
+
+class PosteriorRegressor(RegressorMixin, _Posterior):
+    """:func:`bayesopt_chain.posterior_ensemble` with Gaussian noise, as a regressor of scikit-learn.
+
+    Args:
+        hidden: units of the hidden layers. Default ``(50, 50)``.
+        make_model: from the numbers of inputs and outputs to a module, in the place of ``hidden``. Default: none.
+        members, steps, batch_size, lr, prior_precision, held_out, temperatures, method: of
+            :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
+        random_state: a whole number, a ``RandomState``, or ``None`` (default) for numpy's global one.
+
+    Attributes:
+        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`, of standardised inputs and targets.
+        report_: what was done and what would help; ``print`` it.
+
+    Example:
+        >>> import numpy as np
+        >>> from bayesopt_chain.sklearn import PosteriorRegressor
+        >>> x = np.linspace(-1, 1, 40)[:, None]
+        >>> model = PosteriorRegressor((8,), members=2, steps=60, lr=0.01, method="ensemble", random_state=0)
+        >>> mean, deviation = model.fit(x, 100 * x[:, 0]).predict(x, return_std=True)
+        >>> mean.shape, bool((deviation > 0).all())
+        ((40,), True)
+    """
+
+    def fit(self, X: Any, y: Any) -> PosteriorRegressor:
+        """Train, and find the noise.
+
+        Args:
+            X: inputs ``[n, d]``.
+            y: targets ``[n]`` or ``[n, outputs]``.
+
+        Returns:
+            Itself.
+
+        Raises:
+            ValueError: fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        _require_size(X)
+        columns = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
+        self.single_ = np.ndim(y) == 1
+        self.y_center_ = columns.mean(0)
+        deviation = columns.std(0)
+        self.y_scale_ = np.where(deviation > 0, deviation, 1.0)
+        targets = torch.from_numpy((columns - self.y_center_) / self.y_scale_)
+        self._fit(X, targets, columns.shape[1], likelihoods.gaussian())
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Means of new targets.
+
+        Args:
+            X: inputs ``[n, d]``.
+            return_std: whether to return their standard deviations too, noise included. Default False.
+
+        Returns:
+            ``[n]`` or ``[n, outputs]``, or a pair of these.
+
+        Raises:
+            NotFittedError: before :meth:`fit`.
+        """
+        found = self._prediction(X)
+        mean = self._shaped(found.mean.numpy() * self.y_scale_ + self.y_center_)
+        if not return_std:
+            return mean
+        return mean, self._shaped(found.variance.sqrt().numpy() * self.y_scale_)
+
+    def predict_quantile(self, X: Any, level: float) -> Any:
+        """The value below which a new target lies with a probability.
+
+        Args:
+            X: inputs ``[n, d]``.
+            level: the probability, between 0 and 1.
+
+        Returns:
+            ``[n]`` or ``[n, outputs]``.
+
+        Raises:
+            ValueError: a level out of range.
+        """
+        return self._shaped(self._prediction(X).quantile(level).numpy() * self.y_scale_ + self.y_center_)
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
+        """The central interval that holds a new target with a probability.
+
+        Args:
+            X: inputs ``[n, d]``.
+            level: the probability, between 0 and 1. Default 0.9.
+
+        Returns:
+            ``(low, high)``, each ``[n]`` or ``[n, outputs]``.
+
+        Raises:
+            ValueError: a level out of range.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"predict_interval: level must lie between 0 and 1, got {level}")
+        return self.predict_quantile(X, (1 - level) / 2), self.predict_quantile(X, (1 + level) / 2)
+
+    def _shaped(self, columns: np.ndarray) -> np.ndarray:
+        return columns[:, 0] if self.single_ else columns
+
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn may ask of it: several outputs."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+class PosteriorClassifier(ClassifierMixin, _Posterior):
+    """:func:`bayesopt_chain.posterior_ensemble` of classes, as a classifier of scikit-learn.
+
+    Args:
+        hidden: units of the hidden layers. Default ``(50, 50)``.
+        make_model: from the numbers of inputs and classes to a module that returns logits, in the place of ``hidden``.
+        members, steps, batch_size, lr, prior_precision, held_out, temperatures, method: of
+            :func:`bayesopt_chain.posterior_ensemble`, with the same defaults.
+        random_state: a whole number, a ``RandomState``, or ``None`` (default) for numpy's global one.
+
+    Attributes:
+        classes_: the labels.
+        ensemble_: the :class:`bayesopt_chain.ensemble.Ensemble`, of standardised inputs.
+        report_: what was done and what would help; ``print`` it.
+
+    Example:
+        >>> import numpy as np
+        >>> from bayesopt_chain.sklearn import PosteriorClassifier
+        >>> x = np.linspace(-1, 1, 40)[:, None]
+        >>> y = np.where(x[:, 0] > 0, "yes", "no")
+        >>> model = PosteriorClassifier((8,), members=2, steps=60, lr=0.01, method="ensemble", random_state=0)
+        >>> model.fit(x, y).predict_proba(x).shape
+        (40, 2)
+    """
+
+    def fit(self, X: Any, y: Any) -> PosteriorClassifier:
+        """Train.
+
+        Args:
+            X: inputs ``[n, d]``.
+            y: labels ``[n]``.
+
+        Returns:
+            Itself.
+
+        Raises:
+            ValueError: one class alone, or fewer than 9 data; what :func:`bayesopt_chain.posterior_ensemble` refuses.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "PosteriorClassifier: y has one class alone, so that there is nothing to classify: pass two"
+            )
+        _require_size(X)
+        self._fit(X, torch.from_numpy(numbers.astype(np.int64)), len(self.classes_), likelihoods.categorical())
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities of the classes.
+
+        Args:
+            X: inputs ``[n, d]``.
+
+        Returns:
+            ``[n, C]``, in the order of ``classes_``.
+
+        Raises:
+            NotFittedError: before :meth:`fit`.
+        """
+        p = self._prediction(X).probabilities.numpy()
+        return p / p.sum(1, keepdims=True)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class of each datum, ``[n]``.
+
+        Args:
+            X: inputs ``[n, d]``.
+
+        Returns:
+            Labels ``[n]``.
+
+        Raises:
+            NotFittedError: before :meth:`fit`.
+        """
+        p = self.predict_proba(X)
+        return self.classes_[p.argmax(1)]
+
+
+def _network(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def _require_size(X: np.ndarray) -> None:
+    if len(X) < 9:
+        raise ValueError(f"n_samples={len(X)}: at least 9 samples are needed, for two folds are left out of training")

@@ -1,0 +1,59 @@
+"""The estimators keep scikit-learn's contract and predict in the targets' own units."""
+
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.model_selection import GridSearchCV
+from sklearn.utils.estimator_checks import check_estimator
+
+from bayesopt_chain.sklearn import PosteriorClassifier, PosteriorRegressor
+
+TINY = {"members": 1, "steps": 30, "lr": 0.1, "batch_size": 256, "method": "ensemble", "random_state": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PosteriorRegressor, PosteriorClassifier])
+def test_an_estimator_passes_every_check_of_scikit_learn(kind):
+    check_estimator(kind((10,), **TINY))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 2))
+    return x, 50 + 100 * x[:, 0] + rng.normal(size=80)
+
+
+def test_a_regressor_predicts_in_the_units_of_its_targets():
+    x, y = data()
+    model = PosteriorRegressor((10,), **{**TINY, "steps": 200}).fit(x, y)
+    mean, deviation = model.predict(x, return_std=True)
+    assert model.score(x, y) > 0.9 and mean.shape == deviation.shape == (80,)
+    low, high = model.predict_interval(x, 0.9)
+    np.testing.assert_allclose(model.predict_quantile(x, 0.95), high)
+    assert 0.75 <= np.mean((low <= y) & (y <= high)) <= 1
+
+
+def test_several_outputs_are_predicted_together():
+    x, y = data()
+    both = PosteriorRegressor((10,), **TINY).fit(x, np.stack([y, -y], 1))
+    assert both.predict(x).shape == (80, 2)
+
+
+def test_a_classifier_has_probabilities_of_its_labels_and_goes_through_pickle():
+    x, y = data()
+    model = PosteriorClassifier((10,), **TINY).fit(x, np.where(y > 50, "high", "low"))
+    p = model.predict_proba(x)
+    np.testing.assert_allclose(p.sum(1), 1)
+    assert list(model.classes_) == ["high", "low"]
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(x), p)
+
+
+def test_a_network_of_ones_own_is_searched_over():
+    from torch import nn
+
+    x, y = data()
+    search = GridSearchCV(
+        PosteriorRegressor(make_model=lambda d, out: nn.Linear(d, out), **TINY), {"prior_precision": [1.0, 1e4]}, cv=2
+    )
+    assert search.fit(x, y).best_params_ == {"prior_precision": 1.0}
