@@ -1,5 +1,6 @@
 """Can this run be trusted: mixing, discrepancy, temperatures, and what the minibatches do."""
 
+from bayesopt_chain.diagnostics.batch_sizes import Extrapolation, extrapolate_batch_size
 from bayesopt_chain.diagnostics.convergence import ess, r_hat
 from bayesopt_chain.diagnostics.doctor import Diagnosis, Finding, doctor
 from bayesopt_chain.diagnostics.gradient_noise import GradientNoise, gradient_noise
@@ -23,6 +24,7 @@ __all__ = [
     "ChainSuggestion",
     "Diagnosis",
     "Estimate",
+    "Extrapolation",
     "Finding",
     "GradientNoise",
     "Heat",
@@ -37,6 +39,7 @@ __all__ = [
     "Thermometer",
     "doctor",
     "ess",
+    "extrapolate_batch_size",
     "gradient_noise",
     "heating",
     "hessian_product",

@@ -1,0 +1,413 @@
+r"""What minibatches do to a sampler, and what each cure does about it, on three posteriors.
+
+    linear    regression with 1,000 data and 5 parameters, batches of 32, lr 0.1, momentum 0.9: the covariance solved exactly
+    pima      logistic regression on features of scales from 3 to 0.1, stiffest direction at ``kappa`` relaxations an epoch
+    mnist     an MLP 196-20-10 on 1,000 digits, prior N(0, 1) of every weight
+
+``pima`` and ``mnist`` are compared with Hamiltonian Monte Carlo (Metropolis-corrected, many chains), whose draws are kept in
+the folder of the run and whose R-hat stands in the table. Chains start at draws of the reference and are looked at after
+``burn_in`` epochs, at all phases of an epoch. A function is a coordinate along an eigenvector of the Hessian (pima) or a
+logit of a test image (mnist, where the Hessian is too large for mclmc's precision). Measures:
+
+    gradients       gradients of a batch a step
+    log variance    mean over functions of log(variance / that of the reference), and its root mean square
+    stiffest        variance / that of the reference along the stiffest direction, minus 1 (linear: the mean over directions)
+    test NLL        of the mean of the predictive probabilities, minus that of the reference
+    energy          mean of ``N loss``, minus that of the reference, in nats
+    ESS             effective draws an epoch, median over functions, from all chains, over the number of chains
+    left            of the noise by a control variate at a draw of the reference, 1 without it; the method is refused at 1
+
+A method that the library refuses stands there with what it measured. ``--workers`` cells run at once, a file each, and a second
+call goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+import bayesopt_chain as bc
+from benchmarks.experiments import mnist, pima
+from benchmarks.experiments.cells import folder_of, kept, slug, spent
+from benchmarks.experiments.common import Experiment, Table
+
+METHODS = (
+    "full batch",
+    "independent",
+    "reshuffled",
+    "reshuffled, long memory",
+    "palindrome",
+    "palindrome, long memory",
+    "herded",
+    "room for the batches",
+    "stored control variates",
+    "control variates",
+    "mclmc",
+    "mclmc, precision",
+)
+
+
+class Task(NamedTuple):
+    """A posterior: the mean negative log posterior of a vector of parameters, its data, and what is looked at."""
+
+    loss: Callable[[Tensor, Any], Tensor]
+    data: tuple[Tensor, Tensor]
+    start: Tensor  # near the mode
+    functions: Callable[[Tensor], Tensor]  # [n, P] -> [n, F]
+    log_predictive: Callable[[Tensor], Tensor]  # [n, P] -> [n, test data]
+
+    @property
+    def n(self) -> int:
+        return len(self.data[0])
+
+
+def pima_task(s: Mapping[str, Any]) -> Task:
+    x, y = pima.read()
+    x = x * torch.logspace(0.5, -1.0, 8, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+
+    def loss(w: Tensor, batch: Any) -> Tensor:
+        return binary_cross_entropy_with_logits(batch[0] @ w, batch[1]) + w.square().sum() / (2 * len(x))
+
+    w = torch.zeros(9, dtype=torch.float64)
+    for _ in range(20):
+        w = w - torch.linalg.solve(torch.func.hessian(loss)(w, (x, y)), torch.func.grad(loss)(w, (x, y)))
+    vectors = torch.linalg.eigh(torch.func.hessian(loss)(w, (x, y))).eigenvectors.flip(1)
+    signs = 2 * y - 1
+    return Task(
+        loss,
+        (x, y),
+        w,
+        lambda draws: (draws - w) @ vectors,
+        lambda draws: torch.nn.functional.logsigmoid(draws @ x.T * signs),
+    )
+
+
+def mnist_task(s: Mapping[str, Any]) -> Task:
+    x, y, x_test, y_test = mnist.read(2)
+    rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y, x_test, y_test = x[rows[: s["data"]]], y[rows[: s["data"]]], x_test[:1000], y_test[:1000]
+    sizes = (196 * 20, 20, 20 * 10, 10)
+
+    def forward(w: Tensor, x: Tensor) -> Tensor:
+        a, b, c, d = w.split(sizes)
+        return torch.tanh(x @ a.view(196, 20) + b) @ c.view(20, 10) + d
+
+    def loss(w: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(forward(w, batch[0]), batch[1]) + w.square().sum() / (2 * len(x))
+
+    w = 0.1 * torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1))
+    tx = bc.adam(0.01)
+    step, state = bc.make_step(loss, tx), tx.init(w)
+    for _ in range(s["descent"]):
+        w, state, _ = step(w, state, (x, y))
+
+    def log_predictive(draws: Tensor) -> Tensor:
+        logits = torch.stack([forward(w, x_test) for w in draws])
+        return logits.log_softmax(-1)[:, torch.arange(len(y_test)), y_test]
+
+    return Task(
+        loss,
+        (x, y),
+        w,
+        lambda draws: torch.stack([forward(w, x_test[:50]).flatten() for w in draws]),
+        log_predictive,
+    )
+
+
+TASKS = {"pima": pima_task, "mnist": mnist_task}
+
+
+def hmc(task: Task, s: Mapping[str, Any], seed: int) -> Tensor:
+    """One chain of Hamiltonian Monte Carlo, ``[draws, P]``; the step follows the acceptance during the first fifth."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    n, w = task.n, task.start.clone()
+    value = torch.func.grad_and_value(lambda w: n * task.loss(w, task.data))
+    grad, energy = value(w)
+    step, kept_draws, leaps, new = s["hmc_step"], [], s["leaps"], energy
+    for t in range(s["hmc_draws"] * 5 // 4):
+        p = torch.randn(w.shape, generator=g, dtype=w.dtype)
+        size = step * float(0.8 + 0.4 * torch.rand((), generator=g))
+        q, momentum, force = w, p - size / 2 * grad, grad
+        for leap in range(leaps):
+            q = q + size * momentum
+            force, new = value(q)
+            momentum = momentum - (size if leap < leaps - 1 else size / 2) * force
+        log_ratio = float(energy - new + (p.square().sum() - momentum.square().sum()) / 2)
+        accepted = math.log(float(torch.rand((), generator=g)) + 1e-12) < log_ratio
+        if accepted:
+            w, grad, energy = q, force, new
+        if t < s["hmc_draws"] // 4:
+            rate = min(1.0, math.exp(min(log_ratio, 0.0))) if math.isfinite(log_ratio) else 0.0
+            step *= math.exp(0.1 * (rate - 0.8))
+        else:
+            kept_draws.append(w)
+    return torch.stack(kept_draws)
+
+
+class Setting(NamedTuple):
+    """A method: the chain, how its gradients are made, and its batches."""
+
+    tx: Any
+    estimate: Any
+    data: Any
+    gradients: float
+    left: float | None = None
+    steps: int | None = None  # an epoch, where it is not the number of batches
+
+
+def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor, curvature: float) -> Setting:
+    """The setting of a method; a refusal of the library is raised.
+
+    ``curvature`` is the largest of the mean loss at a draw.
+    """
+    n, b, T, chains = task.n, s["batch"], 1 / task.n, s["chains"]
+    steps, kappa, memory = n / b, s["kappa"], "long memory" in method
+    friction = (0.1 if "palindrome" in method else 0.3) / steps if memory else 0.1
+    lr = min(kappa * friction / (steps * curvature), 1.0 / curvature)
+    if memory:
+        lr = min(lr, 1.0 / (steps**2 * curvature))  # K sqrt(lr k) of 1
+    order: Any = {"independent": "independent", "palindrome": "palindrome", "herded": "herded"}.get(
+        method.split(",")[0], "reshuffled"
+    )
+    one = bc.epochs(task.data, b, with_rows=True)
+    make = lambda **more: bc.sghmc(lr, 1 - friction, temperature=T, **more)  # noqa: E731
+    if method == "full batch":
+        lr = 0.3 / curvature
+        return Setting(make(), task.loss, [task.data], 1.0, steps=max(round(steps), 1))
+    if method.startswith("mclmc"):
+        precision = None
+        if "precision" in method:
+            hessian = n * torch.func.hessian(task.loss)(task.start, task.data)
+            precision = bc.precision.Dense(hessian, task.start, torch.tensor(float(n))).factorised()
+        found = bc.diagnostics.tune_mclmc(
+            task.loss, reference[0], task.data, temperature=T, precision=precision, steps=s["tune"]
+        )
+        tx = bc.samplers.mclmc(found.lr, found.length, temperature=T, precision=precision)
+        return Setting(tx, task.loss, bc.epochs(task.data, b, chains=chains), 1.0)
+    table: Any = None
+    rows = False
+    if method in ("herded", "stored control variates"):
+        table = bc.gradients.gradient_table(task.loss, one, task.start, rank=s["rank"])
+    if method == "stored control variates":
+        estimate = bc.gradients.stored_control_variates(task.loss, table, data=one)
+        left, rows, gradients = bc.gradients.noise_left(estimate, reference[-1], one, memory=()), True, 1.0
+    elif method == "control variates":
+        some = [one.batch(0, k)[0] for k in range(len(one))]
+        estimate, gradients = bc.gradients.control_variates(task.loss, some, task.start), 2.0
+        left = bc.gradients.noise_left(estimate, reference[-1], some, memory=estimate.init(task.start))
+    else:
+        estimate, left, gradients = task.loss, None, 1.0
+    room = None
+    if method == "room for the batches":
+        noise, again = (
+            bc.diagnostics.gradient_noise(task.loss, w, bc.epochs(task.data, b), rank=s["rank"])
+            for w in reference[:: len(reference) // 2][:2]
+        )
+        product = bc.diagnostics.hessian_product(task.loss, reference[0], bc.epochs(task.data, b))
+        room = bc.diagnostics.heating(make(), noise, curvature=product, again=again)
+    data = bc.epochs(
+        task.data, b, order=order, chains=chains, with_rows=rows, **({"table": table} if order == "herded" else {})
+    )
+    return Setting(make(room_for=room), estimate, data, gradients, left)
+
+
+def draws_of(task: Task, setting: Setting, s: Mapping[str, Any], reference: Tensor) -> Tensor:
+    """Draws ``[draws, chains, P]`` of one method, at all phases of the epochs."""
+    chains = s["chains"]
+    full = setting.steps is not None
+    step = bc.parallel(bc.make_step(setting.estimate, setting.tx), chains, batch_dim=None if full else 0)
+    params = reference[torch.linspace(0, len(reference) - 1, chains).long()].clone()
+    state, out, t = step.init(setting.tx, params), [], 0
+    every = setting.steps or len(setting.data)
+    stride = max(every // s["per_epoch"] + 1, 1)
+    for epoch in range(s["epochs"]):
+        for batch in setting.data * every if full else setting.data:
+            params, state, _ = step(params, state, batch)
+            t += 1
+            if epoch >= s["burn_in"] and t % stride == 0:
+                out.append(params)
+        if hasattr(state, "watch"):
+            bc.gradients.check_noise(state)
+    return torch.stack(out)
+
+
+def measured(task: Task, draws: Tensor, reference: Tensor, epochs: int) -> dict[str, float]:
+    """How draws ``[draws, chains, P]`` differ from those of the reference ``[draws, P]``."""
+    flat = draws.flatten(0, 1)
+    functions, known = task.functions(flat), task.functions(reference)
+    logs = (functions.var(0) / known.var(0)).log()
+    energy = lambda w: task.n * torch.stack([task.loss(x, task.data) for x in w]).double()  # noqa: E731
+    nll = lambda w: -(task.log_predictive(w).double().logsumexp(0) - math.log(len(w))).mean()  # noqa: E731
+    by_chain = functions.unflatten(0, draws.shape[:2])[:, :, :20].double()
+    return {
+        "log variance": float(logs.mean()),
+        "rms": float(logs.square().mean().sqrt()),
+        **({} if len(flat[0]) > 100 else {"stiffest": float((functions[:, 0].var() / known[:, 0].var()) - 1)}),
+        "test NLL": float(nll(flat[:: max(len(flat) // 2000, 1)]) - nll(reference[:: max(len(reference) // 2000, 1)])),
+        "energy": float(
+            energy(flat[:: max(len(flat) // 500, 1)]).mean()
+            - energy(reference[:: max(len(reference) // 500, 1)]).mean()
+        ),
+        "ESS": float(bc.diagnostics.ess({"f": by_chain})["f"].median()) / draws.shape[1] / epochs,
+    }
+
+
+def reference_of(task: str, s: Mapping[str, Any], folder: Path) -> tuple[Task, Tensor]:
+    """The task and the draws of its reference ``[chains, draws, P]``, from the folder."""
+    made = TASKS[task](s)
+    paths = [folder / f"{task}-hmc-{i}.pt" for i in range(s["hmc_chains"])]
+    return made, torch.stack([torch.load(path) for path in paths])
+
+
+def one_cell(task: str, method: str, s: Mapping[str, Any], folder: Path) -> None:
+    """Make one cell and keep it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    s = {**s, **s[task]}
+
+    def make(_: Path) -> dict[str, float]:
+        if method.startswith("HMC "):
+            i = int(method.split()[1])
+            torch.save(hmc(TASKS[task](s), s, i), folder / f"{task}-hmc-{i}.pt")
+            return {"gradients": float(s["hmc_draws"] * 5 // 4 * s["leaps"])}
+        made, chains = reference_of(task, s, folder)
+        reference = chains.flatten(0, 1)
+        if method == "HMC":
+            f = torch.stack([made.functions(x) for x in chains], 1)[:, :, :20].double()
+            return {
+                "R-hat": float(bc.diagnostics.r_hat({"f": f})["f"].max()),
+                "ESS of all draws": float(bc.diagnostics.ess({"f": f})["f"].median()),
+            }
+        value = torch.func.grad(made.loss)
+        w, v = reference[0], torch.randn(reference[0].shape, dtype=reference.dtype)
+        for _ in range(40):
+            v = torch.func.jvp(lambda w: value(w, made.data), (w,), (v / v.norm(),))[1]
+        try:
+            setting = settings_of(made, method, s, reference, float(v.norm()))
+            draws = draws_of(made, setting, s, reference)
+        except ValueError as refusal:
+            (folder / f"{task}-{slug(method)}.refused").write_text(str(refusal))
+            return {"refused": 1.0}
+        row = {"gradients": setting.gradients, **measured(made, draws, reference, s["epochs"] - s["burn_in"])}
+        return row if setting.left is None else {**row, "left": setting.left}
+
+    kept(folder, f"{task} {method}", make)
+
+
+def linear(s: Mapping[str, Any]) -> Table:
+    """The README's regression, solved exactly: plain, and with stored control variates of rank 1, 2 and 5."""
+    n, d, b, lr, mu = 1000, 5, 32, 0.1, 0.9
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = x.sum(1) + torch.randn(n, generator=g, dtype=torch.float64)
+    mode, H = torch.linalg.lstsq(x, y[:, None]).solution[:, 0], x.T @ x / n
+    loss = lambda w, batch: (batch[0] @ w - batch[1]).square().mean() / 2  # noqa: E731
+    eye, zero = torch.eye(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+    a = lr * math.sqrt(2 / n * (1 - mu) / lr) / 2
+    M = torch.cat(
+        [
+            torch.cat([eye - lr * H, -mu * eye, -a * eye], 1),
+            torch.cat([lr * H, mu * eye, a * eye], 1),
+            torch.zeros(d, 3 * d, dtype=torch.float64),
+        ]
+    )
+    L, F, R = torch.cat([-lr * eye, lr * eye, zero]), torch.cat([-a * eye, a * eye, eye]), torch.cat([eye, zero, zero])
+    A = torch.einsum("ni,nj->nij", x, x) - H
+    share = (n - b) / (n - 1) / b
+    AA = torch.einsum("nij,nkl->ikjl", A, A).reshape(d * d, d * d) / n * share
+    pair = torch.kron(M, M) + torch.kron(L, L) @ AA @ torch.kron(R, R).T
+    each, table = x * (x @ mode - y)[:, None], {}
+    for rank in (0, 1, 2, 5):
+        left = each
+        if rank:
+            made = bc.gradients.gradient_table(loss, bc.epochs((x, y), b), mode, rank=rank)
+            left = each - made.numbers @ made.directions
+        Q = F @ F.T + L @ (left.T @ left / n * share) @ L.T
+        V = torch.linalg.solve(torch.eye(len(pair), dtype=torch.float64) - pair, Q.reshape(-1)).reshape(3 * d, 3 * d)
+        name = f"linear: stored control variates, {rank} directions" if rank else "linear: independent"
+        table[name] = {"gradients": 1.0, "stiffest": float((V[:d, :d] @ H).trace() * n / d) - 1}
+    return table
+
+
+def run(settings: Mapping[str, Any], seed: int) -> Table:
+    """All cells, and the table of what is kept of them."""
+    folder, workers = folder_of("heat", settings) / f"seed-{seed}", int(os.environ.get("BAYESOPT_CHAIN_WORKERS") or 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = linear(settings)
+    first = [(task, f"HMC {i}") for task in settings["tasks"] for i in range(settings[task]["hmc_chains"])]
+    second = [(task, method) for task in settings["tasks"] for method in ("HMC", *settings["methods"])]
+    second.remove(("mnist", "mclmc, precision")) if ("mnist", "mclmc, precision") in second else None
+    for cells in (first, second):
+        if workers == 1:
+            for cell in cells:
+                one_cell(*cell, settings, folder)
+            continue
+        with ProcessPoolExecutor(workers) as pool:
+            for done in [pool.submit(one_cell, *cell, settings, folder) for cell in cells]:
+                done.result()
+    for task, method in second:
+        table[f"{task}: {method}"] = kept(folder, f"{task} {method}", lambda _: {})
+    return table
+
+
+def says(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """One sentence on what came out."""
+    plain, stored = (
+        table[f"linear: {name}"]["stiffest"]["mean"] + 1
+        for name in ("independent", "stored control variates, 5 directions")
+    )
+    refused = [name for name, row in table.items() if "refused" in row]
+    return (
+        f"In the regression a variance {plain:.3g} times too large comes down to {stored:.3g} times at one gradient a step. "
+        f"Refused by the library after measuring: {', '.join(refused) or 'nothing'}."
+    )
+
+
+def scale(**more: Any) -> dict[str, Any]:
+    common = {"tasks": ["pima", "mnist"], "methods": list(METHODS), "tune": 1500, "per_epoch": 5}
+    return {
+        **common,
+        "pima": {
+            "batch": 24, "kappa": 1.0, "chains": 16, "epochs": 400, "burn_in": 20, "rank": 9, "hmc_chains": 4,
+            "hmc_draws": 6000, "hmc_step": 0.03, "leaps": 20,
+        },
+        "mnist": {
+            "data": 1000, "descent": 1500, "batch": 20, "kappa": 20.0, "chains": 4, "epochs": 150, "burn_in": 50, "rank": 16,
+            "hmc_chains": 4, "hmc_draws": 1200, "hmc_step": 0.02, "leaps": 60,
+        },
+        **more,
+    }  # fmt: skip
+
+
+def smoke() -> dict[str, Any]:
+    tiny = {"epochs": 3, "burn_in": 1, "hmc_chains": 2, "hmc_draws": 20, "leaps": 3, "chains": 2}
+    small = scale(tune=20)
+    few = ["independent", "room for the batches", "stored control variates", "mclmc"]
+    return {
+        **small,
+        "methods": few,
+        "pima": {**small["pima"], **tiny},
+        "mnist": {**small["mnist"], **tiny, "descent": 20},
+    }
+
+
+EXPERIMENT = Experiment(
+    name="heat",
+    title="Minibatch heating: what it does, and which cure for which posterior",
+    paper="none; the exact laws are in docs/minibatches.md",
+    settings={"smoke": smoke(), "small": scale(), "full": scale()},
+    seeds={"smoke": 1, "small": 1, "full": 3},
+    run=run,
+    says=says,
+    shown=("gradients", "stiffest", "log variance", "rms", "test NLL", "energy", "ESS", "left", "R-hat", "refused"),
+    seconds=lambda settings, seeds: spent("heat", settings, seeds),
+)
