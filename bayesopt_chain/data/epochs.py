@@ -92,7 +92,8 @@ class Epochs:
     def batch_at(self, step: Tensor) -> Any:
         """The batch after ``step`` batches, made by tensor operations alone: for the inside of a captured or compiled step.
 
-        Its rows are those of ``rows(*divmod(step, len(self)))``. The permutation of all data is made anew in every call.
+        Its rows are those of ``rows(*divmod(step, len(self)))``. On a CPU the permutation of the last epoch is kept; on a
+        device that of all data is made anew in every call, since a recorded program cannot ask whether an epoch began.
 
         Args:
             step: 0-d, int64, on the device of the data, such as a counter of the state.

@@ -272,6 +272,8 @@ def test_rows_made_inside_a_program_are_those_of_the_stream(order, size, batch_s
     data = make(torch.arange(size), batch_size, order=order, seed=9, chains=2)
     for step in (0, 1, len(data) - 1, len(data), 3 * len(data) + 2):
         assert torch.equal(data.batch_at(torch.tensor(step)), data.batch(*divmod(step, len(data))))
+        on_a_device = [data.stream.rows_in_tensors(torch.tensor(step), chain) for chain in range(2)]
+        assert torch.equal(torch.stack(on_a_device), data.rows(*divmod(step, len(data))))
 
 
 @pytest.mark.slow

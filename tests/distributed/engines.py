@@ -411,6 +411,46 @@ def hidden_replicas(rank):
 
 
 @case
+def lightning_model_parallel(rank):
+    """Lightning's strategy for FSDP2, four epochs of one batch; ``None`` without Lightning."""
+    try:
+        import lightning
+        from lightning.pytorch.strategies import ModelParallelStrategy
+    except ImportError:
+        return None
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def configure_model(self):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return sghmc(self.net.named_parameters())
+
+    every = torch.stack([data(0), data(1)], 1).flatten(0, 1)  # of which Lightning gives each rank every other row
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(every), batch_size=8)
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    return torch.cat([p.full_tensor().detach().flatten() for p in module.net.parameters()])
+
+
+@case
 def cost(rank):
     """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network."""
     model = DistributedDataParallel(network(sizes=(3, 512, 512, 1)))

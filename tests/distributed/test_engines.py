@@ -144,6 +144,13 @@ def test_replicas_that_nothing_tells_from_chains_are_not_opened_as_chains(cases)
     assert any(said and "drew the same noise" in said for said in cases["hidden_replicas"])
 
 
+def test_lightnings_strategy_for_fsdp2_samples_as_one_process_does(cases):
+    for mine in cases["lightning_model_parallel"]:
+        if mine is None:
+            pytest.skip("needs Lightning")
+        torch.testing.assert_close(mine, alone("philox", steps=4), rtol=0, atol=1e-6)
+
+
 def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):
     for share in cases["cost"]:
         assert share < 0.01

@@ -28,6 +28,13 @@ def test_a_step_that_was_pickled_makes_the_same_step():
         assert torch.equal(other(params, state, torch.ones(3))[0]["w"], step(params, state, torch.ones(3))[0]["w"])
 
 
+def python(folder):
+    """Run ``main.py`` in a folder, which can import what is there."""
+    path = os.pathsep.join([str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run([sys.executable, "main.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.slow
 def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
     pytest.importorskip("joblib")
@@ -35,11 +42,31 @@ def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_ru
     main = "from joblib import Parallel, delayed\nfrom jobs import run\n\nif __name__ == '__main__':\n"
     main += "    Parallel(n_jobs=2)(delayed(run)(chain, 'draws') for chain in range(4))\n    run(3, 'alone')\n"
     (tmp_path / "main.py").write_text(main)
-    path = os.pathsep.join([str(ROOT), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "main.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
+    done = python(tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))
+    assert draws.chains == 4 and bc.diagnostics.r_hat(draws)["w"].max() < 1.1
+    last = bc.Draws.open(tmp_path / "draws" / "chain-3").params["w"]
+    assert torch.equal(last, bc.Draws.open(tmp_path / "alone" / "chain-3").params["w"])
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_jobs_of_ray_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "jobs.py").write_text(SCRIPT)
+    main = """
+import ray
+from jobs import run
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+remote = ray.remote(num_cpus=1, max_retries=5)(run)
+ray.get([remote.remote(chain, "FOLDER") for chain in range(4)])
+ray.shutdown()
+run(3, "alone")
+"""
+    (tmp_path / "main.py").write_text(main.replace("FOLDER", str(tmp_path / "draws")))
+    done = python(tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))
     assert draws.chains == 4 and bc.diagnostics.r_hat(draws)["w"].max() < 1.1

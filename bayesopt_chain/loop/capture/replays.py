@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.cache import keyed_cache
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws
 from bayesopt_chain.loop.interrupts import uninterrupted
@@ -41,8 +42,8 @@ class Compiled:
         ]
         self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
-        with torch.no_grad():
-            self.compiled: Any = compile_fx(graph, self.inputs, inner_compile=remember)
+        with torch.no_grad(), keyed_cache() as fakes:
+            self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
         self.program = self._first
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
