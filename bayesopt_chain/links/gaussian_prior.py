@@ -34,7 +34,6 @@ from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refus
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
 
-
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
