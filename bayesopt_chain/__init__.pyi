@@ -3,6 +3,7 @@ from bayesopt_chain import (
     diagnostics,
     distributed,
     ensemble,
+    fitting,
     likelihoods,
     links,
     meta,

@@ -5,14 +5,15 @@
     python -m benchmarks.bayesian_optimisation --smoke --record /tmp/smoke.json
 
 A cell is one problem, one model and one seed: 2 d + 2 random points, then ``--steps`` points, each at the maximum of qLogNEI
-under a model that is fitted anew to standardised values. The models that see the same seed begin with the same points. The
-regret is the optimum less the best noiseless value of any point so far. The models:
+under a model that is fitted to all values so far, standardised; networks go on from their last weights. The models that see
+the same seed begin with the same points. The regret is the optimum less the best noiseless value of any point so far. The
+models:
 
     process    BoTorch's ``SingleTaskGP``
     Laplace    ``fit_laplace`` at the end of ``train_by_evidence``, all layers, ``structure="root"``
-    VI         a mean field that starts there, with the prior and the noise that the evidence found
-    draws      one chain of SGHMC that starts there, with the same prior and noise, 20 draws
-    ensemble   five networks from different weights, each trained with a weight decay
+    VI         a mean field that starts there, with the prior that the evidence found
+    draws      one chain of SGHMC that starts there, with the same prior, 20 draws
+    ensemble   five networks from different weights, trained with a weight decay
     random     points drawn uniformly; the model that knows nothing
 
 Each worker has one thread. A finished cell stands in the record before the next one begins, and is not made again.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 import warnings
@@ -56,7 +58,10 @@ from bayesopt_chain.precision import Diagonal
 from benchmarks.measure import environment
 
 RECORD = Path(__file__).parent / "results" / "bayesian_optimisation.json"
-SEEDS, STEPS, WIDTH, EPOCHS, DRAWS, MEMBERS = 8, 25, 50, 300, 20, 5
+SEEDS, STEPS, WIDTH, EPOCHS, DRAWS, MEMBERS = 4, 20, 50, 300, 20, 5
+NOISE = (
+    0.01  # variance in standardised values, which networks are told: of few points the evidence calls everything noise
+)
 
 
 class Problem(NamedTuple):
@@ -79,19 +84,18 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2)
 
 
-def trained(x: Tensor, z: Tensor, epochs: int) -> bc.FittedLaplace:
-    """A network at the end of its training by the evidence, with its Laplace posterior over all layers."""
-    every, likelihood = max(1, epochs // 8), bc.likelihoods.gaussian(0.1)
-    return train_by_evidence(
-        network(x.shape[1]),
-        likelihood,
-        [(x, z)],
-        optimizer=adam,
-        epochs=epochs,
-        every=every,
-        burn_in=2 * every,
-        structure="root",
-    ).fitted
+Memory = dict[str, Any]  # what a model keeps from one point to the next: its networks
+
+
+def trained(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> bc.FittedLaplace:
+    """A network at the end of its training by the evidence, with its Laplace posterior over all layers.
+
+    After the first time training goes on from the last weights, for a fifth of the epochs.
+    """
+    epochs = epochs // 5 if "module" in memory else epochs
+    module = memory.setdefault("module", network(x.shape[1]))
+    options = {"epochs": epochs, "every": max(1, epochs // 6), "structure": "root", "tune_noise": False}
+    return train_by_evidence(module, bc.likelihoods.gaussian(NOISE), [(x, z)], optimizer=adam, **options).fitted
 
 
 def loss_of(fitted: bc.FittedLaplace, with_prior: bool) -> Callable[[Any, Any], Tensor]:
@@ -117,40 +121,40 @@ def top_curvature(loss: Callable[[Any], Tensor], params: Any, products: int = 20
     return float(torch.stack([x.square().sum() for x in v.values()]).sum().sqrt())
 
 
-def process(x: Tensor, z: Tensor, epochs: int) -> Model:
+def process(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> Model:
     """BoTorch's default."""
     model = SingleTaskGP(x, z, outcome_transform=None)
     fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
     return model
 
 
-def laplace(x: Tensor, z: Tensor, epochs: int) -> Model:
-    return LinearizedModel.of(trained(x, z, epochs))
+def laplace(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> Model:
+    return LinearizedModel.of(trained(x, z, epochs, memory))
 
 
-def variational(x: Tensor, z: Tensor, epochs: int) -> Model:
-    """The mean field, from the mode on, of the prior and the noise that the evidence found."""
-    fitted = trained(x, z, epochs)
+def variational(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> Model:
+    """The mean field, from the mode on, under the prior that the evidence found."""
+    fitted = trained(x, z, epochs, memory)
     params, n = dict(fitted.model.params), len(x)
     widths = {name: fitted.prior_precision[name].expand_as(p).clone() for name, p in params.items()}
     prior = Gaussian(optree.tree_map(torch.zeros_like, params), Diagonal(widths, torch.tensor(1.0)))
-    tx = bc.vi.mean_field(bc.adam(1e-2), temperature=1 / n, prior=prior, init_scale=0.02)
+    tx = bc.vi.mean_field(bc.adam(2e-2), temperature=1 / n, prior=prior, init_scale=0.1)
     step, state = bc.make_step(loss_of(fitted, with_prior=False), tx), tx.init(params)
-    for _ in range(2 * epochs):
+    for _ in range(epochs // 2):
         params, state, _ = step(params, state, (x, z))
     noise = fitted.likelihood.variance(z[:1])
     return LinearizedModel(fitted.model.forward, tx.posterior(state, params), noise=noise)
 
 
-def chain(x: Tensor, z: Tensor, epochs: int) -> Model:
+def chain(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> Model:
     """Draws of SGHMC from the mode on, at an eighth of the largest rate that is stable there: curvature grows elsewhere."""
-    fitted = trained(x, z, epochs)
+    fitted = trained(x, z, epochs, memory)
     params, n = dict(fitted.model.params), len(x)
     loss = loss_of(fitted, with_prior=True)
     rate = 2 * (1 + 0.9) / top_curvature(lambda p: loss(p, (x, z)), params) / 8
     while True:
         tx = bc.sghmc(rate, momentum=0.9, temperature=1 / n)
-        options = {"steps": 3 * epochs, "burn_in": epochs, "thinning": max(1, 2 * epochs // DRAWS)}
+        options = {"steps": epochs, "burn_in": epochs // 3, "thinning": max(1, 2 * epochs // (3 * DRAWS))}
         run = bc.sample(bc.make_step(loss, tx), params, tx.init(params), (x, z), **options)
         if run.complete:
             break
@@ -158,23 +162,22 @@ def chain(x: Tensor, z: Tensor, epochs: int) -> Model:
     return DrawsModel(fitted.model.forward, run.params)
 
 
-def ensemble(x: Tensor, z: Tensor, epochs: int) -> Model:
+def ensemble(x: Tensor, z: Tensor, epochs: int, memory: Memory) -> Model:
     """Networks trained from different weights, by the mean squared error and a weight decay."""
-    members = []
-    for _ in range(MEMBERS):
-        module = network(x.shape[1])
+    epochs = epochs // 5 if "members" in memory else epochs
+    members = memory.setdefault("members", [network(x.shape[1]) for _ in range(MEMBERS)])
+    for module in members:
         optimizer = adam(list(module.parameters()))
         for _ in range(epochs):
             optimizer.zero_grad()
             decay = torch.stack([p.square().sum() for p in module.parameters()]).sum()
             ((module(x) - z).square().mean() + 1e-3 * decay / len(x)).backward()
             optimizer.step()
-        members.append(module)
     forward, _, _ = bc.make_functional(members[0].eval())
     return DrawsModel(forward, bc.Draws.from_trees([dict(m.named_parameters()) for m in members]).params)
 
 
-MODELS: dict[str, Callable[[Tensor, Tensor, int], Model] | None] = {
+MODELS: dict[str, Callable[[Tensor, Tensor, int, Memory], Model] | None] = {
     "process": process,
     "Laplace": laplace,
     "VI": variational,
@@ -214,13 +217,13 @@ def run_cell(problem: str, model: str, seed: int, steps: int, epochs: int) -> di
     y = value(x) + noise * torch.randn(len(x), 1)
     best = value(x).max()
     regret = [float(function.optimal_value - best)]
-    make = MODELS[model]
+    make, memory = MODELS[model], Memory()
     for k in range(steps):
         if make is None:
             point = torch.rand(1, d)
         else:
             z, _ = Standardize(1)(y)
-            point = next_point(make(x, z.detach(), epochs), x, seed=1000 * seed + k)
+            point = next_point(make(x, z.detach(), epochs, memory), x, seed=1000 * seed + k)
         x, y = torch.cat([x, point]), torch.cat([y, value(point) + noise * torch.randn(1, 1)])
         best = torch.maximum(best, value(point).max())
         regret.append(float(function.optimal_value - best))
@@ -239,10 +242,10 @@ def fill(record: Path, cells: list[tuple[str, str, int]], steps: int, epochs: in
     Raises:
         ValueError: a record of other settings.
     """
-    settings = {"steps": steps, "epochs": epochs, "width": WIDTH, "draws": DRAWS, "members": MEMBERS}
+    settings = {"steps": steps, "epochs": epochs, "width": WIDTH, "draws": DRAWS, "members": MEMBERS, "noise": NOISE}
     kept: dict[str, Any] = {"settings": settings, "environment": environment(), "cells": []}
     if record.exists():
-        kept = json.loads(record.read_text())
+        kept = read(record)
         if kept["settings"] != settings:
             raise ValueError(f"{record} has the settings {kept['settings']}, asked for are {settings}: move it away")
     done = {(c["problem"], c["model"], c["seed"]) for c in kept["cells"]}
@@ -275,6 +278,19 @@ def curves(record: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
             if rows:
                 found.setdefault(problem, {})[model] = torch.tensor(rows, dtype=torch.float64)
     return found
+
+
+def read(record: Path = RECORD) -> dict[str, Any]:
+    """The record of the finished cells."""
+    return json.loads(record.read_text())
+
+
+def paired(record: dict[str, Any], problem: str, model: str, other: str) -> dict[str, float]:
+    """The log10 of the final regret less that of another model: mean, lowest and highest over the seeds that both have."""
+    final = {(c["model"], c["seed"]): max(c["regret"][-1], 1e-6) for c in record["cells"] if c["problem"] == problem}
+    seeds = [seed for name, seed in final if name == model and (other, seed) in final]
+    logs = [math.log10(final[model, seed] / final[other, seed]) for seed in seeds]
+    return {"mean": sum(logs) / len(logs), "low": min(logs), "high": max(logs)} if logs else {}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -321,7 +337,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=None, help="draw the record into this file, make no cells")
     options = parser.parse_args()
     if options.figure:
-        draw(json.loads(options.record.read_text())).savefig(options.figure, dpi=120)
+        draw(read(options.record)).savefig(options.figure, dpi=120)
         return
     if options.smoke and options.record == RECORD:
         parser.error("--smoke needs --record, another file than that of the results")

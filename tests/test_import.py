@@ -40,3 +40,7 @@ def test_all_names_can_be_listed_before_they_are_loaded():
 def test_a_chain_that_is_the_first_name_asked_for_updates_and_nests():
     made = "import bayesopt_chain as bc; tx = bc.links.add_momentum(0.9)"
     imported_by(f"{made}; p = torch.zeros(2); s = tx.init(p); tx.update(p, s, params=p); tx.chain(tx)")
+
+
+def test_the_room_of_fits_is_there_before_anything_of_it_is_asked_for():
+    imported_by("import bayesopt_chain as bc; bc.fitting.train_by_evidence")

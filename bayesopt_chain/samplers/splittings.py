@@ -60,8 +60,7 @@ def baoab(
     Args:
         step_size: ``h``, a time, positive; the learning rate is ``h^2 (1 + mu) / 2``.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
-            variance stays between the old and the new value and never turns.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
@@ -91,8 +90,7 @@ def obabo(
     Args:
         step_size: ``h``, a time, positive.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
-            variance stays between the old and the new value, but may turn on its way.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
@@ -125,8 +123,7 @@ def ubu(
     Args:
         step_size: ``h``, a time, positive.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
-            variance stays between the old and the new value and never turns.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
         generator: source of the random key (default: torch's global generator).
 
     Returns:

@@ -123,3 +123,41 @@ def test_online_updates_are_theirs():
     ours = fitted.posterior.precision.to_dense()[order][:, order]
     torch.testing.assert_close(ours, la.posterior_precision.detach(), rtol=1e-8, atol=1e-9)
     assert flatten(fitted.posterior.mean, fitted.posterior.mean).numel() == len(order)
+
+
+class Reward(nn.Module):
+    """A reward of an input, and of a pair of inputs both, ``[B, 2]``, as laplace-torch asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        return torch.cat([self.net(x[:, 0]), self.net(x[:, 1])], 1) if x.ndim == 3 else self.net(x)
+
+
+def test_a_reward_model_has_their_curvature_and_predictions():
+    """Fitted to choices between pairs, as a yes-or-no of the difference of rewards; it predicts the reward of one input."""
+    import laplace
+    from laplace.curvature import CurvlinopsGGN
+
+    module, x, y = Reward().eval(), torch.randn(20, 2, 3), torch.randint(0, 2, (20,))
+    la = laplace.Laplace(
+        copy.deepcopy(module), "reward_modeling", "all", "full", backend=CurvlinopsGGN, prior_precision=2.0
+    )
+    la.fit(DataLoader(TensorDataset(x, y), 10))
+    reward, params, _ = bc.make_functional(module)
+
+    def chosen(p, batch):
+        pair = reward(p, batch)
+        return pair[:, 1:] - pair[:, :1]
+
+    data = [(x[:10], y[:10, None]), (x[10:], y[10:, None])]
+    options = {"subset": "all", "structure": "dense", "tune": None, "prior_precision": 2.0}
+    fitted = bc.fit_laplace(chosen, bc.likelihoods.bernoulli(), data, params=params, **options)
+    torch.testing.assert_close(fitted.log_evidence, la.log_marginal_likelihood().detach(), rtol=1e-10, atol=1e-10)
+    new = torch.randn(4, 3)
+    mean, covariance = bc.predict.linearized(reward, fitted.posterior, (new, None))
+    their_mean, their_covariance = la(new)
+    torch.testing.assert_close(mean, their_mean.detach())
+    torch.testing.assert_close(covariance, their_covariance.detach(), rtol=1e-8, atol=1e-10)

@@ -11,7 +11,18 @@ nbformat = pytest.importorskip("nbformat")
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-ALLOWED = {"os", "sys", "warnings", "matplotlib", "torch", "torchopt", "optree", "bayesopt_chain", "benchmarks"}
+ALLOWED = {
+    "os",
+    "sys",
+    "warnings",
+    "matplotlib",
+    "torch",
+    "torchopt",
+    "optree",
+    "bayesopt_chain",
+    "benchmarks",
+    "botorch",
+}
 DATA = {
     "pima": "pima/pima-indians-diabetes.data.csv",
     "a_network_one_trusts": "mnist/mnist.npz",
@@ -20,6 +31,7 @@ DATA = {
     "bayesian_llama": "statements/statements.json",
 }
 PACKAGES = {
+    "bayesian_optimisation": ["botorch"],
     "pima": ["pyro", "posteriors"],
     "a_network_one_trusts": ["torchmetrics", "sklearn"],
     "imdb": ["torchmetrics"],
@@ -70,7 +82,8 @@ def test_it_imports_the_library_the_experiments_and_no_helpers(name):
     modules |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
     outside = {module for module in modules if module.split(".")[0] not in ALLOWED}
     assert not outside
-    assert all(m.startswith("benchmarks.experiments") for m in modules if m.startswith("benchmarks"))
+    mine = ("benchmarks.experiments", f"benchmarks.{name}")
+    assert all(m.startswith(mine) for m in modules if m.startswith("benchmarks"))
 
 
 @pytest.mark.slow
