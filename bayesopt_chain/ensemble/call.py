@@ -124,9 +124,7 @@ def posterior_ensemble(
         checks.positive(f"{who}prior_precision", prior_precision)
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
         raise ValueError(f"{who}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
-    levels = [float(t) for t in temperatures]
-    if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
-        raise ValueError(f"{who}temperatures={temperatures!r}: pass positive numbers, ascending, such as (0.3, 1.0)")
+    levels = _levels(temperatures)
     held, loaders = read(data)
     n = held.size
     fold = max(4, int(held_out * n))
@@ -182,12 +180,34 @@ def posterior_ensemble(
         bar.close()
 
 
+def _levels(temperatures: Any) -> list[float]:
+    try:
+        levels = [float(t) for t in temperatures]
+    except (TypeError, ValueError):
+        levels = [-1.0]
+    if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
+        raise ValueError(
+            f"posterior_ensemble: temperatures={temperatures!r}: pass positive numbers, ascending, such as (0.3, 1.0)"
+        )
+    return levels
+
+
 def _require_targets(networks: Any, held: Any, likelihood: Likelihood) -> None:
     """Raise for outputs and targets that do not belong together, before anything is trained."""
     inputs, _ = held.take(torch.arange(min(2, held.size)))
     params, buffers = ({k: x[0] for k, x in t.items()} for t in (networks.params, networks.buffers))
-    with torch.no_grad():
-        outputs = networks.still.with_buffers(params, (inputs, None), buffers)[0]
+    kinds = {x.dtype for x in batches.flatten(inputs)[0] if x.is_floating_point()}
+    own = {p.dtype for p in params.values() if p.is_floating_point()}
+    try:
+        with torch.no_grad():
+            outputs = networks.still.with_buffers(params, (inputs, None), buffers)[0]
+    except RuntimeError as err:
+        if kinds and own.isdisjoint(kinds):
+            raise TypeError(
+                f"posterior_ensemble: inputs are {kinds.pop()} and the module's weights {own.pop()}: convert the inputs, or "
+                "return module.double() from make_model"
+            ) from err
+        raise
     if not isinstance(outputs, torch.Tensor):
         raise TypeError(
             f"posterior_ensemble: the module returns {type(outputs).__name__}: it must return a tensor, or something with "

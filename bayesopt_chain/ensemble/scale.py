@@ -11,12 +11,14 @@ is better by two standard errors. What folds are scored with are the m members t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesopt_chain.ensemble.held import Held, z_of
 from bayesopt_chain.ensemble.plan import NOISE
+from bayesopt_chain.likelihoods import Likelihood
 
 NOISES = torch.logspace(-5, 1, 80, dtype=torch.float64) / NOISE  # variances from 1e-5 to 10 of the targets'
 SCALES = torch.logspace(-0.5, 1, 40, dtype=torch.float64)
@@ -54,13 +56,19 @@ def for_all_members(held: Held, outputs: list[Tensor], factor: float) -> float:
         m = len(who)
         if m < 2:
             continue
-        own = likelihood.whitened  # residuals in units of the training noise
-        together = own(f.mean(0), fold[1]).square().mean()
-        alone = torch.stack([own(one, fold[1]).square().mean() for one in f]).mean()
+        together = squared_error(likelihood, f.mean(0), fold[1])
+        alone = torch.stack([squared_error(likelihood, one, fold[1]) for one in f]).mean()
         b = (alone - together) / (1 - 1 / m)
         gains.append(b * (1 / m - 1 / members) * len(f[0]))
         size += len(f[0])
     return max(factor - float(sum(gains)) / size, factor / 4) if size else factor
+
+
+def squared_error(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tensor:
+    """The mean squared residual in units of the training noise, 0-d; targets count by their weights."""
+    counts = likelihood.weights(targets)
+    squares = likelihood.whitened(outputs, targets).square()
+    return squares.mean() if counts is None else squares.sum() / counts.sum().clamp_min(1e-30)
 
 
 def settled(held: Held, levels: Sequence[list[Tensor]], weights: Tensor) -> float:

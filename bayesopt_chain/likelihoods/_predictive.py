@@ -50,6 +50,7 @@ class Predictive:
         outputs: the nodes, ``[S, N, *event]``.
         log_weights: of the nodes, ``[S]``; their exponentials sum to 1.
         of: the likelihood whose targets these are, which knows their weights.
+        noise: ``E Var[y | f]``, shaped like the mean: the part of the variance that no data remove.
 
     Example:
         >>> import torch

@@ -6,7 +6,7 @@ The links that nearly every chain has, ``add_momentum``, ``scale_by_precondition
 
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam
 from bayesopt_chain.links.delay import delay
-from bayesopt_chain.links.gaussian_prior import add_gaussian_prior
+from bayesopt_chain.links.gaussian_prior import add_gaussian_prior, fan_in
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale, scale_by_neg_lr, scale_by_schedule
 from bayesopt_chain.links.localization import add_localization
@@ -21,6 +21,7 @@ __all__ = [
     "add_localization",
     "add_momentum",
     "delay",
+    "fan_in",
     "flip_sign_and_add_weight_decay",
     "inject_langevin_noise",
     "running_rms",

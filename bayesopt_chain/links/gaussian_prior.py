@@ -5,18 +5,25 @@ temperature ``1 / N`` is the posterior under this prior, exactly for quadratic l
 ``lambda / N``. With the posterior of the last task for a prior, learning task after task is a chain: for models that are
 linear with Gaussian noise, ``Lambda_k = Lambda_(k-1) + X_k^T X_k / sigma^2`` and its mean are those of all data together.
 
+With ``scale="fan_in"`` the precision of a weight is ``lambda f``, ``f`` the number of inputs that a unit adds up:
+then a unit whose
+inputs are of size one has a sum of variance ``1 / lambda`` whatever its width, where ``N(0, 1 / lambda)`` on each
+weight gives it
+``f / lambda`` (Neal, 1996). A leaf of shape ``[out, ...]`` has ``f = numel / out``.
+
 The prior belongs to the loss, so it stands in front of everything that changes what gradients mean.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesopt_chain import checks
 from bayesopt_chain.core.chain import Chain
@@ -26,6 +33,8 @@ from bayesopt_chain.links.weight_decay import add_decayed_weights
 from bayesopt_chain.matching.response import Linear, Preconditioner, Rate, Refused, Response, SelfContainedSampler
 from bayesopt_chain.precision import Diagonal, Precision, Woodbury
 from bayesopt_chain.trees import flattened, paths_of
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @runtime_checkable
@@ -118,6 +127,31 @@ class AddDiagonalPrior(Prior):
 
 
 @dataclass(frozen=True)
+class AddFanInPrior(Prior):
+    """The link behind :func:`add_gaussian_prior` with ``scale="fan_in"``: one precision for each leaf."""
+
+    traits = Traits(
+        needs_params=True,
+        refusal_hint="; the number of inputs of a unit is not that of its part: give the precisions as a tree",
+    )
+    __eq__ = Prior.__eq__
+    __hash__ = Link.__hash__
+
+    def init(self, leaves: Leaves, context: LinkContext) -> PriorState:
+        self.require_first(context)
+        fans = [float(leaf.numel() // leaf.shape[0]) if leaf.ndim > 1 and leaf.numel() else 1.0 for leaf in leaves]
+        mean = tuple([leaf.new_zeros(()) for leaf in leaves])
+        return PriorState(mean, tuple([leaf.new_full((), self.precision * fan) for leaf, fan in zip(leaves, fans)]))
+
+    def update(self, g: Leaves, state: PriorState, op: TensorOps, context: LinkContext) -> tuple[Leaves, PriorState]:
+        pull = [p * d for p, d in zip(_params(context, op), state.precision)]
+        return op.add(g, pull, alpha=1 / self.n), state
+
+    def __str__(self) -> str:
+        return f"add_gaussian_prior({self.precision:g}, n={self.n:g}, scale='fan_in')"
+
+
+@dataclass(frozen=True)
 class AddGaussianPrior(Prior):
     """The link behind :func:`add_gaussian_prior` for a Gaussian, which may couple all parameters."""
 
@@ -164,7 +198,58 @@ def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:
     return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
 
 
-def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
+def fan_in(module: nn.Module) -> dict[str, float]:
+    """Count, for each parameter of a module, the inputs that a unit adds up: what a prior's precision is scaled by.
+
+    ``add_gaussian_prior({name: precision * f for name, f in fan_in(module).items()}, n=N)`` is a prior by name for
+    the parameters
+    of ``bc.make_functional(module)``; and for ``bc.optim``, whose prior is ``weight_decay = precision / N`` of a group, one
+    group for each parameter.
+
+    Args:
+        module: any module.
+
+    Returns:
+        A number for each name of ``named_parameters()``. Linear layers, convolutions, recurrent layers and
+        attention: the product
+        of all axes but the first, which is the number of inputs (of a group, times the kernel). Transposed
+        convolutions: the inputs
+        that reach one output on average, channels of a group times kernel over stride. Embeddings: 1, for one row is
+        taken at a time.
+        Biases, norms and everything else of one axis or none: 1.
+
+    Raises:
+        TypeError: no module.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> layers = [torch.nn.Conv2d(3, 8, 5), torch.nn.ConvTranspose2d(8, 4, 4, stride=2), torch.nn.Embedding(9, 6)]
+        >>> module = torch.nn.ModuleList(layers)
+        >>> bc.links.fan_in(module)
+        {'0.weight': 75.0, '0.bias': 1.0, '1.weight': 32.0, '1.bias': 1.0, '2.weight': 1.0}
+        >>> fans = bc.links.fan_in(module)
+        >>> groups = [{"params": [p], "weight_decay": fans[name] / 1000} for name, p in module.named_parameters()]
+        >>> optimizer = bc.optim.SGHMC(groups, lr=0.01, temperature=1 / 1000)
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"fan_in: module must be a torch.nn.Module, got {checks.short(module)}")
+    found: dict[str, float] = {}
+    for path, p in module.named_parameters():
+        layer, _, name = path.rpartition(".")
+        found[path] = _fan_in(module.get_submodule(layer), name, p)
+    return found
+
+
+def _fan_in(layer: nn.Module, name: str, p: Tensor) -> float:
+    if p.ndim < 2 or not p.numel() or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return 1.0
+    if isinstance(layer, TRANSPOSED) and name == "weight":
+        reached = math.prod(k / s for k, s in zip(layer.kernel_size, layer.stride))
+        return max(1.0, layer.in_channels / layer.groups * reached)
+    return float(p.numel() // p.shape[0])
+
+
+def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None = None) -> Chain:
     """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``: the loss then is a posterior's.
 
     Write it first in a chain, before clipping or behind it. What is sampled at temperature ``1 / n`` is ``likelihood x prior``.
@@ -180,6 +265,13 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
             the parameters (or a prefix of their tree); or a Gaussian: the posterior of :func:`bayesopt_chain.laplace`,
             ``swag``, ``vi`` or ``ekf``, or :class:`bayesopt_chain.Gaussian`, with a precision of any structure.
         n: number of data that the loss is a mean over; 1 for a loss that is a sum.
+        scale: ``"fan_in"`` multiplies the precision, then a number, by the number of inputs of a unit: by the
+            product of all axes but
+            the first of each leaf with two axes or more, right for linear layers, convolutions, recurrent layers and
+            attention. Leaves
+            of one axis or none (biases, norms) keep it. A tree does not say which leaf is an embedding or a
+            transposed convolution:
+            for those give a tree made with :func:`fan_in`. Default: every element alike.
 
     Returns:
         A link. Its state holds mean and precision of a prior without correlations; a coupled Gaussian stays in the link.
@@ -199,9 +291,22 @@ def add_gaussian_prior(prior: Any, *, n: float) -> Chain:
         tensor([1.])
         >>> bc.links.add_gaussian_prior(50.0, n=100) == bc.links.add_decayed_weights(0.5)
         True
+        >>> tx, p = bc.links.add_gaussian_prior(1.0, n=100, scale="fan_in"), torch.ones(2, 50)
+        >>> tx.update(torch.zeros(2, 50), tx.init(p), params=p, inplace=False)[0][0, 0]     # 50 / 100
+        tensor(0.5000)
     """
     checks.positive("add_gaussian_prior: n", n)
     n = float(n)
+    if scale is not None:
+        if scale != "fan_in":
+            raise ValueError(f"add_gaussian_prior: scale must be 'fan_in' or None, got {scale!r}")
+        if isinstance(prior, bool) or not isinstance(prior, Real):
+            raise TypeError(
+                "add_gaussian_prior: scale='fan_in' takes one precision for all leaves, a number; scale a tree by "
+                f"bc.links.fan_in(module) instead, got {checks.short(prior)}"
+            )
+        checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
+        return Chain((AddFanInPrior(n, 0.0, float(prior)),))
     if isinstance(prior, HasPrecision):
         return Chain((_of_gaussian(prior, n),))
     if isinstance(prior, (int, float)):

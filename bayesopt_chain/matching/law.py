@@ -288,6 +288,7 @@ def white_noise(now: Level, before: Level, momentum: float, *, where: Callable[.
     """White noise (order 1) of a branch whose rate or temperature just changed: ``Var v`` arrives at ``T_t / lr_t``.
 
     Where a rate rises by more than ``1 / mu^2`` the velocity, which would be too hot without any noise, is first rescaled.
+    Behind a change of temperature the variance stays between the old and the new value, but may turn on its way.
     """
     arrives, arrived = (2.0 / (1.0 - momentum) * x.half for x in (now, before))  # 1 / lr, and what decay adds
     rises = (arrived > 0) & (arrives < momentum * momentum * arrived)

@@ -3,6 +3,7 @@ uncertainty is.
 """
 
 from bayesopt_chain.likelihoods._softmax import laplace_bridge, probit, probit_bernoulli, softmax_mean
+from bayesopt_chain.predict._calibrate import conformal_level, temperature_scaling
 from bayesopt_chain.predict._joint import functional_samples
 from bayesopt_chain.predict._linearized import linearized
 from bayesopt_chain.predict._metrics import classification_metrics, detection_auroc, regression_metrics
@@ -15,6 +16,7 @@ __all__ = [
     "RunningPredictive",
     "Uncertainty",
     "classification_metrics",
+    "conformal_level",
     "detection_auroc",
     "functional_samples",
     "laplace_bridge",
@@ -24,6 +26,7 @@ __all__ = [
     "probit_bernoulli",
     "regression_metrics",
     "softmax_mean",
+    "temperature_scaling",
     "uncertainty_of_classes",
     "uncertainty_of_moments",
 ]

@@ -138,7 +138,8 @@ def scale_by_contour(
     """Multiply gradients so that what follows samples a flattened histogram of the loss.
 
     Args:
-        temperature: of the chain: number, 0-d tensor or schedule.
+        temperature: of the chain: number, 0-d tensor or schedule. The flattened histogram belongs to a temperature, so that
+            along a schedule it is learned anew, as fast as ``omega`` lets it.
         low: lower end of the range of the loss to flatten.
         high: its upper end.
         bins: number of bins, at least 2.
@@ -184,7 +185,7 @@ def contour_sgld(
         lr: learning rate: number, 0-d tensor or schedule.
         low: lower end of the range of the loss to flatten.
         high: its upper end.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; along a schedule as in :func:`scale_by_contour`.
         bins: number of bins, at least 2.
         zeta: how flat, in (0, 1].
         omega: steps of the mass estimate (default ``robbins_monro(1, b=1000, gamma=0.8)``).

@@ -149,7 +149,8 @@ def sgfs(
 
     Args:
         lr: learning rate where the gradients have no noise; the step is never longer.
-        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data. A step
+            remembers nothing of the last one but the variance of the gradients, whatever the temperature was.
         batch_size: ``n``, data in a batch.
         dense: the whole matrix over all ``d`` parameters, ``O(d^3)`` a step, instead of its diagonal.
         decay: weight of the past in the average of ``gradient_variance=``, in [0, 1).

@@ -40,8 +40,10 @@ def sgld(
     """Stochastic gradient Langevin dynamics (Welling and Teh, 2011). At ``temperature=0`` it is SGD.
 
     Args:
-        lr: learning rate, as in SGD: number, 0-d tensor or schedule.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default.
+        lr: learning rate, as in SGD: number, 0-d tensor or schedule. With ``order=2`` the variance of a quadratic loss is exact
+            at every step while lr falls; docs/theory.md has a table of what rises cost.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default. Behind a
+            change of it the variance goes to the new value without turning; with ``order=1`` it may turn on its way.
         order: 2 (Leimkuhler-Matthews) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
 
@@ -75,9 +77,11 @@ def sghmc(
     """Stochastic gradient Hamiltonian Monte Carlo (Chen, Fox and Guestrin, 2014). At ``temperature=0`` it is SGD with momentum.
 
     Args:
-        lr: learning rate, as in SGD: number, 0-d tensor or schedule.
+        lr: learning rate, as in SGD: number, 0-d tensor or schedule. With ``order=2`` the variance of a quadratic loss is exact
+            at every step while lr falls; docs/theory.md has a table of what rises cost.
         momentum: in [0, 1); ``1 - momentum`` is the friction.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss; no default. Behind a
+            change of it the variance goes to the new value without turning; with ``order=1`` it may turn on its way.
         order: 2 (BAOA, exact on quadratics) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
         room_for: a report of :func:`bayesopt_chain.diagnostics.heating` for this chain, so that the noise leaves room for that

@@ -78,7 +78,9 @@ def lattice_walk(lr: float, *, temperature: ScalarOrSchedule, generator: torch.G
 
     Args:
         lr: learning rate, positive. Gradients beyond ``sqrt(2 T / lr)`` are clipped.
-        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data. A step
+            remembers nothing of the last one: a new temperature acts at once on the noise, and on the variance as fast as
+            the walk forgets.
         generator: source of the random key (default: torch's global generator).
 
     Returns:

@@ -35,7 +35,8 @@ def sghmc_euler(
     Args:
         lr: learning rate in SGD's sense, ``eps^2 / sigma^2``; see :func:`bayesopt_chain.sghmc_from_friction`.
         momentum: in [0, 1), ``1 - eps alpha / sigma^2``.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value and never turns.
         generator: source of the random key (default: torch's global generator).
 
     Returns:

@@ -60,7 +60,8 @@ def baoab(
     Args:
         step_size: ``h``, a time, positive; the learning rate is ``h^2 (1 + mu) / 2``.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value and never turns.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
@@ -90,7 +91,8 @@ def obabo(
     Args:
         step_size: ``h``, a time, positive.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value, but may turn on its way.
         generator: source of the random key (default: torch's global generator).
 
     Returns:
@@ -123,7 +125,8 @@ def ubu(
     Args:
         step_size: ``h``, a time, positive.
         friction: ``gamma``, an inverse time, positive.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value and never turns.
         generator: source of the random key (default: torch's global generator).
 
     Returns:

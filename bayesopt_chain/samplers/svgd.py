@@ -99,7 +99,8 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
     """Replace the gradients of stacked particles by the Stein variational force; put any optimizer behind it.
 
     Args:
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; 0 leaves the particles without repulsion.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; 0 leaves the particles without repulsion. At every
+            update the particles flow towards the target at its temperature.
         bandwidth: ``h``, positive, or ``"median"``.
 
     Returns:
@@ -129,7 +130,8 @@ def svgd(lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, bandwidth: floa
 
     Args:
         lr: learning rate: number, 0-d tensor or schedule.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; 0 leaves the particles without repulsion.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data; 0 leaves the particles without repulsion. At every
+            update the particles flow towards the target at its temperature.
         bandwidth: ``h``, positive, or ``"median"``.
 
     Returns:

@@ -216,7 +216,8 @@ def sgnht(
     Args:
         lr: learning rate, as in SGD.
         momentum: in (0, 1); ``-log(momentum)`` is where the friction of one update starts.
-        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data. Along a
+            schedule the thermostat follows with its response time, and the kinetic energy swings about the new value.
         per_parameter: a friction for each parameter, where gradient noise differs between them; default: one for all.
         thermostat_mass: ``Q``, positive, a squared time (lr is one); the friction's response time is about
             ``Q (1 - momentum) / lr`` updates. Default ``max(1, 10 lr / (1 - momentum)^2)``.
@@ -262,7 +263,8 @@ def badodab(
     Args:
         step_size: ``h``, a time.
         friction: ``gamma``, an inverse time, where the friction starts, positive.
-        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data.
+        temperature: positive number, 0-d tensor or schedule; ``1 / N`` for a loss that is a mean over ``N`` data. Along a
+            schedule the thermostat follows with its response time, and the kinetic energy swings about the new value.
         per_parameter: a friction for each parameter, where gradient noise differs between them; default: one for all.
         thermostat_mass: ``Q``, positive, a squared time; the friction's response time is about ``Q friction``. Default
             ``max(1, 10 / friction^2)``.

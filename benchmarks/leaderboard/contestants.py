@@ -97,7 +97,7 @@ def mc_dropout(task: Task, seed: int) -> Result:
         progress=False,
     )
     module = fitted.problem.members.training.module
-    bc.write_back(module, fitted.draws(0).params and {k: p[-1, 0] for k, p in fitted.draws(0).params.items()})
+    bc.write_back(module, {k: p[-1, 0] for k, p in fitted.draws(0).params.items()})
     lik = fitted.likelihood
 
     def predict(x: Tensor) -> EnsemblePrediction:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
+from bayesopt_chain.ensemble.members import members_of
 
 N = 48
 SMALL = {"members": 2, "steps": 20, "lr": 0.01, "progress": False}
@@ -181,6 +182,31 @@ def test_frozen_weights_are_shared_and_stay():
     assert torch.equal(e.problem.members.still.module[0].weight, module[0].weight)
 
 
+@pytest.mark.peers
+def test_adapters_are_drawn_anew_as_their_library_draws_them():
+    """Of LoRA one factor is random and the other 0, so that every member starts as the pretrained network."""
+    peft = pytest.importorskip("peft")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.b(self.a(x).tanh())
+
+    base, x = Net(), inputs()
+    wanted = base(x).detach()
+    module = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["a", "b"]))
+    members = members_of(module, 2, 0, "cpu")
+    assert len(members.params) == 4 and all("lora" in name for name in members.params)
+    for i in range(2):
+        params = {k: v[i] for k, v in members.params.items()}
+        torch.testing.assert_close(members.still(params, (x, None)), wanted)
+    e = bc.posterior_ensemble(module, (x, x[:, :1]), bc.likelihoods.gaussian(), method="ensemble", **SMALL)
+    assert e.predict(x).mean.shape == (N, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -188,6 +214,7 @@ def test_frozen_weights_are_shared_and_stay():
         ({"steps": 3}, "steps=3"),
         ({"held_out": 0.6}, "held_out=0.6"),
         ({"temperatures": (1.0, 0.3)}, "ascending"),
+        ({"temperatures": 0.5}, "temperatures=0.5"),
         ({"method": "magic"}, "method='magic'"),
         ({"lr": -1.0}, "lr"),
     ],
@@ -222,6 +249,8 @@ def test_what_cannot_be_made_right_is_refused():
         bc.posterior_ensemble(maker(), (x / 0, y), gaussian, **SMALL)
     with pytest.raises(ValueError, match="no targets"):
         bc.posterior_ensemble(maker(), [x], gaussian, **SMALL)
+    with pytest.raises(TypeError, match=r"module.double\(\)"):
+        bc.posterior_ensemble(maker(), (x.double(), y), gaussian, **SMALL)
     with pytest.raises(TypeError, match="likelihood"):
         bc.posterior_ensemble(maker(), (x, y), nn.MSELoss(), **SMALL)
 

@@ -92,3 +92,12 @@ def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Problem, "run", None)
     again = call(tmp_path)
     assert torch.equal(first.predict(data()[0]).mean, again.predict(data()[0]).mean)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["swag", "ivon", "laplace"])
+def test_other_methods_go_on_from_their_stages(tmp_path, method):
+    first = call(tmp_path, method=method)
+    for file in sorted(tmp_path.glob("*.pt"))[-1:]:
+        file.unlink()  # as if the last stage had not been done
+    assert torch.equal(call(tmp_path, method=method).predict(data()[0]).mean, first.predict(data()[0]).mean)

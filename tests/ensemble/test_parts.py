@@ -14,7 +14,7 @@ from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.plan import NOISE, training_likelihood
 from bayesopt_chain.ensemble.problem import Problem
 from bayesopt_chain.ensemble.progress import Progress
-from bayesopt_chain.ensemble.scale import best, for_all_members, grid_for
+from bayesopt_chain.ensemble.scale import best, for_all_members, grid_for, squared_error
 from bayesopt_chain.ensemble.stack import stack_weights
 from bayesopt_chain.ensemble.stop import ONE
 
@@ -176,3 +176,9 @@ def test_the_mixture_of_a_gaussian_scores_as_the_average_density():
     mixed = bc.likelihoods.gaussian(0.7).mixture(outputs, log_weights)
     each = torch.distributions.Normal(outputs, 0.7**0.5).log_prob(y)
     torch.testing.assert_close(mixed.log_prob(y), (each + log_weights[:, None, None]).logsumexp(0))
+
+
+def test_the_squared_error_of_missing_targets_is_that_of_the_others():
+    lik = bc.likelihoods.weighted(bc.likelihoods.gaussian(0.25))
+    y = torch.tensor([[1.0], [float("nan")], [3.0]])
+    assert float(squared_error(lik, torch.zeros(3, 1), (y, y.isfinite()))) == pytest.approx((1 + 9) / 2 / 0.25)

@@ -253,3 +253,78 @@ def test_trees_that_do_not_fit_are_refused_at_init():
     ):
         with pytest.raises(ValueError, match=words):
             bc.links.add_gaussian_prior(prior, n=2).init(params)
+
+
+class Layers(torch.nn.Module):
+    """One layer of each kind whose inputs are counted in a way of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(7, 3)
+        self.grouped = torch.nn.Conv2d(4, 6, 3, groups=2)
+        self.up = torch.nn.ConvTranspose1d(4, 2, 6, stride=3)
+        self.words = torch.nn.Embedding(11, 5)
+        self.lstm = torch.nn.LSTM(5, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.tied = self.linear
+
+
+def test_fan_in_counts_the_inputs_of_a_unit():
+    fans = bc.links.fan_in(Layers())
+    assert list(fans) == [name for name, _ in Layers().named_parameters()]
+    weights = {
+        "linear.weight": 7, "grouped.weight": 2 * 9, "up.weight": 4 * 6 / 3, "words.weight": 1, "lstm.weight_ih_l0": 5,
+        "lstm.weight_hh_l0": 8,
+    }  # fmt: skip
+    assert fans == {**dict.fromkeys(fans, 1.0), **weights}
+    with pytest.raises(TypeError, match="module must be"):
+        bc.links.fan_in(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.Linear(9, 4000), torch.nn.Conv1d(3, 4000, 3), torch.nn.ConvTranspose1d(6, 4000, 3, stride=2)]
+)
+def test_units_with_inputs_of_one_have_the_variance_of_the_prior_whatever_the_width(layer):
+    """Weights drawn from the prior: 4,000 units, so that a standard error is 2.2 % and four of them 9 %."""
+    torch.manual_seed(0)
+    fan = bc.links.fan_in(layer)["weight"]
+    with torch.no_grad():
+        layer.weight.normal_().div_(fan**0.5)
+        x = torch.randn(200, layer.weight.shape[1 if isinstance(layer, torch.nn.Linear) else 0], 40)
+        x = x[:, :, 0] if isinstance(layer, torch.nn.Linear) else x[:, : getattr(layer, "in_channels", 0)]
+        out = layer(x) - layer.bias.reshape(-1, *[1] * (x.ndim - 2))
+    inner = out if out.ndim == 2 else out[..., 3:-3]
+    assert abs(float(inner.square().mean()) - 1.0) < 0.09
+
+
+def test_scale_fan_in_is_the_tree_of_precisions_by_name():
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    params = bc.make_functional(module).params
+    tree = {name: 3.0 * f for name, f in bc.links.fan_in(module).items()}
+    moved = []
+    for prior in (bc.links.add_gaussian_prior(3.0, n=10, scale="fan_in"), bc.links.add_gaussian_prior(tree, n=10)):
+        zeros = optree.tree_map(torch.zeros_like, params)
+        moved.append(prior.update(zeros, prior.init(params), params=params, inplace=False)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*map(optree.tree_leaves, moved)))
+
+
+def test_a_fan_in_prior_is_sampled_exactly():
+    """Two units of two inputs: the precision of every weight is twice the prior's."""
+    H = torch.eye(4, dtype=D) + 0.3
+    tx = bc.chain(bc.links.add_gaussian_prior(4.0, n=8, scale="fan_in"), bc.sghmc(0.1, temperature=0.5))
+    found = stationary_covariance(tx, H, torch.zeros(2, 2, dtype=D))
+    torch.testing.assert_close(found, 0.5 * torch.linalg.inv(H + torch.eye(4, dtype=D)), rtol=0, atol=1e-10)
+    assert repr(bc.links.add_gaussian_prior(4.0, n=8, scale="fan_in")) == "add_gaussian_prior(4, n=8, scale='fan_in')"
+
+
+@pytest.mark.parametrize(
+    ("prior", "scale", "error", "words"),
+    [
+        ({"a": 1.0}, "fan_in", TypeError, "scale a tree by"),
+        (1.0, "fan_out", ValueError, "scale must be"),
+        (-1.0, "fan_in", ValueError, "prior must"),
+    ],
+)
+def test_scales_that_say_nothing_are_refused(prior, scale, error, words):
+    with pytest.raises(error, match=words):
+        bc.links.add_gaussian_prior(prior, n=2, scale=scale)

@@ -276,14 +276,14 @@ def test_without_the_rule_a_restart_heats_a_thousandfold():
     assert oracle.variance_along(lr, 1.0, np.full(6000, 0.99), half, half).max() > 1000
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.9])
-def test_two_hundred_thousand_particles_agree(mu):
-    """Within 2 %, six standard deviations of a sample variance of 2e5: 60 looks raise a false alarm once in 10 million."""
+@pytest.mark.parametrize("mu", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+def test_six_hundred_thousand_particles_agree(mu):
+    """Within 1 %, 5.5 standard deviations of a sample variance of 6e5: 60 looks raise a false alarm twice in a million."""
     lr = FALLS["StepLR"]
     weights, _ = noise_along(lr, [mu] * 60)
     curvature = 0.9 * 2 * (1 + mu) / 0.1
-    variance = oracle.particles_along(lr, curvature, *weights, particles=200_000, seed=0)
-    assert np.abs(variance * curvature - 1).max() < 0.02
+    variance = oracle.particles_along(lr, curvature, *weights, particles=600_000, seed=0)
+    assert np.abs(variance * curvature - 1).max() < 0.01
 
 
 @pytest.mark.parametrize("temperatures", [(1.0, 0.1), (0.1, 1.0), (1.0, 0.5)])

@@ -254,6 +254,27 @@ def test_cyclic_momentum_of_adam_is_followed():
     assert (ratio - 1.0).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_decoupled_decay_beside_a_momentum_that_changes_is_off_by_no_more_than_is_said(decay):
+    """Frozen AdamW, ``b1`` from 0.9 to 0.95: exact without decay, within ``5 lr wd`` with it, and exact before the change."""
+    K = torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+
+    def make(p):
+        return bc.optim.AdamW(p, 0.05, betas=(0.9, 0.9), weight_decay=decay, temperature=T, freeze_after=2)
+
+    probed = Probed(make, torch.diag(K), warmup=400)
+    group, state = probed.optimizer.param_groups[0], probed.optimizer.state[probed.theta]
+    precision = K + decay * probed.optimizer._denominator(group, 2, state.__getitem__)
+    x, off = probed.stationary()[2], []
+    for step in range(25):
+        group["betas"] = (0.9, 0.9) if step < 3 else (0.95, 0.9)
+        a, b = probed.maps()
+        x = a @ x @ a.mT + b @ b.mT
+        off.append((x.diagonal()[:3] * precision / T - 1).abs().max())
+    assert max(off[:3]) < 1e-9
+    assert 4 * 0.05 * decay <= max(off) < max(5 * 0.05 * decay, 1e-9)
+
+
 def test_what_an_older_version_remembered_is_refused_by_name():
     theta = torch.zeros(2, requires_grad=True)
     optimizer = bc.optim.SGHMC([theta], 0.1, temperature=T)

@@ -5,6 +5,7 @@ A recorded program works on flat lists of tensors at fixed addresses, and its ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -200,8 +201,29 @@ class Batch:
             if not same:
                 raise ValueError(
                     f"capture: batch, leaf {n}: {describe(x)}, captured was {describe(mine)}; keep batches of one shape "
-                    "(drop_last=True) and numbers constant, or capture again"
+                    "(drop_last=True) and numbers constant, give capture signatures=2 for a short last batch, or capture again"
                 )
+
+    def has_shapes_of(self, batch: Any) -> bool:
+        """Whether a batch looks like the first one."""
+        leaves, spec = batches.flatten(batch)
+        try:
+            self.check(leaves, spec)
+        except ValueError:
+            return False
+        return True
+
+    def differs_in_lengths(self, batch: Any) -> bool:
+        """Whether a batch looks like the first one but for the lengths of its tensors."""
+        leaves, spec = batches.flatten(batch)
+        return spec == self.spec and all(
+            [
+                torch.is_tensor(x) and (x.ndim, x.dtype, x.device) == (mine.ndim, mine.dtype, mine.device)
+                if torch.is_tensor(mine)
+                else type(x) is type(mine) and x == mine
+                for x, mine in zip(leaves, self.leaves)
+            ]
+        )
 
     def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
         """The tensors that step ``k`` of a call sees: slice ``k`` along the axis of steps, or the whole batch."""
@@ -227,6 +249,12 @@ class Body:
         self.step, self.steps, self.draws = step, steps, draws
         self.params, self.state = Slots(params), Slots(state)
         self.batch = Batch(batch, steps, batch_dim, self.static)
+
+    def with_batch(self, batch: Any) -> Body:
+        """The same step on the same static buffers, for batches like this one."""
+        other = copy.copy(self)
+        other.batch = Batch(batch, self.steps, self.batch.dim, self.static)
+        return other
 
     @property
     def static(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import Foreign
 from bayesopt_chain.loop.capture.buffers import Body
-from bayesopt_chain.loop.capture.captured import Backend, Captured
+from bayesopt_chain.loop.capture.captured import Backend, Captured, Program
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Interpreted, compiler_found
@@ -39,6 +39,7 @@ def capture(
     draws: bool = False,
     clone: bool = False,
     backend: Backend | None = None,
+    signatures: int = 1,
 ) -> Captured:
     """Capture a step: same arguments, same results, none of Python's time.
 
@@ -62,6 +63,8 @@ def capture(
         clone: return copies. By default params and state *alias static buffers that the next call overwrites*, and the step
             belongs to the thread that calls it first.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"`` (default: the first that is possible here).
+        signatures: how many shapes of batches are recorded, each when it comes first: 2 for a loader whose last batch of an
+            epoch is short. All programs work on the same static buffers. Default 1: other shapes are refused.
 
     Returns:
         A callable with the step's interface. Temperatures and learning rates that are tensors or schedules may change
@@ -85,18 +88,22 @@ def capture(
         raise ValueError(f"capture: steps must be at least 1, got {steps}")
     if batch_dim is not None and steps == 1:
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
-    body, modes = Body(_pure(step), params, state, batch, steps, batch_dim, draws), Modes()
-    with modes.watching():
-        graph, closed_over = trace(body)
+    if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:
+        raise ValueError(f"capture: signatures must be a whole number of at least 1, got {signatures!r}")
+    body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _best(body)
-    if chosen == "cuda":
-        check_devices(graph, body)
-        replay = CudaGraph(body, closed_over, overwritten(graph, closed_over), _in_place(step))
-    elif chosen == "inductor":
-        replay = Compiled(body, graph, closed_over)
-    else:
-        replay = Interpreted(body, graph, closed_over)
-    return Captured(body, replay, chosen, clone, modes)
+
+    def recorded(body: Body) -> Program:
+        modes = Modes()
+        with modes.watching():
+            graph, closed_over = trace(body)
+        if chosen == "cuda":
+            check_devices(graph, body)
+            return Program(body, modes, CudaGraph(body, closed_over, overwritten(graph, closed_over), _in_place(step)))
+        replay = Compiled if chosen == "inductor" else Interpreted
+        return Program(body, modes, replay(body, graph, closed_over))
+
+    return Captured(recorded(body), chosen, clone, recorded, signatures)
 
 
 def _pure(step: Any) -> Callable:

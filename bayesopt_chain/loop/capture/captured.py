@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -16,6 +16,14 @@ from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.loss import Info
 
 Backend = Literal["cuda", "inductor", "eager"]
+
+
+class Program(NamedTuple):
+    """What was recorded for one shape of batches; the bodies of all programs of a step share their static buffers."""
+
+    body: Body
+    modes: Modes
+    replay: Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Captured:
@@ -31,17 +39,17 @@ class Captured:
 
     def __init__(
         self,
-        body: Body,
-        replay: Callable[[list[Tensor]], Sequence[Tensor]],
+        program: Program,
         backend: Backend,
         clone: bool,
-        modes: Modes,
+        record: Callable[[Body], Program],
+        signatures: int,
     ) -> None:
         self.backend: Backend = backend
-        self._body = body
-        self._replay = replay
+        self._program = program  # the last one that was called
+        self._programs = [program]
+        self._record, self._signatures = record, signatures
         self._clone = clone
-        self._modes = modes
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None  # whose call is running or, without clone, whose step this is
 
@@ -51,7 +59,7 @@ class Captured:
         Args:
             params, state: of the structure, shapes, dtypes and devices that were captured; copied into the static buffers
                 unless they are what the last call returned.
-            batch: likewise.
+            batch: likewise, or with other lengths while ``signatures`` allows: such a batch is recorded when it comes first.
 
         Returns:
             ``(params, state, info)``. Parameters and state alias the static buffers, which the next call overwrites, unless
@@ -84,13 +92,34 @@ class Captured:
             )
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
-        self._modes.check()
-        body = self._body
-        inputs = body.batch.tensors_of(batch)
+        self._program.modes.check()
+        try:
+            inputs = self._program.body.batch.tensors_of(batch)
+        except ValueError as err:
+            inputs = self._of_another_shape(batch, err)
+        body = self._program.body
         body.params.copy_in(params, "params")
         body.state.copy_in(state, "state")
-        info = body.info(self._replay(inputs))
+        info = body.info(self._program.replay(inputs))
         made: Any = (body.params.as_tree(), body.state.as_tree())
         if self._clone:
             made = optree.tree_map(torch.clone, made)
         return *made, info
+
+    def _of_another_shape(self, batch: Any, refusal: ValueError) -> list[Tensor]:
+        """The tensors of a batch that the last program does not take, for the program that does: an old one, or a new one.
+
+        Raises:
+            ValueError: ``refusal``, where the batch differs by more than lengths, or as many shapes were recorded already.
+        """
+        for program in self._programs:
+            if program is not self._program and program.body.batch.has_shapes_of(batch):
+                self._program = program
+                program.modes.check()
+                return program.body.batch.tensors_of(batch)
+        body = self._program.body
+        if len(self._programs) >= self._signatures or not body.batch.differs_in_lengths(batch):
+            raise refusal
+        self._program = self._record(body.with_batch(batch))
+        self._programs.append(self._program)
+        return self._program.body.batch.tensors_of(batch)

