@@ -214,7 +214,8 @@ def mclmc(
             finds it.
         length: the distance ``L`` after which the direction is forgotten; the usual rule is the root of the summed variances of
             the parameters, ``sqrt(d)`` with a precision. Infinite: never.
-        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            direction, which has length one, remembers no temperature: the new one is sampled as fast as the chain forgets.
         precision: of :mod:`bayesopt_chain.precision`; answers ``solve``, ``sqrt_solve`` and ``quad``, and is frozen. Decompose
             it first (``precision.factorised()``).
         generator: source of the random key (default: torch's global generator).

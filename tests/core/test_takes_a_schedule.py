@@ -66,6 +66,7 @@ SAYS = {  # name -> what its docstring says of a schedule, where no closed form 
     "samplers.cyclical": "as lr falls",
     "samplers.lattice_walk": "remembers nothing of the last one",
     "samplers.sgfs": "remembers nothing of the last one",
+    "samplers.mclmc": "remembers no temperature",
     "samplers.scale_by_stein_kernel": "flow towards",
     "samplers.svgd": "flow towards",
     "vi.dense": "as in",
