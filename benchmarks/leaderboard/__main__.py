@@ -68,7 +68,11 @@ def _join(folder: Path, record: Path) -> None:
 
     cells = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
     functions = {
-        n: getattr(contestants, n) for n in ("laplace_torch", "gaussian_process", "gradient_boosting", "mc_dropout")
+        "posterior_ensemble and its methods": contestants.ours,
+        "last_layer_laplace": contestants._laplace,
+        **{
+            n: getattr(contestants, n) for n in ("laplace_torch", "gaussian_process", "gradient_boosting", "mc_dropout")
+        },
     }
     about = {
         "python": platform.python_version(),

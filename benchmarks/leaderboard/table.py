@@ -73,4 +73,6 @@ def table(record: dict[str, Any]) -> str:
                 margin = 0.02 if score == "nll" else 0.02 * reference
                 mark = "*" if mean + half < 0 else "+" if mean - half > margin else "" if mean + half < margin else "?"
                 lines.append(f"  {score:<5} {name:<12} {mean:+.4f} +- {half:.4f} {mark}")
+    counted = record.get("about", {}).get("lines", {})
+    lines += ["", "lines of user code: " + ", ".join(f"{who} {n}" for who, n in counted.items())]
     return "\n".join(lines)
