@@ -130,7 +130,12 @@ def hmc(task: Task, s: Mapping[str, Any], seed: int) -> Tensor:
     """One chain of Hamiltonian Monte Carlo, ``[draws, P]``; the step follows the acceptance during the first fifth."""
     g = torch.Generator().manual_seed(1000 + seed)
     n, w = task.n, task.start.clone()
-    value = torch.func.grad_and_value(lambda w: n * task.loss(w, task.data))
+
+    def value(w: Tensor) -> tuple[Tensor, Tensor]:
+        w = w.detach().requires_grad_()
+        energy = n * task.loss(w, task.data)
+        return torch.autograd.grad(energy, w)[0], energy.detach()
+
     grad, energy = value(w)
     step, kept_draws, leaps, new = s["hmc_step"], [], s["leaps"], energy
     for t in range(s["hmc_draws"] * 5 // 4):
@@ -377,12 +382,12 @@ def scale(**more: Any) -> dict[str, Any]:
     return {
         **common,
         "pima": {
-            "batch": 24, "kappa": 1.0, "chains": 16, "epochs": 400, "burn_in": 20, "rank": 9, "hmc_chains": 4,
-            "hmc_draws": 6000, "hmc_step": 0.03, "leaps": 20,
+            "batch": 24, "kappa": 1.0, "chains": 8, "epochs": 300, "burn_in": 20, "rank": 9, "hmc_chains": 4,
+            "hmc_draws": 4000, "hmc_step": 0.03, "leaps": 20,
         },
         "mnist": {
             "data": 1000, "descent": 1500, "batch": 20, "kappa": 20.0, "chains": 4, "epochs": 150, "burn_in": 50, "rank": 16,
-            "hmc_chains": 4, "hmc_draws": 1200, "hmc_step": 0.02, "leaps": 60,
+            "hmc_chains": 4, "hmc_draws": 800, "hmc_step": 0.02, "leaps": 60,
         },
         **more,
     }  # fmt: skip
