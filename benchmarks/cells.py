@@ -40,7 +40,7 @@ def work_out(
     seconds = 0.0
     if path.exists():
         record = json.loads(path.read_text())
-        known = {row["cell"]: row for row in record["rows"] if "error" not in row}
+        known = {row["cell"]: row for row in record["rows"] if "failed" not in row}
         seconds = record["seconds"]
     began, todo = time.perf_counter(), [cell for cell in cells if str(cell) not in known]
 
@@ -54,12 +54,20 @@ def work_out(
         path.with_suffix(".part").write_text(json.dumps(out, indent=1) + "\n")
         path.with_suffix(".part").replace(path)
 
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-        asked = {pool.submit(_row, run, cell): cell for cell in todo}
-        for done in as_completed(asked):
-            known[str(asked[done])] = row = done.result()
-            print(f"{len(known)}/{len(cells)} {row['cell']}: {row.get('says', row.get('error', ''))}", flush=True)
-            keep()
+    def add(cell: Any, row: dict[str, Any]) -> None:
+        known[str(cell)] = row
+        print(f"{len(known)}/{len(cells)} {row['cell']}: {row.get('says', row.get('failed', ''))}", flush=True)
+        keep()
+
+    if workers == 1:  # in this process
+        _one_thread()
+        for cell in todo:
+            add(cell, _row(run, cell))
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+            asked = {pool.submit(_row, run, cell): cell for cell in todo}
+            for done in as_completed(asked):
+                add(asked[done], done.result())
     keep()
     return rows()
 
@@ -75,5 +83,5 @@ def _row(run: Callable[[Any], dict[str, Any]], cell: Any) -> dict[str, Any]:
     try:
         row = run(cell)
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {error}"}
+        row = {"failed": f"{type(error).__name__}: {error}"}
     return {"cell": str(cell), **row, "seconds": round(time.perf_counter() - began, 2)}

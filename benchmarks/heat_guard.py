@@ -2,6 +2,7 @@
 
     python -m benchmarks.heat_guard --workers 2                    # writes results/heat_guard.json, goes on where it stopped
     python -m benchmarks.heat_guard --seeds 1 --kinds linear       # a part of it
+    python -m benchmarks.heat_guard --cost                         # what the guard costs
 
 Linear and logistic regression on synthetic data, a network of 20 units on scikit-learn's diabetes, a small convolutional
 network on its digits, each from its mode: full batches up to 0.9 of the stability limit, independent and reshuffled batches,
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
+import time
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +34,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 import bayesopt_chain as bc
+from bayesopt_chain.diagnostics.heat import Leaf, Sketch
 from bayesopt_chain.diagnostics.top_curvature import lanczos
 from benchmarks.cells import work_out
+from benchmarks.measure import environment, ratio, take_turns
 
 COLD, HOT = 1.3, 2.0
 STEPS = 2000
+LEAST = 900  # steps of the chains that tell the truth
 CHAINS = {"linear": 48, "logistic": 48, "network": 48, "convolutions": 12}
 
 
@@ -146,7 +152,7 @@ def truth(case: Case, module: nn.Module, x: Tensor, y: Tensor, lr: float, larges
     v, before = torch.zeros_like(theta), torch.randn_like(theta)
     orders = [batches(n, case.batch, case.order) for _ in range(chains)]
     forget = (1 - mu) / (lr * largest)  # steps in which the stiffest direction forgets itself
-    steps = int(min(max(900, 40 * forget), 2500))
+    steps = int(min(max(LEAST, 40 * forget), 2500))
     size = (2 * heat * (1 - mu) / lr) ** 0.5 / 2
     places, forced, noise = list[Tensor](), list[Tensor](), list[Tensor]()
     for t in range(steps):
@@ -274,7 +280,14 @@ def run(case: Case) -> dict[str, Any]:
     read = ", ".join(f"{h['rho']:.3g}" for h in readings)
     says = f"rho {read} {'warned' if warned else ''}"
     says = says if true is None else f"truth {true:.3g} +- {error:.2g}, {says}"
-    return {**case._asdict(), "truth": true, "error": error, "warned": warned, "readings": readings, "says": says}
+    return {
+        **case._asdict(),
+        "truth": true,
+        "standard_error": error,
+        "warned": warned,
+        "readings": readings,
+        "says": says,
+    }
 
 
 def cases(seeds: int) -> list[Case]:
@@ -323,9 +336,9 @@ def cases(seeds: int) -> list[Case]:
 
 def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of what the guard said against the truth."""
-    rows = [r for r in rows if "error" not in r]
-    cold = [r for r in rows if r["batch"] is None or r["truth"] + 2 * r["error"] < COLD]
-    hot = [r for r in rows if r["batch"] is not None and r["truth"] - 2 * r["error"] > HOT]
+    rows = [r for r in rows if "failed" not in r]
+    cold = [r for r in rows if r["batch"] is None or r["truth"] + 2 * r["standard_error"] < COLD]
+    hot = [r for r in rows if r["batch"] is not None and r["truth"] - 2 * r["standard_error"] > HOT]
     told = [r for r in cold if r["feature"] != "untold"]
     return {
         "cold runs": len(told),
@@ -344,6 +357,33 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def cost(width: int, rounds: int = 9) -> dict[str, Any]:
+    """What the default guard costs a loop of 1,000 steps of a small network, in time and in memory while a window is open."""
+
+    def loop(guard: Any) -> torch.optim.Optimizer:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+        x, y = torch.randn(32, width), torch.randn(32, 1)
+        sampler = bc.optim.SGHMC(module.parameters(), 1e-4, 0.9, temperature=1e-3, heat_guard=guard)
+        for _ in range(1000):
+            sampler.zero_grad()
+            (module(x) - y).square().mean().backward()
+            sampler.step()
+        return sampler
+
+    times = take_turns(
+        {"guarded": lambda: loop("warn"), "unguarded": lambda: loop(None)}, rounds, clock=time.process_time
+    )
+    leaves = [Leaf(p, p, 1.0, 1.0, 0.9) for p in nn.Linear(width, width).parameters()]
+    signs = Sketch(leaves).signs
+    return {
+        "width": width,
+        "milliseconds a step": round(1e3 * min(times["unguarded"]) / 1000, 3),
+        **{k: round(v, 4) for k, v in ratio(times, "guarded", "unguarded").items()},
+        "bytes a parameter in a window": sum(x.numel() * x.element_size() for x in signs) / (width * width + width),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heat_guard", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
@@ -351,7 +391,15 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=("linear", "logistic", "network", "convolutions"))
     parser.add_argument("--without-trainers", action="store_true", help="leave Lightning and Hugging Face out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "heat_guard.json")
+    parser.add_argument("--cost", action="store_true", help="the cost alone, into results/heat_guard_cost.json")
     args = parser.parse_args()
+    if args.cost:
+        torch.set_num_threads(1)
+        rows = [cost(width) for width in (8, 64, 512)]
+        print(*rows, sep="\n")
+        out = args.out.with_name("heat_guard_cost.json")
+        out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        return
     wanted = [c for c in cases(args.seeds) if c.kind in args.kinds]
     wanted = [c for c in wanted if not (args.without_trainers and c.feature in TRAINERS)]
     rows = work_out(

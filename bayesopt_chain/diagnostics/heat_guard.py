@@ -42,7 +42,7 @@ class HeatGuard:
             sums to zero, and heats less. Without it batches count as independent, the worst case.
         order: ``"reshuffled"`` or ``"independent"``.
         above: excess of the variance, relative to the one asked for, from which it warns.
-        share: of the run's wall time that it may take.
+        share: of the time that the loop's thread computes, which it may take.
         window: steps in a window.
         who: how the warning begins.
 
@@ -236,14 +236,14 @@ class HeatGuard:
         self._steps += 1
         if self._sketch is None and self._steps < self._next and self._began is not None:
             return
-        now = time.perf_counter()
+        now = time.thread_time()
         if self._began is None:
             self._began = now
             return
         if self._sketch is None and not self._may_open(leaves, now):
             return
         self._take([*leaves()])
-        spent = time.perf_counter() - now
+        spent = time.thread_time() - now
         self._spent += spent
         self._paid += spent
 
@@ -274,7 +274,7 @@ class HeatGuard:
         if len(self._rows) <= self.window:
             return None
         gradients, positions, norms = (torch.stack(x).double().cpu() for x in zip(*self._rows))
-        began = time.perf_counter()
+        began = time.thread_time()
         if bool(torch.isfinite(gradients).all() and torch.isfinite(positions).all() and gradients.any()):
             filled = (gradients != 0).any(0)  # small models fill few buckets
             rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
@@ -289,7 +289,7 @@ class HeatGuard:
             )
             same = (norms - norms.median()).abs() < SAME_NORM * norms.median()
             self._judge(heat._replace(same_norm=float(same.double().mean())))
-        self._cost = self._paid + time.perf_counter() - began
+        self._cost = self._paid + time.thread_time() - began
         self._next = self._steps + 1 if self._hot and not self.has_warned else 4 * self._steps
         return self._close()
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import pickle
-import time
 import warnings
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
+from bayesopt_chain.diagnostics import heat_guard
 from bayesopt_chain.diagnostics.heat import Leaf, read_heat, reshuffled_excess
 from bayesopt_chain.optim import _heat as optimizers
 
@@ -186,20 +186,28 @@ def test_it_changes_no_bit_of_the_draws():
         assert torch.equal(run(watched), run(None)) and watched.readings
 
 
-def test_it_takes_its_share_of_the_time_and_no_more():
-    """The first window waits until it can be afforded: none within the first steps of a fast loop."""
-    guard = bc.diagnostics.HeatGuard(share=0.015)
-    began = time.perf_counter()
-    calls = 0
+def test_it_takes_its_share_of_the_time_and_no_more(monkeypatch):
+    """On a clock that counts calls: 50 units a step outside, and 1 for each look at the clock."""
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1e-5
+        return now
+
+    monkeypatch.setattr(heat_guard.time, "thread_time", clock)
+    guard, looked = bc.diagnostics.HeatGuard(share=0.015), 0
 
     def leaves():
-        nonlocal calls
-        calls += 1
+        nonlocal looked, now
+        looked += 1
+        now += 2e-4  # what a look costs
         return [Leaf(torch.ones(10), torch.ones(10), 1.0, 1.0, 0.9)]
 
-    for _ in range(3000):
+    for _ in range(40_000):
+        now += 5e-4
         guard.look(leaves, 0.1)
-    assert calls <= 1 + 97 * (1 + (time.perf_counter() - began) * 0.015 / 5e-3)
+    assert looked > 97 and guard._spent <= 0.015 * now
 
 
 def test_a_new_learning_rate_begins_anew():
