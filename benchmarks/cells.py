@@ -34,7 +34,7 @@ def work_out(
         summary: of all rows; it stands in the record as ``table``.
 
     Returns:
-        All rows, in the order of the cells.
+        All rows, in the order of the cells; those of other cells that the record holds come after them.
     """
     known: dict[str, dict[str, Any]] = {}
     seconds = 0.0
@@ -45,7 +45,8 @@ def work_out(
     began, todo = time.perf_counter(), [cell for cell in cells if str(cell) not in known]
 
     def rows() -> list[dict[str, Any]]:
-        return [known[str(cell)] for cell in cells if str(cell) in known]
+        asked = {str(cell): None for cell in cells}
+        return [known[name] for name in [*asked, *(name for name in known if name not in asked)] if name in known]
 
     def keep() -> None:
         spent = seconds + time.perf_counter() - began

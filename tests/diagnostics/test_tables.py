@@ -48,3 +48,8 @@ def test_a_table_goes_on_where_it_stopped(tmp_path):
     path.write_text(json.dumps(record))
     rows = cells.work_out(length, ["a", "ccc", "dd"], path, summary=len)
     assert [row["length"] for row in rows] == [7, 3, 2]
+    assert [row["cell"] for row in cells.work_out(length, ["dd"], path, summary=len)] == [
+        "dd",
+        "a",
+        "ccc",
+    ]  # none is lost
