@@ -40,7 +40,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("gaussian", "categorical")  # the quick tier has these
+
+
+def slow_unless(quick, every):
+    """Parameters, those that are not quick with the marker."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in every]
+
+
+@pytest.mark.parametrize("case", slow_unless(QUICK, CASES))
 def test_every_likelihood_goes_from_a_module_to_a_prediction(case):
     likelihood, out, targets = CASES[case]
     x = inputs()
@@ -67,7 +75,7 @@ def test_targets_of_weight_zero_may_be_missing():
     assert e.predict(x).mean.isfinite().all()
 
 
-@pytest.mark.parametrize("method", ["sghmc", "ensemble", "swag", "laplace", "ivon"])
+@pytest.mark.parametrize("method", slow_unless(("laplace",), ["sghmc", "ensemble", "swag", "laplace", "ivon"]))
 def test_methods_are_one_word_apart(method):
     x = inputs()
     y = x[:, :1]
@@ -78,6 +86,7 @@ def test_methods_are_one_word_apart(method):
     assert ensemble.report.cost > 1
 
 
+@pytest.mark.slow
 def test_data_of_every_kind_are_the_same_data():
     x = inputs()
     y = x[:, :1]
@@ -158,7 +167,7 @@ class Words(nn.Module):
         return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
 
 
-@pytest.mark.parametrize("module", [Normed, Pictures, Words])
+@pytest.mark.parametrize("module", slow_unless((Normed,), [Normed, Pictures, Words]))
 def test_modules_of_every_kind_work_by_a_maker_and_as_one_module(module):
     x = inputs()
     y = x[:, :1]
@@ -183,6 +192,7 @@ def test_frozen_weights_are_shared_and_stay():
 
 
 @pytest.mark.peers
+@pytest.mark.slow
 def test_adapters_are_drawn_anew_as_their_library_draws_them():
     """Of LoRA one factor is random and the other 0, so that every member starts as the pretrained network."""
     peft = pytest.importorskip("peft")

@@ -60,7 +60,7 @@ def test_a_call_killed_before_or_behind_every_stage_goes_on_bit_for_bit(tmp_path
         assert torch.equal(call(path).predict(data()[0]).log_prob(data()[1]), wanted), stage
 
 
-@pytest.mark.parametrize("at", [10, 23, 40])
+@pytest.mark.parametrize("at", [10, pytest.param(23, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)])
 def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
     """Steps 10 (pilots), 23 (modes) and 40 (the level of the pilots)."""
     from bayesopt_chain.ensemble import progress
