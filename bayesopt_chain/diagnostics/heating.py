@@ -251,9 +251,12 @@ def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None
     left = (E * own + heat) / half / half[:, None] - torch.eye(r, dtype=torch.float64)
     m, P = torch.linalg.eigh(half[:, None] * (heat + torch.diag(variance)) * half)
     basis = closed.V.T.to(system.bases[0]) @ torch.cat(system.bases)
+    directions = tuple(optree.tree_leaves(unflatten(basis, system.like)))
+    root = (vectors * kept.sqrt()) @ vectors.T
     return Room(
-        directions=tuple(optree.tree_leaves(unflatten(basis, system.like))),
-        root=(vectors * kept.sqrt()) @ vectors.T,
+        directions=directions,
+        root=root,
+        missing=(torch.eye(r, dtype=torch.float64) - root).to(directions[0]),
         cooling=half[:, None] * ((P / m.sqrt()) @ P.T) * half,
         scales=tuple([gain.sqrt() for gain in system.response.gains]),
         left=float(torch.linalg.eigvalsh(left).abs().amax()),

@@ -31,6 +31,7 @@ class Room:
     Attributes:
         directions: ``Q``, for each leaf of the parameters the rows ``[r, *leaf.shape]``.
         root: ``E^(1/2)``, float64 ``[r, r]``.
+        missing: ``I - E^(1/2)`` where the directions lie: a captured step cannot copy from the host.
         cooling: ``A``, float64 ``[r, r]``: maps draws of the chain without room onto what it would sample on full gradients.
         scales: roots of the gains, like each leaf.
         left: by how much the covariance differs with room from that on full gradients, relative, in the worst direction.
@@ -43,6 +44,7 @@ class Room:
 
     directions: tuple[Tensor, ...]
     root: Tensor
+    missing: Tensor
     cooling: Tensor
     scales: tuple[Tensor, ...]
     left: float
@@ -67,9 +69,8 @@ class Room:
 
     def leave(self, xi: Sequence[Tensor]) -> list[Tensor]:
         """One draw of all leaves, less what the batches bring."""
-        missing = torch.eye(len(self.root), dtype=self.root.dtype) - self.root
         inside: Tensor = project(list(self.directions), list(xi))
-        back = combine(inside @ missing.to(inside), list(self.directions))
+        back = combine(inside @ self.missing.to(inside), list(self.directions))
         return [x - y for x, y in zip(xi, back)]
 
     def cool(self, draws: Any) -> Any:
