@@ -23,7 +23,8 @@ from torch.nn import functional as F
 import bayesopt_chain as bc
 from benchmarks.measure import environment
 
-N, TEST, BATCH, LR, MOMENTUM = 600, 1000, 32, 0.02, 0.9
+N, TEST, BATCH, LR, MOMENTUM = 600, 1000, 32, 0.01, 0.9
+SEEDS = (1,)  # the one at which full batches left the mode at lr 0.02
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -86,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     began = time.perf_counter()
-    rows = [row for seed in range(2) for row in run(seed)]
+    rows = [row for seed in SEEDS for row in run(seed)]
     count = sum(p.numel() for p in network().parameters())
     record = {"environment": environment(), "seconds": time.perf_counter() - began, "parameters": count, "rows": rows}
     (RESULTS / "priors.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -101,7 +101,7 @@ def broken(draws: Draws, losses: Tensor | None, numbers: dict[str, float]) -> li
     elif stopped or _grown(losses):
         says = draws.why if stopped else "the loss grows without end"
         out.append(
-            Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_lr gives one that is stable.")
+            Finding("diverged", f"The run diverged: {says}.", "Lower lr; bc.suggest_chain gives one that is stable.")
         )
     if losses is not None:
         numbers["loss, last quarter"] = float(losses[-max(1, len(losses) // 4) :].mean())

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -222,6 +222,7 @@ def suggest_chain(
     for b in sizes:
         checks.number(f"{name}: batch_sizes", b, f"[1, {size}]", integer=True)
     chosen = tuple(orders or known_order or ("reshuffled", "independent"))
+    require_law(name, chosen)
     source = Rows(tree, size, max(1, min(BASE, size // 2)), seed)
     smaller = [b for b in sizes if b < size]
     if smaller:
@@ -389,6 +390,22 @@ def _sentences(
     share = "" if run is None else f", {passes / run:.1%} of the run"
     out.append(f"Suggesting took {passes:.3g} passes over the data{share}; temperature {T:.3g}.")
     return out
+
+
+def require_law(name: str, orders: Sequence[Any]) -> None:
+    """Refuse orders that are unknown, or whose heat no law tells.
+
+    Raises:
+        ValueError: naming the order.
+    """
+    for order in orders:
+        if not callable(order) and order not in get_args(Order):
+            raise ValueError(f"{name}: orders must be among {', '.join(get_args(Order))}, got {order!r}")
+        if order == "herded":
+            raise ValueError(
+                f"{name}: how much herded batches heat depends on their table; ask for 'reshuffled', which heats no "
+                "less where the table fits, and herd the batches in the run"
+            )
 
 
 def maker(make_tx: Callable[..., Any]) -> Callable[[float, Any], Any]:

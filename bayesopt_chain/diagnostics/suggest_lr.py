@@ -38,6 +38,7 @@ from bayesopt_chain.diagnostics.suggest_chain import (
     maker,
     of_data,
     of_module,
+    require_law,
     suggested,
 )
 from bayesopt_chain.optimizers.functional import sgd
@@ -103,6 +104,8 @@ def suggest_lr(
     checks.number(f"{name}: margin", margin, "(0, 1]")
     loss, params, draws = of_module(name, loss, params)
     source, batch, known = _source(name, batches, max_batches, steps_per_epoch, seed)
+    if batch < source.size:
+        require_law(name, [order or known])
     if isinstance(source, Rows) and batch < source.size:
         require_mean(name, loss, params, source)
     allowance = math.inf if epochs is None else SHARE * epochs
