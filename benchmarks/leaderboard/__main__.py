@@ -3,7 +3,7 @@
 python -m benchmarks.leaderboard --data                          # write the tables of data to files
 python -m benchmarks.leaderboard --workers 16 --record FILE      # run what the record lacks; the tasks developed on
 python -m benchmarks.leaderboard --held-out ...                  # the others, once
-python -m benchmarks.leaderboard --table --record FILE           # the table of a record
+python -m benchmarks.leaderboard --table --record FILE           # the table of what is there
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main() -> None:
             for future in as_completed(running):
                 future.result()
                 print(*running[future], "done", flush=True)
+    if folder.exists():  # cells of a run that was cut short are in the table too
         _join(folder, given.record)
     from benchmarks.leaderboard.table import table
 
