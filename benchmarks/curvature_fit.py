@@ -3,9 +3,11 @@
     python -m benchmarks.curvature_fit            # a few minutes on one core
     python -m benchmarks.curvature_fit --rounds 1 --only MLP
 
-Three classifiers (an MLP, a ResNet-8 whose norms are frozen, a small transformer), each with the last layer in Kronecker
-structure and all weights in diagonal and in Kronecker structure. Fit is one pass over 512 data and the posterior, tune the
-prior by the evidence (laplace-torch: its default, 100 steps of Adam), predict the probabilities of 16 new inputs.
+Five classifiers (an MLP, a CNN, a ResNet-8 whose norms are frozen, a small transformer, a small GPT-2), each with its last
+layer in Kronecker structure and all weights in diagonal and in Kronecker structure. Fit is one pass over 512 data and the
+posterior, tune the prior by the evidence (laplace-torch: its default, 100 steps of Adam), predict probabilities of 16
+new inputs.
+
 laplace-torch runs with each of its back ends. curvlinops' own K-FAC and asdfghjkl's own Kronecker Fisher end with the factors,
 which they do not decompose: beside them are our factors alone, in a phase of that name. asdfghjkl's diagonal takes part in the
 fit.
@@ -66,6 +68,41 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.table(x) + self.position(torch.arange(x.shape[1])[None])).mean(1))
 
 
+class GPT2(nn.Module):
+    """Two layers of transformers' GPT-2 over 16 tokens, the last token's features, and a head."""
+
+    def __init__(self, width: int = 32, words: int = 100, classes: int = 10):
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model
+
+        sizes: dict[str, Any] = {
+            "n_layer": 2,
+            "n_head": 4,
+            "n_embd": width,
+            "n_positions": 16,
+            "vocab_size": words,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        self.body = GPT2Model(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).last_hidden_state[:, -1])
+
+
+def cnn(width: int = 16, classes: int = 10) -> nn.Module:
+    """Two convolutions with pooling, and a head."""
+    layers = [
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, classes))
+
+
 def cases() -> dict[str, tuple[nn.Module, DataLoader, Tensor]]:
     torch.manual_seed(0)
     resnet = ResNet(8).eval()
@@ -74,8 +111,10 @@ def cases() -> dict[str, tuple[nn.Module, DataLoader, Tensor]]:
             module.requires_grad_(False)
     made = {
         "MLP 784-256-10": (mlp(784, 256, 10), lambda n: torch.randn(n, 784)),
+        "CNN, width 16": (cnn(), lambda n: torch.randn(n, 3, 16, 16)),
         "ResNet-8, width 8, norms frozen": (resnet, lambda n: torch.randn(n, 3, 16, 16)),
         "transformer, width 32": (Transformer().eval(), lambda n: torch.randint(0, 100, (n, 16))),
+        "GPT-2, width 32": (GPT2().eval(), lambda n: torch.randint(0, 100, (n, 16))),
     }
     out = {}
     for name, (net, inputs) in made.items():
