@@ -41,7 +41,8 @@ class Chain(GradientTransformation):
         True
     """
 
-    compose: ClassVar[Callable[..., Chain]]  # both are set by the layers above, which know what others wrote
+    # both are set by the layers above, which know what others wrote
+    compose: ClassVar[Callable[..., Chain]]
     lower: ClassVar[Lower]
 
     def __new__(cls, links: Sequence[Link]) -> Self:
@@ -79,7 +80,19 @@ class Chain(GradientTransformation):
         return frozenset[str]().union(*(x.required_kwargs for x in self.links))
 
     def chain(self, next: GradientTransformation) -> Chain:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """This chain followed by ``next``."""
+        """This chain followed by another transformation.
+
+        Args:
+            next: a chain, or a transformation of TorchOpt.
+
+        Returns:
+            The chain of all links, in this order.
+
+        Example:
+            >>> import bayesopt_chain as bc
+            >>> bc.add_momentum(0.9).chain(bc.scale_by_neg_lr(0.1)) == bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
+            True
+        """
         return self.compose(self, next)
 
     def _replace(self, **kwargs: Any) -> GradientTransformation:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -112,8 +125,20 @@ class Chain(GradientTransformation):
     def plan(self, state: Any) -> Plan:
         """What is worked out for a state's layout, once.
 
+        Args:
+            state: of this chain.
+
+        Returns:
+            The plan of its updates, among other things the noise that is matched to the links.
+
         Raises:
             ValueError: the state is another chain's.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx = bc.sghmc(0.1, temperature=0.5)
+            >>> sorted(tx.plan(tx.init(torch.zeros(2))).noise)  # the noise is the second link
+            [1]
         """
         if self.last is not None and isinstance(state, State) and state.layout is self.last[0]:
             return self.last[1]  # a state hands its layout to the next, so that it is not hashed at every update
@@ -134,7 +159,23 @@ class Chain(GradientTransformation):
         return self.plans[layout]
 
     def at(self, state: State, i: int, params: Any) -> tuple[LinkContext, list[Any]]:
-        """What link ``i`` knows in a tree of parameters, and its leaves: to call a method of the link outside an update."""
+        """What a link knows in a tree of parameters, and its leaves: to call a method of the link outside an update.
+
+        Args:
+            state: of this chain.
+            i: which link, from 0.
+            params: the parameters, or a tree like them.
+
+        Returns:
+            The context of the link, and those leaves of ``params`` that it acts on.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.sgd(0.1, 0.9), {"w": torch.zeros(2)}
+            >>> context, leaves = tx.at(tx.init(params), 0, params)
+            >>> leaves
+            [tensor([0., 0.])]
+        """
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         where = state.layout.where[i]
         return Update(self.plan(state), PURE, spec, leaves, list(state)).at(i, where), [leaves[j] for j in where]

@@ -57,7 +57,19 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with a chain of their own."""
+        """Add parameters with a chain of their own.
+
+        Args:
+            param_group: as in torch, with the hyperparameters that the chain is made of.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+            >>> optimizer = bc.optim.Optimizer([a], lambda group: bc.sgd(group["lr"]), lr=0.1)
+            >>> optimizer.add_param_group({"params": [b], "lr": 0.01})
+            >>> [group["lr"] for group in optimizer.param_groups]
+            [0.1, 0.01]
+        """
         super().add_param_group(param_group)
         try:
             self._chains.append(_Built(self._make_chain, self.param_groups[-1]))
@@ -77,6 +89,9 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            What the closure returned; ``None`` without one.
         """
         loss = None
         if closure is not None:
@@ -109,7 +124,18 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format; ``chain_state`` in each group lists the tensors of its chain's state."""
+        """What ``load_state_dict`` goes on from.
+
+        Returns:
+            torch's format; ``chain_state`` in each group lists the tensors of its chain's state.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.sgd(group["lr"], 0.9), lr=0.1)
+            >>> [x.shape for x in optimizer.state_dict()["param_groups"][0]["chain_state"]]
+            [torch.Size([2])]
+        """
         out = super().state_dict()
         for group, built in zip(out["param_groups"], self._chains):
             group["chain_state"] = optree.tree_leaves(built.state)

@@ -132,6 +132,7 @@ class SGHMC(SGD):
         lr: learning rate.
         momentum: in [0, 1).
         temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        generator, stream: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 
     Example:
@@ -168,6 +169,7 @@ class SGLD(SGD):
         params: as in :class:`SGD`.
         lr: learning rate.
         temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        generator, stream: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 
     Example:

@@ -153,8 +153,9 @@ def adamw(
     is matched to it.
 
     Args:
-        lr, betas, eps, eps_root, moment_requires_grad, maximize, use_accelerated_op, temperature, freeze_after: as
-            :func:`adam`.
+        lr, betas, eps, eps_root, moment_requires_grad, maximize, use_accelerated_op: as in :func:`adam`.
+        temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``adamw``.
+        freeze_after: number of updates after which the second moment stays as it is.
         weight_decay: decoupled: added behind the preconditioner.
         mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay. (TorchOpt's flat mode
             ignores it.)
@@ -297,7 +298,8 @@ def adagrad(
         initial_accumulator_value: first sum of squares.
         eps: added to the root.
         maximize: climb instead.
-        temperature, freeze_after: as :func:`adam`.
+        temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``adagrad``.
+        freeze_after: number of updates after which the sum of squares stays as it is.
 
     Returns:
         The chain, to be used as any ``torchopt.base.GradientTransformation``.
@@ -347,7 +349,8 @@ def rmsprop(
         centered: divide by the standard deviation instead.
         initial_scale: first mean of squares.
         maximize: climb instead.
-        temperature, freeze_after: as :func:`adam`.
+        temperature: number, 0-d tensor or schedule; 0 is TorchOpt's ``rmsprop``.
+        freeze_after: number of updates after which the mean of squares stays as it is.
 
     Returns:
         The chain, to be used as any ``torchopt.base.GradientTransformation``.
@@ -390,7 +393,7 @@ def adadelta(
 
     Args:
         lr, rho, eps, weight_decay, moment_requires_grad: as in TorchOpt.
-        temperature: must be 0.
+        temperature: must be 0: a number, for there is no noise that is matched to this rule.
 
     Returns:
         The chain, to be used as any ``torchopt.base.GradientTransformation``.
