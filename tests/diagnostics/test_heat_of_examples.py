@@ -28,7 +28,7 @@ BATCHES = re.compile(
 )
 SAYS = re.compile(
     r"#[^\n]*\b(hot|heated|heat|heats)\b"  # a comment
-    r"|>>> bool\(report\.worst|minibatches heat"  # the heat is what is shown
+    r"|diagnostics\.heating\(|minibatches heat"  # the heat is what is shown
     r"|suggest_lr\(|make_step\(estimator"  # chosen by the law; batches' noise removed
 )
 COMPUTED = {
