@@ -205,4 +205,21 @@ def normals_kernel() -> Callable[..., None] | None:
             torch.get_num_threads() if out.numel() > _PARALLEL else 1,
         )
 
+    def bound(
+        out: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        draws: tuple[int, ...],
+    ) -> Callable[[], None]:
+        """``fill`` of these very tensors, whose memory stays where it is."""
+        kernel, large = kernels[out.dtype], out.numel() > _PARALLEL
+        keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
+        stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
+        rows = out.shape[:-1].numel()
+        known = (out.data_ptr(), *keyed, *stepped, rows, array(starts), array(lengths), len(lengths), array(draws))
+        return lambda: kernel(*known, torch.get_num_threads() if large else 1)
+
+    fill.bound = bound  # pyright: ignore[reportFunctionMemberAccess]
     return fill

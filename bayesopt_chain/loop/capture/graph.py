@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -10,6 +13,7 @@ from bayesopt_chain import _torch
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
 from bayesopt_chain.loop.module_state import keyed
+from bayesopt_chain.random.philox_cpu import normals_kernel
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -114,23 +118,41 @@ def _new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.N
     return placeholder
 
 
-def lift_draws(graph: torch.fx.GraphModule) -> list[Tensor]:
-    """Have the graph draw its normals into further inputs, and return these buffers.
+def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[Callable[[], None]]]:
+    """Have normals drawn into further inputs of the graph: these buffers, and what fills them before the graph runs.
 
-    A draw that allocates its result costs page faults in every call, which for large leaves take as long as the draw.
+    A draw that allocates its result costs page faults in every call, which for large leaves take as long as the draw. Where
+    key and count are static buffers, which stay where they are, the kernel is called with their addresses before the graph:
+    torch's way to an operation costs more than the normals of a small step. Other draws stay in the graph.
     """
-    buffers = []
+    buffers, fills = list[Tensor](), list[Callable[[], None]]()
     ops = torch.ops.bayesopt_chain
+    places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
         *about, dtype = node.args
+        key, step, *numbers = about
+        buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
         place = _new_input(graph, f"draw_{len(buffers)}", node.meta)
-        with graph.graph.inserting_before(node):
-            graph.graph.call_function(ops.philox_normals_.default, (place, *about))
+        known = [static[i] for x in (key, step) if (i := places.get(_origin(x), len(static))) < len(static)]
+        kernel = normals_kernel() if buffer.device.type == "cpu" else None
+        if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):
+            bind: Any = kernel
+            fills.append(bind.bound(buffer, *known, *map(tuple, numbers)))
+        else:
+            with graph.graph.inserting_before(node):
+                graph.graph.call_function(ops.philox_normals_.default, (place, *about))
         node.replace_all_uses_with(place)
         graph.graph.erase_node(node)
-        buffers.append(torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device))
+        buffers.append(buffer)
     graph.recompile()
-    return buffers
+    return buffers, fills
+
+
+def _origin(node: Any) -> Any:
+    """The node whose tensor this is, under another name."""
+    while node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        node = node.args[0]
+    return node
 
 
 def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:

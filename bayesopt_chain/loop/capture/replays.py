@@ -40,7 +40,8 @@ class Compiled:
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
-        self.inputs = [*body.static, *example, *closed_over, *lift_draws(graph)]
+        lifted, self.fills = lift_draws(graph, body.static)
+        self.inputs = [*body.static, *example, *closed_over, *lifted]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
         with torch.no_grad(), keyed_cache() as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
@@ -59,7 +60,9 @@ class Compiled:
         for places, x in zip(self.batch_at, batch):
             for i in places:
                 args[i] = x
-        with uninterrupted():  # gradient and writes are one program
+        with uninterrupted():  # draws, gradient and writes are one program
+            for fill in self.fills:
+                fill()
             return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:

@@ -774,3 +774,31 @@ def test_a_short_last_batch_is_recorded_when_it_comes_first(backend):
 def test_the_number_of_signatures_is_a_whole_one(signatures):
     with pytest.raises(ValueError, match="signatures must be a whole number"):
         bc.capture(lambda p, s, b: (p, s, b), torch.zeros(1), (), (), signatures=signatures)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
+def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are():
+    """The noise of the step itself. What chains side by side draw, and by a count that the step makes, stays in the graph."""
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1.0), "philox")
+    step = bc.make_step(lambda w, batch: 0.0 * w.sum(), tx)
+    torch.manual_seed(0)
+    alone = torch.zeros(37)
+    chains = bc.parallel(step, 3)
+    many = torch.zeros(3, 37)
+
+    def twice(w, state, batch):
+        return step(*step(w, state, batch)[:2], batch)
+
+    for run, w, state, before in (
+        (step, alone, tx.init(alone), 1),
+        (chains, many, chains.init(tx, many), 0),
+        (twice, alone, tx.init(alone), 1),
+    ):
+        fast = bc.capture(run, w, state, (), backend="inductor")
+        assert len(fast._program.replay.fills) == before
+        mine, here = w, state
+        for _ in range(4):
+            w, state, _ = run(w, state, ())
+            mine, here, _ = fast(mine, here, ())
+        torch.testing.assert_close(mine, w, rtol=2e-6, atol=2e-6)
