@@ -39,6 +39,7 @@ from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
 from bayesopt_chain.matching.response import Nonlinear, Response, SelfContainedSampler
 from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
+from bayesopt_chain.trees import wide
 
 
 class MicrocanonicalState(NamedTuple):
@@ -184,10 +185,9 @@ def _along(w: Sequence[Tensor], e: Leaves, g: Leaves) -> Tensor:
 
 
 def _dot(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
-    total = (x[0] * y[0]).sum()
-    for a, b in zip(x[1:], y[1:]):
-        total = total + (a * b).sum()
-    return total
+    """The inner product over all leaves, 0-d, held in float32 at least."""
+    terms = [(a * b).sum(dtype=wide(a.dtype)) for a, b in zip(x, y)]
+    return sum(terms[1:], terms[0])
 
 
 @checked_as(lr=POSITIVE, length=Range("(0, inf]"))
