@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation, IdentityGradientTransformation
 
+from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.fused.lower import lower
@@ -116,6 +117,9 @@ TORCHOPT: dict[str, Callable[[GradientTransformation, Mapping[str, Any]], Sequen
 }
 
 
+_NAME = kinds.Kind(lambda x: x is None or isinstance(x, str), "a string, or None")
+
+
 def with_response(
     link: GradientTransformation,
     response: Response,
@@ -167,6 +171,7 @@ def with_response(
         if isinstance(response, Decay)
         else ()
     )
+    kinds.require("with_response", name=(name, _NAME))
     empty = isinstance(response, Linear) and not (response.b and response.a and response.a[0])
     if empty or not all(map(math.isfinite, numbers)):
         raise ValueError(
@@ -276,5 +281,6 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
         >>> import bayesopt_chain as bc
         >>> tx = bc.partition({"body": bc.sgd(0.1), "head": bc.sghmc(0.1, temperature=1e-3)}, {"conv": "body", "fc": "head"})
     """
+    kinds.require("partition", transformations=(transformations, kinds.MAPPING))
     known = tuple(transformations)
     return chain(*(masked(tx, _Labelled(labels, name, known)) for name, tx in transformations.items()))

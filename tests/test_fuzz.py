@@ -17,6 +17,7 @@ import torch
 from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from tests import fuzzing
 
 HOME = str(Path(bc.__file__).parent)
 NAN, INF = math.nan, math.inf
@@ -336,3 +337,56 @@ def test_a_gradient_that_is_not_a_number_shows(name):
         assert "finite" in str(err) or "nan" in str(err)
     else:
         assert not bool(torch.isfinite(params["a"][0, 0]))
+
+
+# everything else that a user calls: the table of tests/fuzzing.py, of which ``python -m benchmarks.fuzz`` tries every value
+
+FEW = fuzzing.VALUES[::6]
+OPEN = {  # rows of which some wrong value is not refused by name yet, or that take too long here: the command shows which
+    "iterate",
+    "Step.__call__",
+    "Step.init",
+    "Parallel.init",
+    "fork",
+    "epochs",
+    "Chain.init",
+    "masked",
+    "partition",
+    "with_stream",
+    "fit_laplace",
+    "FittedLaplace.predict",
+    "tune_by_evidence",
+    "diagnostics.r_hat",
+    "diagnostics.ksd",
+    "diagnostics.gradient_noise",
+    "diagnostics.heating",
+    "diagnostics.hessian_product",
+    "diagnostics.temperatures",
+    "diagnostics.local_learning_coefficient",
+    "diagnostics.lr_bias",
+    "diagnostics.HeatGuard",
+    "suggest_lr",
+    "optim.as_step",
+    "optim.Optimizer",
+    "optim.SGHMC.fork",
+    "optim.SGHMC.load_state_dict",
+    "optim.SGHMC.add_param_group",
+    "vi.negative_elbo",
+    "diagnostics.ess",
+}
+ROWS = [name for name in fuzzing.CALLS if name not in fuzzing.SLOW and name not in OPEN]
+
+
+def test_every_public_callable_has_a_row():
+    assert not fuzzing.missing()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_call_of_the_table_is_sound(name):
+    assert not fuzzing.sound_is_sound(name)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_arguments_of_ordinary_kinds_are_refused_by_name_or_harmless(name):
+    found, calls = fuzzing.failures(name, FEW)
+    assert calls and not found, "\n".join(found)

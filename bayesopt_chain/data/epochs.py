@@ -26,7 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, kinds
 from bayesopt_chain.data.index_stream import IndexStream, Order, Rule
 
 Mesh = Any  # a DeviceMesh of one axis, or (rank, number of ranks)
@@ -215,6 +215,7 @@ class Epochs:
         Raises:
             ValueError: it is a position in another order, seed, batch size, number of data or of chains.
         """
+        kinds.require("epochs: load_state_dict", state=(state, kinds.MAPPING))
         mine = self._identity()
         if differing := [name for name in mine if state.get(name) != mine[name]]:
             raise ValueError(
@@ -253,6 +254,13 @@ class Indices:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.owner.set_epoch(epoch)
+
+
+_SEED = kinds.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
+_ROWS = kinds.Kind(
+    lambda x: x is None or isinstance(x, Tensor) or (kinds.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
+    "a tensor of row numbers, a list of them, or None",
+)
 
 
 def epochs(
@@ -312,13 +320,20 @@ def epochs(
         >>> torch.equal(torch.cat([first.batch(0, 0), second.batch(0, 0)]), data.batch(0, 0)[0])
         True
     """
-    if not callable(order) and order not in get_args(Order):
+    kinds.require(
+        "epochs",
+        batch_size=(batch_size, _SEED),
+        seed=(seed, _SEED),
+        chains=(chains, kinds.WHOLE.or_none()),
+        leave_out=(leave_out, _ROWS),
+        with_rows=(with_rows, kinds.BOOL),
+    )
+    named: Any = order
+    if not kinds.FUNCTION.fits(named) and not (isinstance(named, str) and named in get_args(Order)):
         raise ValueError(
             f"epochs: order must be one of {', '.join(get_args(Order))}, or a function of (rows, seed, epoch, chain); got "
             f"{order!r}"
         )
-    if chains is not None and chains < 1:
-        raise ValueError(f"epochs: chains must be at least 1, got {chains}")
     batch_size, place = operator.index(batch_size), _place(mesh)
     size = _columns(data)[2]
     left_out = _left_out(leave_out, size, chains)

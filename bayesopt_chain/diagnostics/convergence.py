@@ -12,6 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
+
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
@@ -39,6 +41,7 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
         >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
         tensor([1., 1.], dtype=torch.float64)
     """
+    kinds.require("r_hat", draws=(draws, kinds.DRAWS), superchains=(superchains, kinds.BATCHES.or_none()))
     from arviz_stats.base.array import array_stats
 
     if superchains is None:
@@ -68,10 +71,9 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
         True
     """
+    kinds.require("ess", draws=(draws, kinds.DRAWS), kind=(kind, kinds.one_of("bulk", "tail")))
     from arviz_stats.base.array import array_stats
 
-    if kind not in ("bulk", "tail"):
-        raise ValueError(f"ess: kind is 'bulk' or 'tail', got {kind!r}")
     prob = (0.05, 0.95) if kind == "tail" else None
     return _each(draws, "ess", lambda x: array_stats.ess(x, chain_axis=-2, draw_axis=-1, method=kind, prob=prob))
 

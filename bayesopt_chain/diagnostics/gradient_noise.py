@@ -31,6 +31,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
 from bayesopt_chain.trees import gram
@@ -107,6 +108,15 @@ def gradient_noise(
         >>> noise.eigenvalues, noise.mean
         (tensor([2.], dtype=torch.float64), tensor(-1.5000))
     """
+    kinds.require(
+        "gradient_noise",
+        loss=(loss, kinds.FUNCTION),
+        params=(params, kinds.PARAMS),
+        batches=(batches, kinds.BATCHES),
+        tx=(tx, kinds.TX.or_none()),
+        rank=(rank, kinds.WHOLE),
+        max_batches=(max_batches, kinds.WHOLE),
+    )
     if rank < 1:
         raise ValueError(f"gradient_noise: rank must be at least 1, got {rank}")
     blocks, steps_per_epoch, order = take(batches, max_batches)

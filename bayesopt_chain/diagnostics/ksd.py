@@ -21,6 +21,8 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
+
 if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
@@ -59,8 +61,15 @@ def ksd(
         >>> right < 0.2 < shifted
         True
     """
-    if kernel not in ("imq", "gaussian"):
-        raise ValueError(f"ksd: kernel is 'imq' or 'gaussian', got {kernel!r}")
+    kinds.require(
+        "ksd",
+        draws=(draws, kinds.DRAWS),
+        score=(score, kinds.SCORES),
+        kernel=(kernel, kinds.one_of("imq", "gaussian")),
+        bandwidth=(bandwidth, kinds.NUMBER.or_none()),
+        unbiased=(unbiased, kinds.BOOL),
+        block=(block, kinds.WHOLE),
+    )
     tree: Any = draws.params if hasattr(draws, "params") else draws
     if getattr(draws, "chains", None) is not None:
         tree = optree.tree_map(lambda x: x.flatten(0, 1), tree)

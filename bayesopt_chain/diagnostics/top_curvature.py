@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import curvature
+from bayesopt_chain import curvature, kinds
 from bayesopt_chain.diagnostics.gradient_noise import scalar, take
 
 Product = Callable[[Tensor], Tensor]
@@ -48,6 +48,13 @@ def hessian_product(
         >>> product(torch.ones(2))
         tensor([2., 8.])
     """
+    kinds.require(
+        "hessian_product",
+        loss=(loss, kinds.FUNCTION),
+        params=(params, kinds.PARAMS),
+        batches=(batches, kinds.BATCHES),
+        max_batches=(max_batches, kinds.WHOLE),
+    )
     used = take(batches, max_batches)[0][0]
     if not used:
         raise ValueError("hessian_product: needs at least one batch")

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.curvature import STRUCTURES
 from bayesopt_chain.curvature._plan import part
 from bayesopt_chain.fitting.batches import peeked
@@ -407,6 +407,12 @@ def fit_laplace(
             f"fit_laplace: likelihood is {getattr(likelihood, '__name__', type(likelihood).__name__)}, not a likelihood: pass "
             "one of bc.likelihoods, called, such as bc.likelihoods.categorical(); of a loss bc.likelihoods.custom(...)"
         )
+    kinds.require(
+        "fit_laplace",
+        loader=(loader, kinds.BATCHES),
+        params=(params, kinds.TREE.or_none()),
+        inputs=(inputs, kinds.INPUTS),
+    )
     if structure not in STRUCTURES:
         raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
     if tune not in ("evidence", "validation", None):

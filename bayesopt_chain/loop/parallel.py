@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, tracing
+from bayesopt_chain import batches, kinds, tracing
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.chain_keys import chain_draws
 from bayesopt_chain.loop.loss import joined, split
@@ -73,10 +73,11 @@ class Parallel:
             TypeError: a ``tx`` without ``init``; parameters that are not stacked tensors.
             ValueError: a ``tx`` with a generator of its own, with a seed or on a mesh.
         """
-        if not hasattr(tx, "init") and not (self.each and callable(tx)):
+        if not kinds.TX_OR_STEP.fits(tx) and not (self.each and callable(tx)):
             raise TypeError(
                 f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
             )
+        kinds.require("parallel: init", params=(params, _STACKED), seed=(seed, kinds.SEED.or_none()))
         states = []
         drawing = chain_draws(self, seed)
         for i in range(self.n):
@@ -274,15 +275,19 @@ def parallel(
         >>> params[0], info.loss.shape
         (tensor([0.8000, 0.8000]), torch.Size([3]))
     """
-    if n < 1:
-        raise ValueError(f"parallel: n must be at least 1, got {n}")
+    kinds.require(
+        "parallel",
+        step=(step, kinds.FUNCTION),
+        n=(n, kinds.WHOLE),
+        each=(each, kinds.MAPPING.or_none()),
+        chunk=(chunk, kinds.WHOLE.or_none()),
+        loop=(loop, kinds.BOOL),
+    )
     if getattr(step, "heat_guard", None) is not None:
         raise ValueError(
             "parallel: a heat guard looks at one chain, and this step has one; make the step of parallel chains without "
             "heat_guard=, and run one chain alone with it, or take a bc.diagnostics.Thermometer"
         )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"parallel: chunk must be at least 1, got {chunk}")
     for name, value in (each or {}).items():
         if not torch.is_tensor(value) or value.shape[:1] != (n,):
             raise ValueError(f"parallel: each[{name!r}] must be a tensor with {n} entries along axis 0, got {value!r}")
@@ -292,6 +297,20 @@ def parallel(
     numbers = chains_of(n, mesh)
     mine = {name: value[numbers.start : numbers.stop] for name, value in (each or {}).items()}
     return Parallel(step, len(numbers), batch_dim, mine, chunk, loop, mesh, numbers, n)
+
+
+_STACKED = kinds.Kind(
+    lambda x: kinds.TREE.fits(x) and all(leaf.ndim for leaf in optree.tree_leaves(x)),
+    "a tree of tensors with the chains on axis 0",
+)
+_TREES = kinds.Kind(
+    lambda x: (
+        kinds.SEQUENCE.fits(x)
+        and len(x) > 0
+        and all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(cast(Any, list(x)), none_is_leaf=True))
+    ),
+    "a list of trees of tensors, and at least one",
+)
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -311,6 +330,7 @@ def stack(trees: Sequence[Any]) -> Any:
         >>> bc.stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
         torch.Size([2, 2])
     """
+    kinds.require("stack", trees=(trees, _TREES))
     trees = list(trees)
     for place in zip(*(keyed(tree) for tree in trees)):
         keys = [entry.key.item() for entry in place if is_readable(entry.key) and entry.key.ndim == 0]
@@ -352,6 +372,9 @@ def unstack(tree: Any) -> list[Any]:
     return [structure.unflatten(list(row)) for row in rows]
 
 
+_MOST_FORKS = 1 << 24
+
+
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
     """Copies of a state that draw different noise: the same velocities and averages, a new key for each.
 
@@ -373,8 +396,9 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         >>> bool(a[1].key == b[1].key)
         False
     """
-    if n < 1:
-        raise ValueError(f"fork: n must be at least 1, got {n}")
+    kinds.require("fork", n=(n, kinds.whole(1)), generator=(generator, kinds.GENERATOR))
+    if n > _MOST_FORKS:
+        raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 
     def renewed(entry: Any) -> Any:
         if is_keyed(entry):

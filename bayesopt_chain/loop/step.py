@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import _torch
+from bayesopt_chain import _torch, kinds
 from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
@@ -96,6 +96,7 @@ class Step:
             >>> sorted(step.init(params).buffers)
             ['1.num_batches_tracked', '1.running_mean', '1.running_var']
         """
+        kinds.require("step: init", tx=(tx, kinds.TX.or_none()), generator=(generator, kinds.GENERATOR))
         given = {} if like is None else {"like": like.inner if isinstance(like, ModuleState | EstimatedState) else like}
         inner = (self.tx if tx is None else tx).init(params, **given)
         return inner if self.memory is None else self.memory.start(inner, params, like, generator)
@@ -192,6 +193,16 @@ class Step:
             _torch.set_grad_enabled(was_enabled)
 
 
+_KEYWORDS = kinds.Kind(
+    lambda x: x is None or (isinstance(x, Mapping) and all(map(callable, x.values()))),
+    "a dictionary of functions of (params, batch), or None",
+)
+_BUFFERS = kinds.Kind(
+    lambda x: x is None or (isinstance(x, Mapping) and all(isinstance(b, Tensor) for b in x.values())),
+    "the buffers of a module by name, or None",
+)
+
+
 def make_step(
     loss: Loss | GradientEstimator | None,
     tx: GradientTransformation,
@@ -275,6 +286,14 @@ def make_step(
         >>> params["w"], info.loss
         (tensor([0.9000, 0.9000]), tensor(1.))
     """
+    kinds.require(
+        "make_step",
+        inplace=(inplace, kinds.BOOL),
+        check_finite=(check_finite, kinds.BOOL),
+        monitor=(monitor, kinds.BOOL),
+        keywords=(keywords, _KEYWORDS),
+        buffers=(buffers, _BUFFERS),
+    )
     if not isinstance(tx, GradientTransformation):
         raise TypeError(f"make_step: tx is {tx!r}, not a gradient transformation")
     if loss is not None and not callable(loss) and not isinstance(loss, GradientEstimator):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, kinds
 from bayesopt_chain._torch import is_fully_sharded
 
 Tensors = dict[str, Tensor]
@@ -218,6 +218,12 @@ def write_back(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping
         >>> module(torch.ones(1, 2)).item()
         0.0
     """
+    kinds.require(
+        "write_back",
+        module=(module, kinds.MODULE),
+        params=(params, kinds.MAPPING),
+        buffers=(buffers, kinds.MAPPING.or_none()),
+    )
     places: list[tuple[Tensor, Tensor]] = []
     for what, values, own in (
         ("params", params, dict(module.named_parameters(remove_duplicate=False))),

@@ -14,12 +14,17 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import dtensor_of, is_dtensor, spec_of, stacked_spec
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.posterior.state import require_finite
 from bayesopt_chain.precision import Precision
 from bayesopt_chain.random.stream import Variables, leaf_numbers, new_key
 from bayesopt_chain.trees import Tree, paths, require_like, size
+
+_SHAPE = kinds.Kind(
+    lambda x: isinstance(x, (tuple, list)) and all(kinds.whole(0).fits(n) for n in x), "a tuple of whole numbers"
+)
 
 
 class Gaussian(NamedTuple):
@@ -83,6 +88,7 @@ class Gaussian(NamedTuple):
         Raises:
             ValueError: a precision that is not positive definite.
         """
+        kinds.require("Gaussian.sample", shape=(shape, _SHAPE), generator=(generator, kinds.GENERATOR))
         precision = self.precision.factorised()
         noise = _white(self.mean, shape, generator)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)

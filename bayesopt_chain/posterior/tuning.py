@@ -26,6 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.trees import Tree
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
@@ -66,6 +67,7 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         >>> round(best.item(), 6)
         3.0
     """
+    kinds.require("tune_by_evidence", log_evidence=(log_evidence, kinds.FUNCTION), steps=(steps, kinds.WHOLE))
     given, structure = optree.tree_flatten(start)
     values = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in given]
     values = [value.detach() for value in values]
@@ -240,6 +242,7 @@ def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) ->
         >>> tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
         (2, [1.0, 0.0, 4.0])
     """
+    kinds.require("tune_by_validation", loss=(loss, kinds.FUNCTION), candidates=(candidates, kinds.SEQUENCE))
     losses: list[float] = []
     refusals: list[str] = []
     for candidate in candidates:

@@ -8,15 +8,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+MOST = 1 << 53  # what an index can count to
+
 
 def require_whole(who: str, name: str, value: Any, least: int) -> None:
-    """Refuse what is no whole number, or too small.
+    """Refuse what is no whole number, too small, or so large that nothing could count to it.
 
     Raises:
         ValueError: naming the argument.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{who}: {name} must be a whole number, at least {least}, got {value!r:.100}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MOST:
+        raise ValueError(f"{who}: {name} must be a whole number, at least {least}, got {repr(value)[:100]}")
 
 
 def require_callable(who: str, name: str, value: Any, what: str) -> None:
@@ -36,7 +38,7 @@ def require_one_of(who: str, name: str, value: Any, choices: Sequence[str]) -> N
         ValueError: naming the argument.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{who}: {name} is {' or '.join(map(repr, choices))}, got {value!r:.100}")
+        raise ValueError(f"{who}: {name} is {' or '.join(map(repr, choices))}, got {repr(value)[:100]}")
 
 
 def require_iterable(who: str, name: str, value: Any, what: str) -> Iterable[Any]:

@@ -8,8 +8,15 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
+from bayesopt_chain.kinds import Kind
 from bayesopt_chain.modules.batch_norm import statistics
 from bayesopt_chain.runs.draws import Draws
+
+_DRAWS = Kind(
+    lambda x: kinds.MAPPING.fits(x) and kinds.TREE.fits(dict(x)) and all(isinstance(p, Tensor) for p in x.values()),
+    "Draws, or a dictionary of parameters by name",
+)
 
 
 def refresh_batch_norm(
@@ -49,7 +56,16 @@ def refresh_batch_norm(
         >>> torch.allclose(mean[1], 2 * mean[0]), fresh.predict(forward, [torch.zeros(5, 1)]).shape
         (True, torch.Size([5, 1]))
     """
+    kinds.require(
+        "refresh_batch_norm",
+        module=(module, kinds.MODULE),
+        loader=(loader, kinds.BATCHES),
+        inputs=(inputs, kinds.INPUTS),
+    )
     if not isinstance(draws, Draws):
+        kinds.require("refresh_batch_norm", draws=(draws, _DRAWS))
+        if sorted(draws) != (names := sorted(name for name, _ in module.named_parameters())):
+            raise ValueError(f"refresh_batch_norm: draws has the parameters {sorted(draws)}, and the module {names}")
         single = {name: p[None] for name, p in draws.items()}
         return {name: b[0] for name, b in statistics(module, single, {}, loader, inputs).items()}
     stacked: Any = (draws.params, draws.buffers)

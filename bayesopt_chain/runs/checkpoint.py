@@ -25,6 +25,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.ranks import share_of, world
 from bayesopt_chain.loop.module_state import keyed
@@ -82,8 +83,13 @@ def save(path: str | os.PathLike, tree: Any, *, tx: Any = None) -> None:
         >>> params["w"]
         tensor([1., 1.])
     """
+    kinds.require("save", path=(path, kinds.PATH))
     tensors, scalars = flat(tree)
     require_whole("save", tensors)
+    if wrong := [name for name, x in tensors.items() if x.is_meta or x.layout != torch.strided]:
+        raise TypeError(
+            f"save: leaf {wrong[0]} is sparse, or on the device meta without values: x.to_dense(), or leave it out"
+        )
     rank, size = world()
     mine = _files(Path(path), size)
     header = {"scalars": scalars, "chain": None if tx is None else repr(tx), **_streams(tree, tensors)}
@@ -119,6 +125,11 @@ def load(path: str | os.PathLike, *, like: Any, tx: Any = None) -> Any:
         >>> bc.load(file, like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
+    kinds.require("load", path=(path, kinds.PATH))
+    try:
+        flat(like)
+    except TypeError as err:
+        raise TypeError(f"load: like must be a tree of tensors, numbers and strings: {err}") from None
     tensors, header = _found(Path(path), like)
     if tx is not None and header.get("chain") not in (None, repr(tx)):
         raise ValueError(f"load: {path} holds the state of another chain:\n{header['chain']}\nnot of\n{tx!r}")
@@ -213,12 +224,15 @@ def filled(like: Any, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scala
     """``like`` with the values that were read, after comparing every leaf."""
     wanted, numbers = flat(like)
     differences = [f"{name} is missing" for name in (*wanted, *numbers) if name not in tensors and name not in scalars]
+    differences += [f"{name} is a tensor, expected a number" for name in numbers if name in tensors]
     differences += [
         f"{name} is not expected" for name in (*tensors, *scalars) if name not in wanted and name not in numbers
     ]
     for name, leaf in wanted.items():
         got = tensors.get(name)
-        if got is not None and (got.shape != leaf.shape or got.dtype != leaf.dtype):
+        if got is None and name in scalars:
+            differences.append(f"{name} is a number, expected a tensor")
+        elif got is not None and (got.shape != leaf.shape or got.dtype != leaf.dtype):
             differences.append(f"{name} is {got.dtype} {tuple(got.shape)}, expected {leaf.dtype} {tuple(leaf.shape)}")
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.module_state import ModuleState
@@ -96,6 +97,7 @@ class Collector:
         Raises:
             ValueError: in a directory that holds draws, a loop that does not say where it goes on, or that left some out.
         """
+        kinds.require("collect", step=(step, kinds.WHOLE.or_none()))
         if not self.collects:
             return
         if step is None and not self.known:
@@ -229,6 +231,7 @@ class Collector:
         Raises:
             ValueError: no draws, or no batches.
         """
+        kinds.require("collect", inputs=(inputs, kinds.INPUTS))
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

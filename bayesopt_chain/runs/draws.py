@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.distributed.ranks import gather_objects
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.modules.functional import make_functional
@@ -169,6 +170,7 @@ class Draws:
             torch.Size([2, 2])
         """
         require_one_of("Draws.open", "damaged", damaged, ("refuse", "skip"))
+        kinds.require("Draws.open", like=(like, kinds.TREE.or_none()))
         paths = paths_of("Draws.open", "path", path)
         found = opened([folder_of_segment(p, segment) for p in paths], like, damaged == "skip")
         return cls(found.shards, found.spec, found.names, chains=found.chains, complete=found.complete, why=found.why)
@@ -188,6 +190,7 @@ class Draws:
             >>> bc.Draws.segments(tempfile.mkdtemp())
             []
         """
+        kinds.require("Draws.segments", path=(path, kinds.FOLDER))
         return sorted(p.name.removeprefix(SEGMENT) for p in Path(path).glob(f"{SEGMENT}*") if p.is_dir())
 
     def __len__(self) -> int:
@@ -415,7 +418,9 @@ class Draws:
             >>> draws.with_columns(first, chains=None, complete=False, why="the first two").params["w"]
             tensor([0., 1.])
         """
-        if not isinstance(columns, Mapping) or not all(isinstance(x, Tensor) for x in columns.values()):
+        given = dict(columns) if isinstance(columns, Mapping) else {"": None}
+        missing = {STEP, *[LEAF + name for name in self._names]} - given.keys() if given else set[str]()
+        if missing or not all(isinstance(x, Tensor) for x in given.values()):
             raise TypeError("Draws.with_columns: columns must be tensors by name, as columns() gives them")
         shards = [Shard(len(columns[STEP]), columns)] if columns else []
         return Draws(shards, self._spec, self._names, chains=chains, complete=complete, why=why)
@@ -460,6 +465,7 @@ class Draws:
         require_one_of("predict", "reduce", reduce, ("mean", "log_mean_exp", "stack"))
         require_whole("predict", "chunk", chunk, 1)
         require_callable("predict", "forward", forward, "a function of (params, batch), or a module")
+        kinds.require("predict", transform=(transform, kinds.FUNCTION.or_none()))
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
         if isinstance(forward, nn.Module):
@@ -477,6 +483,9 @@ class Draws:
             for block, buffers in self._blocks(chunk):
                 y = run(block, batch, buffers)
                 y = y if transform is None else transform(y)
+                if not isinstance(y, Tensor):
+                    made = "forward" if transform is None else "transform"
+                    raise TypeError(f"predict: {made} must return a tensor, got {type(y).__name__}")
                 if y.ndim < 2:
                     raise ValueError(
                         f"predict: forward must return outputs [B, *event] for each of the batches, got {tuple(y.shape[1:])}"

@@ -8,7 +8,6 @@ same versions and threads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ def sample(
     if chains is not None:
         require_whole("sample", "chains", chains, 1)
     seconds: Any = checkpoint_seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) <= 1e300:
         raise TypeError(f"sample: checkpoint_seconds must be a number of seconds, got {checkpoint_seconds!r:.100}")
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:

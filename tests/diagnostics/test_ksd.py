@@ -68,5 +68,5 @@ def test_chains_are_pooled_and_shapes_are_checked():
         bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]})
     with pytest.raises(ValueError, match="at least 2"):
         bc.diagnostics.ksd({"w": x[:1, 0]}, score)
-    with pytest.raises(ValueError, match="kernel is"):
+    with pytest.raises(ValueError, match="kernel must be"):
         bc.diagnostics.ksd({"w": x[:, 0]}, score, kernel="rbf")

@@ -17,6 +17,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import optree
+import torch
+from torch import Tensor
+
+from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import Foreign
@@ -26,6 +31,10 @@ from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
 from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Interpreted, compiler_found
 from bayesopt_chain.loop.step import Step
+
+_UNROLLED = kinds.Kind(
+    lambda x: kinds.WHOLE.fits(x) and x <= 1 << 16, "a whole number from 1 to 65536, of steps in one graph", (int,)
+)
 
 
 def capture(
@@ -84,8 +93,17 @@ def capture(
         >>> info.loss.shape, info.draws["w"].shape
         (torch.Size([4]), torch.Size([4, 2]))
     """
-    if steps < 1:
-        raise ValueError(f"capture: steps must be at least 1, got {steps}")
+    kinds.require(
+        "capture",
+        step=(step, kinds.FUNCTION),
+        steps=(steps, _UNROLLED),
+        draws=(draws, kinds.BOOL),
+        clone=(clone, kinds.BOOL),
+        backend=(backend, kinds.one_of("cuda", "inductor", "eager").or_none()),
+    )
+    for name, tree in (("params", params), ("state", state), ("batch", batch)):
+        if any(isinstance(x, Tensor) and x.layout != torch.strided for x in optree.tree_leaves(tree)):
+            raise TypeError(f"capture: {name} holds a sparse tensor, whose memory cannot be kept: call its to_dense()")
     if batch_dim is not None and steps == 1:
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
     if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:

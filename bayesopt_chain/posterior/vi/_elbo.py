@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.posterior.gaussian import Gaussian
 
 
@@ -66,6 +66,12 @@ def negative_elbo(
         >>> elbo.value, 0.5 * math.log(4 / (2 * math.pi))  # q is the posterior: minus the log evidence
         (tensor(-0.2258), -0.2258)
     """
+    kinds.require(
+        "negative_elbo",
+        loss=(loss, kinds.FUNCTION),
+        posterior=(posterior, kinds.POSTERIOR),
+        generator=(generator, kinds.GENERATOR),
+    )
     checks.number("negative_elbo: temperature", temperature, "(0, inf)", tensor=True)
     checks.number("negative_elbo: n_samples", n_samples, "[2, 16777216]", integer=True)
     decomposed = posterior.factorised()

@@ -1,0 +1,523 @@
+"""Arguments of ordinary kinds in the wrong places, for everything that a user calls: the table, and what counts as wrong.
+
+Each call of :data:`CALLS` is sound as it stands. Every argument in turn is replaced by each of :data:`VALUES`; what comes of it
+is right if it is
+
+* an exception of this library that names the argument, or which part of it is wrong: a TypeError, a ValueError, or a
+  FileNotFoundError of a path; or whatever a function of the user's own raises for what it was given;
+* or a result without NaN, unless NaN was given as data.
+
+Factories of transformations have tests of their own, with a chain that runs: ``tests/test_fuzz.py``.
+"""
+
+import copy
+import dataclasses
+import inspect
+import math
+import signal
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import optree
+import torch
+
+import bayesopt_chain as bc
+
+HOME = str(Path(bc.__file__).parent)
+NAN = math.nan
+SECONDS = 60  # after which a call counts as one without an end
+VALUES = [
+    None, True, False, 0, -1, 1, 3, 2.5, -0.5, 1e30, NAN, math.inf, 10**400, 1j, "x", "", b"x", (), [], {}, [1, 2], (1, 2),
+    {"w": 1.0}, {"w": [1.0, 2.0]}, {"w": None}, [None], set(), range(3), iter([1]), object(), print, int, Path("x"),
+    np.ones(3), np.float32(1.0), torch.tensor(1.0), torch.tensor(NAN), torch.tensor(2), torch.tensor(True), torch.ones(3),
+    torch.ones(2, 3), torch.zeros(0), torch.full((3,), NAN), torch.ones(3, dtype=torch.int64),
+    torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.complex64),
+    torch.ones(3, device="meta"), torch.ones(3).to_sparse(), torch.ones(3, requires_grad=True) * 1, {"w": torch.ones(2)},
+    {"w": torch.full((3,), NAN)}, {"v": torch.ones(3)}, [torch.ones(3)], torch.float32, torch.nn.ReLU(),
+    torch.Generator().manual_seed(0),
+]  # fmt: skip
+SLOW = ("capture", "Draws.to_arviz", "diagnostics.doctor", "suggest_chain", "posterior_ensemble")  # seconds a value
+HOLDERS = {  # of results, which their makers fill: nothing of them is an argument
+    "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "vi.Elbo", "vi.VariationalInfo",
+    *[f"diagnostics.{name}" for name in (
+        "ChainSuggestion", "Diagnosis", "Estimate", "Finding", "GradientNoise", "Heat", "Heating", "LearningCoefficient",
+        "LrBias", "Setting", "Temperatures", "ThermalLeaf",
+    )],
+}  # fmt: skip
+ALSO = {  # what a message calls an argument, besides its name
+    "params": ("leaf", "leaves", "tree", "parameters"),
+    "state": ("leaf", "tree", "states"),
+    "batches": ("batch", "loader", "data"),
+    "batch": ("loss",),
+    "loader": ("batch", "data"),
+    "data": ("batch", "leaf", "leaves", "tensor"),
+    "tree": ("leaf", "leaves"),
+    "trees": ("leaf", "leaves", "tree"),
+    "tx": ("transformation", "chain", "link"),
+    "make_tx": ("transformation", "chain"),
+    "build": ("transformation", "chain"),
+    "path": ("director", "file", "run in"),
+    "likelihood": ("targets", "outputs"),
+    "module_or_forward": ("module", "forward", "outputs", "parameters"),
+    "make_model": ("module", "model"),
+    "betas": ("beta", "b1", "b2"),
+    "params_or_module": ("params",),
+    "log_evidence": ("evidence",),
+    "value": ("values",),
+    "shape": ("sample_shape",),
+    "inputs": ("batch",),
+    "subset": ("keep",),
+    "segment": ("there is no run",),
+    "like": ("there is no run", "leaf"),
+    "tensors": ("is missing",),
+}
+
+
+def loss(params, batch):
+    """A loss that looks at its batch only if it is there."""
+    return (params["w"] ** 2).sum() if batch is None else ((params["w"] - batch) ** 2).mean()
+
+
+def params():
+    return {"w": torch.full((3,), 0.5)}
+
+
+TX = bc.sgld(0.1, temperature=0.1)
+STEP = bc.make_step(loss, TX)
+DATA = torch.linspace(-1.0, 1.0, 36).reshape(12, 3)
+BATCHES = list(DATA.split(3))
+DRAWS = bc.Draws.from_trees([{"w": torch.full((3,), float(i)) + torch.sin(torch.arange(3.0) * i)} for i in range(16)])
+OTHER = DRAWS.with_columns(
+    {n: x + (n[0] != "_") for n, x in DRAWS.columns().items()}, chains=None, complete=True, why=""
+)
+MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).eval()
+NORMED = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+PAIRS = [(DATA[:6], torch.arange(6) % 2), (DATA[6:], torch.arange(6) % 2)]
+LIKELIHOOD = bc.likelihoods.categorical()
+
+
+def run():
+    return {"step": STEP, "params": params(), "state": TX.init(params()), "batches": None, "steps": 4}
+
+
+def optimizer(model=NORMED):
+    return bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.1)
+
+
+def collector():
+    keep = bc.collect(NORMED, optimizer(), every=1)
+    keep()
+    return keep
+
+
+def fitted():
+    return bc.fit_laplace(MODEL, LIKELIHOOD, PAIRS, tune=None)
+
+
+def posterior():
+    return fitted().posterior
+
+
+def noise():
+    return bc.diagnostics.gradient_noise(lambda p, b: loss(p, b), params(), BATCHES, max_batches=4)
+
+
+def stepped(make, **options):
+    """One step of an optimizer of this kind, and its parameters."""
+    weight = torch.nn.Parameter(torch.full((4, 4), 0.5))
+    given = options.pop("params", None)
+    made = make([weight] if given is None else given, **options)
+    if given is not None:
+        return None
+    for _ in range(2):
+        weight.grad = torch.full((4, 4), 0.25)
+        if isinstance(made, torch.optim.LBFGS) or "LBFGS" in type(made).__name__:
+            made.step(lambda: (weight**2).sum())
+        elif "SparseAdam" in type(made).__name__:
+            weight.grad = weight.grad.to_sparse()
+            made.step()
+        elif "IVON" in type(made).__name__:
+            with made.sampled():
+                weight.grad = weight.detach().clone()
+            made.step()
+        else:
+            made.step()
+    return weight.detach()
+
+
+def functions(module, names):
+    """A table of calls."""
+    return {f"{module}{name}": call for name, call in names.items()}
+
+
+CALLS = {
+    # runs
+    "sample": (
+        bc.sample,
+        lambda: {
+            **run(), "burn_in": 1, "thinning": 1, "seed": 1, "checkpoint_seconds": 1.0, "chains": None, "callbacks": (),
+            "segment": None,
+        },
+    ),
+    "iterate": (lambda **k: list(bc.iterate(**k)), lambda: {**run(), "burn_in": 0, "thinning": 1}),
+    "collect": (
+        lambda **k: bc.collect(**k) and None,
+        lambda: {"model": NORMED, "optimizer": optimizer(), "every": 2, "after": 0, "checkpoint_seconds": 1.0},
+    ),
+    "refresh_batch_norm": (
+        bc.refresh_batch_norm,
+        lambda: {
+            "module": NORMED, "draws": bc.Draws.from_trees([NORMED] * 2), "loader": [torch.randn(4, 3)], "inputs": None,
+        },
+    ),
+    "save": (
+        bc.save, lambda: {"path": Path(tempfile.mkdtemp()) / "x", "tree": params(), "tx": TX}
+    ),
+    "load": (lambda **k: bc.load(**k), lambda: {"path": _saved(), "like": params(), "tx": None}),
+    "Draws.from_trees": (bc.Draws.from_trees, lambda: {"trees": [{"w": torch.ones(3)}], "chains": None}),
+    "Draws.open": (
+        bc.Draws.open, lambda: {"path": "/nowhere", "like": None, "segment": None, "damaged": "refuse"}
+    ),
+    "Draws.segments": (bc.Draws.segments, lambda: {"path": tempfile.gettempdir()}),
+    "Draws.thin": (DRAWS.thin, lambda: {"every": 2}),
+    "Draws.merge": (lambda other: DRAWS.merge(other), lambda: {"other": DRAWS}),
+    "Draws.stack_chains": (lambda other: DRAWS.stack_chains(other), lambda: {"other": OTHER}),
+    "Draws.gather": (DRAWS.gather, lambda: {"mesh": None}),
+    "Draws.predict": (
+        DRAWS.predict,
+        lambda: {
+            "forward": lambda p, x: x @ p["w"], "batches": [torch.ones(2, 3)], "reduce": "mean", "chunk": 4, "transform": None,
+        },
+    ),
+    "Draws.with_buffers": (DRAWS.with_buffers, lambda: {"buffers": {"b": torch.ones(16)}}),
+    "Draws.with_columns": (
+        DRAWS.with_columns, lambda: {"columns": DRAWS.columns(), "chains": None, "complete": True, "why": ""}
+    ),
+    "Draws.to_arviz": (lambda **k: DRAWS.to_arviz(**k) and None, lambda: {"log_likelihood": torch.ones(16, 2)}),
+    "Collector.predict": (
+        lambda **k: collector().predict(**k),
+        lambda: {"batches": [torch.ones(2, 3)], "reduce": "mean", "chunk": 4, "inputs": None, "transform": None},
+    ),
+    "Collector.load_state_dict": (lambda **k: collector().load_state_dict(**k), lambda: {"state": {"step": 3}}),
+    "Collector.__call__": (lambda **k: collector()(**k), lambda: {"step": 2}),
+    # the loop
+    "make_step": (
+        lambda **k: bc.make_step(**k)(params(), TX.init(params()), None),
+        lambda: {"loss": loss, "tx": TX, "microbatches": 1, "autocast": None, "inplace": False, "check_finite": False,
+                 "monitor": False, "keywords": None, "curvature": None, "buffers": None},
+    ),
+    "Step.__call__": (STEP, lambda: {"params": params(), "state": TX.init(params()), "batch": None}),
+    "Step.init": (STEP.init, lambda: {"params": params(), "like": None, "tx": None, "generator": None}),
+    "parallel": (
+        lambda **k: bc.parallel(**k) and None,
+        lambda: {"step": STEP, "n": 2, "batch_dim": None, "each": None, "chunk": None, "loop": False},
+    ),
+    "Parallel.init": (
+        lambda **k: bc.parallel(STEP, 2).init(**k), lambda: {"tx": TX, "params": bc.stack([params()] * 2), "seed": 1}
+    ),
+    "capture": (
+        lambda **k: bc.capture(**k) and None,
+        lambda: {"step": STEP, "params": params(), "state": TX.init(params()), "batch": None, "steps": 1, "batch_dim": None,
+                 "draws": False, "clone": False, "backend": "eager"},
+    ),
+    "stack": (bc.stack, lambda: {"trees": [params(), params()]}),
+    "unstack": (bc.unstack, lambda: {"tree": bc.stack([params()] * 2)}),
+    "fork": (bc.fork, lambda: {"state": TX.init(params()), "n": 2, "generator": None}),
+    "state_dict": (bc.state_dict, lambda: {"state": TX.init(params())}),
+    "load_state_dict": (
+        bc.load_state_dict,
+        lambda: {"state": TX.init(params()), "tensors": bc.state_dict(TX.init(params())), "strict": True},
+    ),
+    "epochs": (
+        lambda **k: next(iter(bc.epochs(**k))),
+        lambda: {"data": DATA, "batch_size": 4, "order": "reshuffled", "seed": 0, "chains": None, "leave_out": None,
+                 "with_rows": False},
+    ),
+    "Epochs.load_state_dict": (
+        lambda **k: bc.epochs(DATA, 4).load_state_dict(**k), lambda: {"state": bc.epochs(DATA, 4).state_dict()}
+    ),
+    "make_functional": (
+        lambda **k: bc.make_functional(**k) and None, lambda: {"module": MODEL, "inputs": None, "outputs": None}
+    ),
+    "write_back": (
+        lambda **k: bc.write_back(**k),
+        lambda: {"module": copy.deepcopy(MODEL), "params": dict(bc.make_functional(MODEL).params), "buffers": None},
+    ),
+    # chains
+    "Chain.init": (TX.init, lambda: {"params": params(), "like": None}),
+    "chain": (lambda link: bc.chain(link, bc.scale_by_neg_lr(0.1)) and None, lambda: {"link": bc.add_momentum(0.9)}),
+    "masked": (lambda **k: bc.masked(**k).init(params()), lambda: {"link": bc.sgd(0.1), "mask": {"w": True}}),
+    "partition": (
+        lambda **k: bc.partition(**k).init(params()),
+        lambda: {"transformations": {"a": bc.sgd(0.1)}, "labels": {"w": "a"}},
+    ),
+    "skip_nonfinite": (lambda **k: bc.skip_nonfinite(**k).init(params()), lambda: {"tx": bc.sgd(0.1)}),
+    "with_response": (
+        lambda **k: bc.with_response(**k) and None,
+        lambda: {"link": bc.sgd(0.1), "response": bc.add_momentum(0.9).links[0].response, "name": None, "rescale": None},
+    ),
+    "with_stream": (lambda **k: bc.with_stream(**k) and None, lambda: {"tx": TX, "stream": "philox"}),
+    # Gaussian posteriors
+    "fit_laplace": (
+        lambda **k: bc.fit_laplace(**k) and None,
+        lambda: {"module_or_forward": MODEL, "likelihood": LIKELIHOOD, "loader": PAIRS, "params": None, "structure": "diagonal",
+                 "subset": "last_layer", "tune": None, "tune_noise": True, "prior_precision": 1.0, "validation": None,
+                 "inputs": None},
+    ),
+    "FittedLaplace.predict": (lambda **k: fitted().predict(**k), lambda: {"data": DATA}),
+    "Gaussian.sample": (lambda **k: posterior().sample(**k), lambda: {"shape": (2,), "generator": None}),
+    "Gaussian.log_prob": (lambda **k: posterior().log_prob(**k), lambda: {"tree": posterior().mean}),
+    "swag": (
+        lambda **k: bc.swag(**k).init(params()), lambda: {"rank": 2, "start": 0, "every": 1, "variance_floor": 1e-30}
+    ),
+    "posterior_ensemble": (
+        lambda **k: bc.posterior_ensemble(**k) and None,
+        lambda: {"make_model": lambda: torch.nn.Linear(3, 2), "data": (DATA, torch.arange(12) % 2), "likelihood": LIKELIHOOD,
+                 "members": 2, "steps": 20, "batch_size": 4, "lr": 0.01, "prior_precision": 1.0, "held_out": 0.25,
+                 "temperatures": (0.5, 1.0), "seed": 0, "progress": False},
+    ),
+    "tune_by_evidence": (
+        bc.tune_by_evidence,
+        lambda: {"log_evidence": lambda h: h.log() - h / 3, "start": torch.tensor(1.0, dtype=torch.float64), "steps": 5},
+    ),
+    "tune_by_validation": (
+        bc.tune_by_validation, lambda: {"loss": lambda c: torch.tensor(float(c)) ** 2, "candidates": [1.0, 2.0]}
+    ),
+    "vi.negative_elbo": (
+        bc.vi.negative_elbo,
+        lambda: {"loss": _smooth, "posterior": _normal(), "batch": None, "temperature": 0.1, "n_samples": 3,
+                 "generator": None},
+    ),
+    # diagnostics
+    "diagnostics.ess": (bc.diagnostics.ess, lambda: {"draws": DRAWS, "kind": "bulk"}),
+    "diagnostics.r_hat": (bc.diagnostics.r_hat, lambda: {"draws": DRAWS.stack_chains(OTHER), "superchains": None}),
+    "diagnostics.ksd": (
+        bc.diagnostics.ksd,
+        lambda: {"draws": DRAWS, "score": lambda p: {"w": -p["w"]}, "kernel": "imq", "bandwidth": None, "unbiased": False,
+                 "block": 8},
+    ),
+    "diagnostics.gradient_noise": (
+        bc.diagnostics.gradient_noise,
+        lambda: {"loss": loss, "params": params(), "batches": BATCHES, "tx": None, "state": None, "rank": 2, "max_batches": 4},
+    ),
+    "diagnostics.heating": (
+        bc.diagnostics.heating,
+        lambda: {"tx": TX, "noise": noise(), "order": "independent", "steps_per_epoch": 4, "curvature": None, "state": None,
+                 "again": None, "tolerance": 0.05},
+    ),
+    "diagnostics.hessian_product": (
+        lambda **k: bc.diagnostics.hessian_product(**k)({"w": torch.ones(3)}),
+        lambda: {"loss": loss, "params": params(), "batches": BATCHES, "max_batches": 2},
+    ),
+    "diagnostics.temperatures": (
+        bc.diagnostics.temperatures,
+        lambda: {"draws": DRAWS, "tx": TX, "loss": loss, "batches": BATCHES, "thermometer": None, "temperature": None},
+    ),
+    "diagnostics.doctor": (
+        bc.diagnostics.doctor,
+        lambda: {"draws": DRAWS, "tx": TX, "loss": loss, "batches": BATCHES, "thermometer": None, "heating": None, "of": None,
+                 "mode": None, "posterior_temperature": 1.0, "prior_sd": None, "level": 0.01, "directions": 2},
+    ),
+    "diagnostics.local_learning_coefficient": (
+        bc.diagnostics.local_learning_coefficient,
+        lambda: {"loss": loss, "params": params(), "batches": BATCHES, "temperature": 0.1, "lr": 0.01, "strength": 1.0,
+                 "momentum": 0.9, "steps": 6, "burn_in": 2, "chains": 2, "sampler": None},
+    ),
+    "diagnostics.lr_bias": (
+        bc.diagnostics.lr_bias,
+        lambda: {"build": lambda lr: bc.sgld(lr, temperature=0.1), "loss": loss, "params": params(), "batches": BATCHES,
+                 "lr": 0.05, "statistic": None, "steps": 12, "burn_in": 2, "chains": 4},
+    ),
+    "diagnostics.Thermometer": (
+        lambda **k: bc.diagnostics.Thermometer(**k) and None, lambda: {"tx": TX, "order": "independent", "warn_above": 0.1}
+    ),
+    "diagnostics.HeatGuard": (
+        lambda **k: bc.diagnostics.HeatGuard(**k) and None,
+        lambda: {"steps_per_epoch": 4, "order": "reshuffled", "above": 1.0, "share": 0.1, "window": 32, "who": "me"},
+    ),
+    "suggest_chain": (
+        lambda **k: bc.suggest_chain(**k) and None,
+        lambda: {"make_tx": lambda lr, momentum: bc.sghmc(lr, momentum, temperature=0.1), "loss": loss, "params": params(),
+                 "data": DATA, "batch_sizes": (4,), "orders": ("independent",), "momenta": (0.5,)},
+    ),
+    "suggest_lr": (
+        lambda **k: bc.suggest_lr(**k) and None,
+        lambda: {"make_tx": lambda lr: bc.sgld(lr, temperature=0.1), "loss": loss, "params": params(), "batches": BATCHES,
+                 "tolerance": 0.05, "order": "independent", "steps_per_epoch": None, "state": None, "epochs": None,
+                 "margin": 0.1, "rank": 2, "max_batches": 4, "seed": 0},
+    ),
+    # optimizers
+    "optim.as_step": (
+        lambda **k: (lambda s: s(s.params, s.state, torch.ones(2, 3)))(bc.optim.as_step(**k)),
+        lambda: {"model": NORMED, "optimizer": optimizer(), "loss": lambda m, x: m(x).square().mean(), "scheduler": None},
+    ),
+    "optim.Optimizer": (
+        lambda **k: stepped(bc.optim.Optimizer, **k),
+        lambda: {"params": None, "make_chain": lambda group: bc.sghmc(group["lr"], temperature=0.1), "lr": 0.1},
+    ),
+    "optim.SGHMC.fork": (lambda **k: optimizer().fork(**k), lambda: {"generator": None}),
+    "optim.SGHMC.load_state_dict": (
+        lambda **k: optimizer().load_state_dict(**k), lambda: {"state_dict": optimizer().state_dict()}
+    ),
+    "optim.SGHMC.add_param_group": (
+        lambda **k: optimizer().add_param_group(**k),
+        lambda: {"param_group": {"params": [torch.nn.Parameter(torch.ones(3))]}},
+    ),
+}  # fmt: skip
+
+
+def _saved():
+    path = Path(tempfile.mkdtemp()) / "x"
+    bc.save(path, params())
+    return path
+
+
+def _smooth(p, batch):
+    return sum((x**2).sum() for x in optree.tree_leaves(p))
+
+
+def _normal():
+    return bc.vi.mean_field(bc.adam(0.1), temperature=0.1).posterior(
+        bc.vi.mean_field(bc.adam(0.1), temperature=0.1).init(params()), params()
+    )
+
+
+def classes():
+    """The optimizers: each of their arguments, with the rest at its default."""
+    table = {}
+    for space, prefix in ((bc.optim, "optim."), (bc, "")):
+        for name in space.__all__:
+            kind = getattr(space, name)
+            if not inspect.isclass(kind) or f"{prefix}{name}" in HOLDERS or f"{prefix}{name}" in CALLS:
+                continue
+            if not (issubclass(kind, torch.optim.Optimizer) or hasattr(kind, "zero_grad")):
+                continue
+            given = {"params": None, "temperature": 0.1}
+            for word, parameter in inspect.signature(kind).parameters.items():
+                if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) and word not in given:
+                    given[word] = 0.01 if parameter.default is parameter.empty else parameter.default
+            if name in (
+                "AdaDelta",
+                "LBFGS",
+                "SparseAdam",
+                "Adadelta",
+                "ASGD",
+                "Adafactor",
+                "Muon",
+                "Rprop",
+            ):  # optimizers only
+                given["temperature"] = 0.0
+            table[f"{prefix}{name}"] = (lambda kind=kind, **k: stepped(kind, **k), lambda given=given: dict(given))
+    return table
+
+
+def missing():
+    """Names in the four namespaces that no row of a table calls."""
+    from tests.test_fuzz import FACTORIES
+
+    known = {*CALLS, *classes(), *FACTORIES, *HOLDERS, "adadelta"}  # the last has no temperature above 0
+    found = []
+    for space, prefix in ((bc, ""), (bc.optim, "optim."), (bc.vi, "vi."), (bc.diagnostics, "diagnostics.")):
+        for name in space.__all__:
+            if callable(getattr(space, name)) and f"{prefix}{name}" not in known:
+                found.append(f"{prefix}{name}")
+    return found
+
+
+def complaint(err, argument):
+    """What is wrong with an error; nothing where it is ours and names the argument, or what of it is wrong."""
+    frames = traceback.extract_tb(err.__traceback__)
+    frame, ours = frames[-1], [i for i, x in enumerate(frames) if x.filename.startswith(HOME)]
+    if ours and any(x.filename == __file__ for x in frames[ours[0] :]):
+        return ""  # a function of the user's own was called with what was given
+    if any("torch/nn/modules" in x.filename for x in frames):
+        return ""  # a model of the user's own likewise
+    if not isinstance(err, (TypeError, ValueError, FileNotFoundError, FloatingPointError)):
+        return f"{type(err).__name__} from {_place(frame)}: {err}"
+    if not frame.filename.startswith(HOME):
+        return f"raised in {_place(frame)}: {type(err).__name__}: {err}"
+    said = str(err).lower().replace(" ", "_").replace("-", "_")
+    words = {argument, argument.rstrip("s"), *ALSO.get(argument, ())}
+    return "" if any(word.lower().replace(" ", "_") in said for word in words) else f"does not name {argument}: {err}"
+
+
+def _place(frame):
+    return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno}"
+
+
+def numbers(out, depth=0):
+    """Tensors and numbers in a result."""
+    if isinstance(out, bc.Draws):
+        yield from optree.tree_leaves(out.params) if len(out) else ()
+    elif isinstance(out, (torch.Tensor, float)):
+        yield out
+    elif isinstance(out, Mapping):
+        for x in out.values():
+            yield from numbers(x, depth + 1)
+    elif isinstance(out, (list, tuple)):
+        for x in out:
+            yield from numbers(x, depth + 1)
+    elif dataclasses.is_dataclass(out) and depth < 4:
+        for field in dataclasses.fields(out):
+            yield from numbers(getattr(out, field.name), depth + 1)
+
+
+def is_nan(x):
+    if isinstance(x, torch.Tensor):
+        x = x.to_dense() if x.layout == torch.sparse_coo else x
+        return not x.is_meta and (x.is_floating_point() or x.is_complex()) and bool(torch.isnan(x).any())
+    return isinstance(x, float) and math.isnan(x)
+
+
+def show(value):
+    return f"{value!r}".replace("\n", "")[:60]
+
+
+def sound_is_sound(name):
+    """What is wrong with the call as the table has it."""
+    call, sound = {**CALLS, **classes()}[name]
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return [x for x in numbers(call(**sound())) if is_nan(x)]
+        except Exception as err:
+            return [err] if name not in ("Draws.open", "Draws.gather") else []  # of no folder, and of no ranks
+
+
+def endless(number, frame):
+    raise TimeoutError(f"it did not end within {SECONDS} s")
+
+
+def failures(name, values=VALUES):
+    """Calls that end wrongly, and how many were made."""
+    call, sound = {**CALLS, **classes()}[name]
+    found, calls = [], 0
+    signal.signal(signal.SIGALRM, endless)
+    for argument in sound():
+        for value in values:
+            given = sound()
+            value = iter([1]) if hasattr(value, "__next__") else value
+            if callable(value) and callable(given[argument]):
+                continue  # somebody's function, which fails in its own words
+            calls += 1
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                signal.alarm(SECONDS)
+                try:
+                    out = call(**{**given, argument: value})
+                    signal.alarm(0)
+                except Exception as err:
+                    signal.alarm(0)
+                    wrong = complaint(err, argument)
+                else:
+                    told = not isinstance(value, float) and any(map(is_nan, numbers(value)))
+                    wrong = "" if told or not any(map(is_nan, numbers(out))) else "silently NaN"
+            if wrong:
+                found.append(f"{name}({argument}={show(value)}): {wrong}"[:330])
+    return found, calls
