@@ -15,7 +15,7 @@ import torch
 
 from tests import fuzzing
 
-RESULTS = Path(__file__).parent / "results" / "fuzz.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "fuzz.json"
 
 
 def main() -> None:
