@@ -1,4 +1,4 @@
-"""Every page of the site answers the same five questions, and is reached from the first one."""
+"""Every page of the site shows something that runs, and is reached from the first one."""
 
 import re
 from pathlib import Path
@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-ASK = ("What is this", "When do I", "The shortest example", "The equation", "## What can go wrong")
 PAGES = [DOCS / f"{name}.md" for name in ("choosing", "coming_from", "methods", "speed", "temperature")]
 PAGES += [page for page in sorted((DOCS / "howto").glob("*.md")) if page.stem not in ("index", "digits_table")]
 MADE = ("api/index", "results")  # written when the site is built
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_answers_the_five_questions_with_an_example_that_runs(page):
+def test_a_page_has_an_example_that_runs_and_says_what_can_go_wrong(page):
     text = page.read_text()
-    assert [question for question in ASK if question not in text] == []
-    assert ">>> " in text
+    assert ">>> " in text and "## What can go wrong" in text
 
 
 def test_every_page_in_a_table_of_contents_is_there():
