@@ -57,8 +57,7 @@ def bands(
     if len(mean) != len(places):
         raise ValueError(f"plot.bands: {len(places)} inputs x and {len(mean)} predictions")
     ends = [[_of_output("prediction", end, output) for end in prediction.interval(level)] for level in levels]
-    if data is not None:
-        dots = _of_one_variable("data", data[0]), _of_output("data", data[1], output)
+    dots = None if data is None else (_of_one_variable("data", data[0]), _of_output("data", data[1], output))
 
     ax = axes_or_new("bands", ax)
     order = torch.argsort(places)
@@ -73,7 +72,7 @@ def bands(
             linewidth=0,
             label=f"{level * 100:g} %",
         )
-    if data is not None:
+    if dots is not None:
         ax.plot(*map(plain, dots), ".", color="black", markersize=4, label="data")
     ax.legend()
     return ax
