@@ -6,6 +6,7 @@ returns, or the message of what it raises, is written to the folder.
 
 import datetime
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -452,20 +453,25 @@ def lightning_model_parallel(rank):
 
 @case
 def cost(rank):
-    """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network."""
+    """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network.
+
+    Each of the six counts as their median, since one that the operating system interrupts is longer than the others together.
+    """
     model = DistributedDataParallel(network(sizes=(3, 512, 512, 1)))
     optimizer = sghmc(model.parameters())
-    look, spent = optimizer._witness.look, [0.0]
+    look, spent = optimizer._witness.look, []
 
     def timed(*args):
         start = time.perf_counter()
         look(*args)
-        spent[0] += time.perf_counter() - start
+        spent.append(time.perf_counter() - start)
 
     optimizer._witness.look = timed
     start = time.perf_counter()
     train(model, optimizer, data(rank, 128), 300)
-    return spent[0] / (time.perf_counter() - start)
+    total = time.perf_counter() - start
+    *rest, a, b, c, d, e, f = sorted(spent)
+    return (sum(rest) + 6 * statistics.median((a, b, c, d, e, f))) / total
 
 
 def main():
