@@ -1,12 +1,12 @@
-"""The picture of the README: one loop, once with torch's optimizer and once with a temperature.
+"""The picture of the README: one loop, with torch's optimizer and with a temperature.
 
     python examples/with_and_without.py            # writes docs/with_and_without.png
 
-Sixty points of a sine with noise of standard deviation 0.1 and a gap in the middle, and a
-network of one hidden layer. All data are in every step, so that nothing but the chain's own
-noise moves it. SGD ends at one network, whose interval is that of the noise alone, in the gap
-and beyond the data as well. With a temperature of 1 / 60 the same loop draws networks from
-the posterior, and the interval is as wide as they disagree.
+Sixty points of a sine with noise of standard deviation 0.1 and a gap in the middle, and
+a network of one hidden layer. All data are in every step, so that nothing but the
+chain's own noise moves it. SGD ends at one network, whose interval is that of the noise
+alone, in the gap and beyond the data as well. With a temperature of 1 / 60 the same loop
+draws networks from the posterior, and the interval is as wide as they disagree.
 """
 
 import sys

@@ -46,7 +46,7 @@ HOLDERS = {  # of results, which their makers fill: nothing of them is an argume
     "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "vi.Elbo", "vi.VariationalInfo",
     *[f"diagnostics.{name}" for name in (
         "ChainSuggestion", "Diagnosis", "Estimate", "Finding", "GradientNoise", "Heat", "Heating", "LearningCoefficient",
-        "LrBias", "Setting", "Temperatures", "ThermalLeaf",
+        "LrBias", "Setting", "Temperatures", "ThermalLeaf", "Extrapolation", "MclmcTuning",
     )],
 }  # fmt: skip
 ALSO = {  # what a message calls an argument, besides its name
@@ -309,6 +309,15 @@ CALLS = {
         bc.diagnostics.heating,
         lambda: {"tx": TX, "noise": noise(), "order": "independent", "steps_per_epoch": 4, "curvature": None, "state": None,
                  "again": None, "tolerance": 0.05},
+    ),
+    "diagnostics.extrapolate_batch_size": (
+        bc.diagnostics.extrapolate_batch_size,
+        lambda: {"values": {8: torch.randn(40, 2), 16: torch.randn(40, 2)}, "size": 64},
+    ),
+    "diagnostics.tune_mclmc": (
+        bc.diagnostics.tune_mclmc,
+        lambda: {"loss": loss, "params": params(), "batch": BATCHES[0], "temperature": 0.1, "precision": None,
+                 "energy_variance": 5e-4, "steps": 20},
     ),
     "diagnostics.hessian_product": (
         lambda **k: bc.diagnostics.hessian_product(**k)({"w": torch.ones(3)}),

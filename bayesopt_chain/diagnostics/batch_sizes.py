@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
+
 
 class Extrapolation(NamedTuple):
     """What :func:`extrapolate_batch_size` found.
@@ -61,6 +63,7 @@ def extrapolate_batch_size(values: Mapping[int, Tensor], size: int) -> Extrapola
         >>> round(found.mean.item(), 3), round(found.variance_factor, 2)
         (1.0, 4.98)
     """
+    kinds.require("extrapolate_batch_size", values=(values, kinds.MAPPING), size=(size, kinds.WHOLE))
     if len(values) < 2:
         raise ValueError(f"extrapolate_batch_size: values must be of at least two batch sizes, got {sorted(values)}")
     for b, f in values.items():

@@ -212,10 +212,11 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
 
     Example:
         >>> import torch, bayesopt_chain as bc
-        >>> data = bc.epochs(torch.randn(100, 2), 10)
+        >>> data = bc.epochs(torch.randn(100, 2, dtype=torch.float64), 10)
         >>> loss = lambda p, batch: ((p - batch) ** 2).sum(-1).mean()
-        >>> estimator = bc.gradients.control_variates(loss, data, mode=torch.zeros(2))
-        >>> bc.gradients.noise_left(estimator, torch.ones(2), data) < 1e-6      # a quadratic loss: the noise is the same
+        >>> here, mode = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        >>> estimator = bc.gradients.control_variates(loss, data, mode=mode)
+        >>> bc.gradients.noise_left(estimator, here, data) < 1e-6      # a quadratic loss: the noise is the same
         True
     """
     memory = estimator.init(params) if memory is None else memory

@@ -82,7 +82,7 @@ class Parallel:
         drawing = chain_draws(self, seed)
         for i in range(self.n):
             hyper = {k: v[i] for k, v in self.each.items()}
-            mine: Any = tx(**hyper) if hyper else tx
+            mine: Any = tx(**hyper) if hyper else tx.tx if isinstance(tx, Step) else tx
             step = self.step(**hyper) if hyper else self.step
             with drawing(mine, self.numbers[i]):
                 start = _take(params, i)

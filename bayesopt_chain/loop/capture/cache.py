@@ -4,6 +4,9 @@ torch keeps compiled graphs on disk (``torch._inductor.config.fx_graph_cache``, 
 the graph, the inputs' shapes, torch's version and its settings. It does so only for a graph that is compiled under a shape
 environment, and its hash does not say for which instruction set the code was generated. The tag of :func:`keyed_cache` does,
 with the number of threads and the versions of Python, torch and this library: programs for another processor are not found.
+
+torch's other cache, of what stands around a compiled graph, is left out: a program that it finds comes inside torch's wrappers,
+which cost more than a small step, and not as the generated function that :mod:`.replays` calls.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
     Returns:
         A function that makes the inputs to compile with: of the same shapes, strides and devices, without memory.
     """
+    from torch._functorch import config as wrappers
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.compiler import config as compiler
@@ -34,7 +38,9 @@ def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     config: Any = compiler
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} {tag()}"), tracing(TracingContext(mode)):
+    wrapped: Any = wrappers
+    tagged = config.patch(cache_key_tag=f"{config.cache_key_tag} {tag()}")
+    with tagged, wrapped.patch(enable_autograd_cache=False), tracing(TracingContext(mode)):
         yield lambda inputs: [mode.from_tensor(x, static_shapes=True) for x in inputs]
 
 
