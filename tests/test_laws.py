@@ -41,7 +41,7 @@ def test_it_obeys_the_law_at_temperature_zero(row, law):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", LIMITED, ids=str)
 def test_at_temperature_zero_it_is_its_optimizer(row):
-    assert_zero_temperature_limit(row.cold or row.build, row.limit)
+    assert_zero_temperature_limit(row.cold or row.build, row.limit, power=row.power)
 
 
 def namespace_of(name):

@@ -86,6 +86,7 @@ def assert_zero_temperature_limit(
     gradient: Callable[[Any], Any] = smooth_gradient,
     steps: int = 12,
     seed: int = 0,
+    power: float | None = 0.5,
 ) -> None:
     """Check that a sampler is ``reference`` at temperature zero, and how it departs from it.
 
@@ -96,6 +97,8 @@ def assert_zero_temperature_limit(
         gradient: smooth gradient field, ``params -> tree``.
         steps: number of steps compared.
         seed: of the common noise.
+        power: of the temperature with which the parameters depart from the reference's, 1/2 for Langevin noise. ``None``:
+            faster than any power, as in microcanonical sampling, whose direction is the gradient's up to ``exp(-c / T)``.
 
     Raises:
         AssertionError: naming the part of the definition that fails.
@@ -120,14 +123,18 @@ def assert_zero_temperature_limit(
             assert torch.equal(x, y), f"updates at temperature=tensor(0.) differ in value (inplace={inplace})"
 
     cold, _ = run(fresh(), params, gradient, steps)
-    points = []
-    for exponent in range(-12, -5):
-        warm, _ = run(build(10.0**exponent), params, gradient, steps, seed=seed)
+
+    def gap(temperature: float) -> float:
+        warm, _ = run(build(temperature), params, gradient, steps, seed=seed)
         pairs = zip(optree.tree_leaves(warm), optree.tree_leaves(cold))
-        gap = sum(((x - y).double() ** 2).sum().item() for x, y in pairs)
-        points.append((exponent, 0.5 * math.log10(gap)))
-    slope = _slope(points)
-    assert abs(slope - 0.5) < 0.05, f"|theta_T - theta_0| grows as T^{slope:.3f}, not T^0.5"
+        return math.sqrt(sum(((x - y).double() ** 2).sum().item() for x, y in pairs))
+
+    if power is None:
+        assert gap(1e-9) < 1e-12, f"|theta_T - theta_0| is {gap(1e-9):.3g} at T = 1e-9, not the rounding error"
+        assert gap(1.0) > 1e-3, "theta_T is theta_0 at T = 1 too: nothing was drawn"
+        return
+    slope = _slope([(exponent, math.log10(gap(10.0**exponent))) for exponent in range(-12, -5)])
+    assert abs(slope - power) < 0.05, f"|theta_T - theta_0| grows as T^{slope:.3f}, not T^{power}"
 
 
 def _slope(points: list[tuple[float, float]]) -> float:

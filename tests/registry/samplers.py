@@ -317,6 +317,7 @@ SAMPLERS = (
         "mclmc",
         lambda t: bc.samplers.mclmc(0.05, 1.0, temperature=t),
         lambda: torchopt.chain(bc.with_response(by_length(), bc.response.Nonlinear()), torchopt.sgd(0.05)),
+        power=None,
         skip=NEEDS_EVERY_GRADIENT,
         why="one direction for all parameters, so that none may lack a gradient",
     ),

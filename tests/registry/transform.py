@@ -31,8 +31,9 @@ class Transform:
     ``name`` begins with the public name in ``namespace``, up to the first comma. ``build(temperature)`` makes the transform,
     dressed as one that asks for nothing but gradients. ``limit`` makes the optimizer it is at T = 0, and
     ``cold(temperature)`` the transform that has this limit, where ``build`` freezes a preconditioner in between.
-    ``skip`` names the laws that cannot hold, with the reason; the tests require that they do fail. ``settings`` draws
-    arguments of TorchOpt's function with this name, to compare with it.
+    ``power`` is that of the temperature with which it departs from the limit. ``skip`` names the laws that cannot hold, with
+    the reason; the tests require that they do fail. ``settings`` draws arguments of TorchOpt's function with this name, to
+    compare with it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Transform:
     limit: Callable[[], Any] | None = None
     order: Order | None = None
     cold: Callable[[Any], Any] | None = None
+    power: float | None = 0.5
     skip: tuple[str, ...] = ()
     why: str = ""
     namespace: str = ""
