@@ -71,7 +71,7 @@ def linear_operator(
     if iter(batches) is batches:
         raise ValueError("linear_operator: the batches can be read only once: pass a list of them, or a DataLoader")
     try:
-        from curvlinops._torch_base import PyTorchLinearOperator
+        from curvlinops._torch_base import PyTorchLinearOperator  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError("linear_operator needs curvlinops: pip install 'bayesopt_chain[curvlinops]'") from None
     leaves, structure = optree.tree_flatten(params)
