@@ -55,6 +55,18 @@ def logistic(seed: int):
     return (x, y), loss, lambda c: {"w": torch.randn(c, 4, generator=g), "b": torch.randn(c, generator=g)}
 
 
+def modes(chains, shapes, loss, data, seed):
+    """Starts for chains of a network: random weights, trained by Adam."""
+    g = torch.Generator().manual_seed(seed)
+    p = {k: (0.3 * torch.randn(chains, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
+    adam = torch.optim.Adam(p.values(), 0.02)
+    for _ in range(500):
+        adam.zero_grad()
+        sum(loss({k: t[i] for k, t in p.items()}, data) for i in range(chains)).backward()
+        adam.step()
+    return {k: t.detach() for k, t in p.items()}
+
+
 def network(seed: int, decay: float = 1.0):
     """Diabetes, 20 units, prior N(0, 1) on every weight, noise variance 1/2 of standardised targets; starts at modes."""
     table = load_diabetes()
@@ -71,15 +83,7 @@ def network(seed: int, decay: float = 1.0):
         return (forward(p, batch[0]) - batch[1]).square().mean() + decay * prior / (2 * N)
 
     def start(c):
-        g = torch.Generator().manual_seed(seed)
-        shapes = {"W": (10, 20), "a": (20,), "v": (20,), "b": ()}
-        p = {k: (0.3 * torch.randn(c, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
-        adam = torch.optim.Adam(p.values(), 0.02)
-        for _ in range(500):
-            adam.zero_grad()
-            sum(loss({k: t[i] for k, t in p.items()}, (x, y)) for i in range(c)).backward()
-            adam.step()
-        return {k: t.detach() for k, t in p.items()}
+        return modes(c, {"W": (10, 20), "a": (20,), "v": (20,), "b": ()}, loss, (x, y), seed)
 
     return (x, y), loss, start, lambda p: forward(p, x[:10])
 
@@ -100,15 +104,7 @@ def wines(seed: int, decay: float = 1.0):
         return torch.nn.functional.cross_entropy(outputs, batch[1]) + decay * prior / (2 * len(y))
 
     def start(c):
-        g = torch.Generator().manual_seed(seed)
-        shapes = {"W": (13, 16), "a": (16,), "V": (16, 3), "b": (3,)}
-        p = {k: (0.3 * torch.randn(c, *s, generator=g)).requires_grad_() for k, s in shapes.items()}
-        adam = torch.optim.Adam(p.values(), 0.02)
-        for _ in range(500):
-            adam.zero_grad()
-            sum(loss({k: t[i] for k, t in p.items()}, (x, y)) for i in range(c)).backward()
-            adam.step()
-        return {k: t.detach() for k, t in p.items()}
+        return modes(c, {"W": (13, 16), "a": (16,), "V": (16, 3), "b": (3,)}, loss, (x, y), seed)
 
     return (x, y), loss, start, lambda p: forward(p, x[::18]).softmax(-1)[..., :2]
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 
 from bayesopt_chain.ensemble.cost import passes
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.held import Held
-from bayesopt_chain.ensemble.problem import Level, last_of
+from bayesopt_chain.ensemble.problem import Level, draws_of_members, last_of
 from bayesopt_chain.ensemble.recipe import Plan, Trained, finished, held_of
 from bayesopt_chain.ensemble.scale import best
 from bayesopt_chain.ensemble.stop import ONE
-from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.posterior import vi
 from bayesopt_chain.schedules import cosine
 
@@ -72,17 +70,9 @@ def variational(plan: Plan, held_out: bool, name: str) -> dict[str, Any]:
             f"posterior_ensemble: IVON diverged ({drawn.why}): standardise the data, or use method='sghmc'"
         )
     _, buffers = last_of(drawn, members.buffers)
-    assert drawn.last is not None
-    ended, state = drawn.last
-    state = state.inner if isinstance(state, ModuleState) else state
-    generator = torch.Generator().manual_seed(problem.seed)
-    each = []
-    for m in range(problem.count):
-        mine = optree.tree_map(lambda x, m=m: x[m], state)
-        each.append(tx.posterior(mine, {k: x[m] for k, x in ended.items()}).sample((DRAWS,), generator=generator))
     _, _, b = problem.batches(held_out, full=False)
     return {
-        "params": {k: torch.stack([draw[k] for draw in each], 1) for k in ended},
+        "params": draws_of_members(drawn, tx.posterior, problem, DRAWS),
         "buffers": {k: x.expand(DRAWS, *x.shape).clone() for k, x in buffers.items()},
         "loss": torch.full((DRAWS, problem.count), float("nan")),
         "passes": {name: passes(plan.steps, b, problem.data.size)},

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -264,3 +265,16 @@ def outputs_of(forward: Any, params: Tensors, buffers: Tensors, inputs: Any, loo
         ]
         parts.append(torch.stack(rows))
     return torch.cat(parts, 1)
+
+
+def draws_of_members(drawn: Draws, posterior: Callable[[Any, Tensors], Any], problem: Problem, count: int) -> Tensors:
+    """Draws of the Gaussian that each member's state carries where a run ended, ``[count, M, *]``."""
+    assert drawn.last is not None
+    ended, state = drawn.last
+    state = state.inner if isinstance(state, ModuleState) else state
+    generator = torch.Generator().manual_seed(problem.seed)
+    each = []
+    for m in range(problem.count):
+        mine: Any = optree.tree_map(lambda x, m=m: x[m], state)
+        each.append(posterior(mine, {name: x[m] for name, x in ended.items()}).sample((count,), generator=generator))
+    return {name: torch.stack([draw[name] for draw in each], 1) for name in ended}

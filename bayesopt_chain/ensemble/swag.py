@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 
 from bayesopt_chain.compose import chain
 from bayesopt_chain.ensemble.cost import passes
 from bayesopt_chain.ensemble.curvature import top
 from bayesopt_chain.ensemble.ensemble import Ensemble
-from bayesopt_chain.ensemble.problem import Level, last_of
+from bayesopt_chain.ensemble.problem import Level, draws_of_members, last_of
 from bayesopt_chain.ensemble.recipe import Plan, finished, held_of, train
-from bayesopt_chain.loop.module_state import ModuleState
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.posterior.swag import swag as collecting
 
@@ -65,18 +63,9 @@ def walk(plan: Plan, start: Level, likelihood: Any, held_out: bool, name: str) -
             f"posterior_ensemble: SWAG's walk diverged ({drawn.why}): use method='sghmc', whose rates are guarded"
         )
     _, buffers = last_of(drawn, buffers)
-    assert drawn.last is not None
-    ended, state = drawn.last
-    state = state.inner if isinstance(state, ModuleState) else state
-    generator = torch.Generator().manual_seed(problem.seed)
-    each = []
-    for m in range(problem.count):
-        mine = optree.tree_map(lambda x, m=m: x[m], state)
-        gaussian = tx.link.posterior(mine, {n: x[m] for n, x in ended.items()})
-        each.append(gaussian.sample((DRAWS,), generator=generator))
     _, _, b = problem.batches(held_out, full=False)
     return {
-        "params": {n: torch.stack([draw[n] for draw in each], 1) for n in params},
+        "params": draws_of_members(drawn, tx.link.posterior, problem, DRAWS),
         "buffers": {n: x.expand(DRAWS, *x.shape).clone() for n, x in buffers.items()},
         "loss": torch.full((DRAWS, problem.count), float("nan")),
         "passes": {name: cost + passes(steps, b, problem.data.size)},
