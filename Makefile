@@ -43,6 +43,7 @@ processors: $(VENV)/.installed
 package: $(VENV)/.installed
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	PATH=$(BIN):$$PATH $(BIN)/python -m tests.manylinux dist
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/pyroma --min 10 .
 

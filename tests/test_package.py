@@ -1,5 +1,8 @@
 """What is uploaded: a wheel and a source archive that are complete, and metadata in order."""
 
+import os
+import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bayesopt_chain.random.compiled import LEVELS
 from bayesopt_chain.version import __version__
 from tests.release import PLACEHOLDER, left_to_do
 
@@ -16,8 +20,20 @@ ROOT = Path(__file__).parents[1]
 CHECKOUT = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout: archives lack the tools' folders")
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+# draws of the wheel, which has no compiler, and of the checkout
+DRAW = """
+import torch, bayesopt_chain as bc
+tx, p = bc.sghmc(0.1, 0.9, temperature=1.0), [torch.zeros(1000)]
+state = tx.init(p)
+for _ in range(3):
+    updates, state = tx.update(p, state, params=p)
+print(updates[0].tolist())
+"""
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -36,10 +52,19 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     ours = {
         str(f.relative_to(clone))
         for f in (clone / "bayesopt_chain").rglob("*")
-        if f.suffix in (".py", ".pyi", ".typed")
+        if f.suffix in (".py", ".pyi", ".typed", ".cpp")
     }
     assert ours <= names, f"not in the wheel: {sorted(ours - names)[:5]}"
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+
+    libraries = [name for name in names if name.endswith(".so")]
+    if shutil.which("g++") and sys.platform == "linux":
+        assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+        assert len(libraries) == 2 * (len(LEVELS) if platform.machine() == "x86_64" else 1)
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(tmp_path / "installed")
+        drawn = run("-W", "error", "-c", DRAW, cwd=tmp_path / "installed", CXX="no-such-compiler")
+        assert drawn.returncode == 0 and drawn.stdout == run("-c", DRAW, cwd=ROOT).stdout, drawn.stderr
 
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")

@@ -1,4 +1,8 @@
-"""C++ kernels: compiled once by the machine's own compiler, kept in a folder that nobody else can write to, and loaded.
+"""C++ kernels: the ones that came with the wheel, or compiled once by the machine's own compiler, kept, and loaded.
+
+A wheel that was built where there is a compiler holds each kernel once for every level in :data:`LEVELS`, beside its source.
+The highest level that this processor has is loaded; the flags keep every rounding of the source, so that all levels and all
+compilers give the same bits. Where there is none, as in a checkout, the kernel is compiled for this very processor and kept.
 
 A loaded library runs with the user's rights, so that whoever can put a file where one is looked for runs code as this
 user. Hence the folder is ``$XDG_CACHE_HOME/bayesopt_chain`` or ``~/.cache/bayesopt_chain``, of mode 0700, used only if
@@ -30,32 +34,74 @@ from pathlib import Path
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())  # the first that the compiler takes
 
+# What wheels are made for, least first: torch's names of what a processor can do, so that ATEN_CPU_CAPABILITY holds here too.
+LEVELS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "avx2": ("-mavx2",),
+    "avx512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
+}
+
 
 class CompileError(RuntimeError):
     """There is no compiler, or it refused; the message says which and why."""
 
 
-def load(source: str, name: str) -> ctypes.CDLL:
+def load(source: Path) -> ctypes.CDLL:
     """The shared library of a C++ source.
 
     Args:
-        source: one C++ file with ``extern "C"`` functions.
-        name: what its file is called, without the digest of source, compiler and processor that is added to it.
+        source: one C++ file with ``extern "C"`` functions. A library that is compiled here is named after it, with a digest
+            of source, compiler and processor.
 
     Raises:
-        CompileError: no compiler (``$CXX``, ``g++``, ``clang++`` or ``c++``), or one that fails.
-        OSError: the library cannot be written or loaded.
+        CompileError: no library came with the wheel, and there is no compiler (``$CXX``, ``g++``, ``clang++`` or ``c++``), or
+            one that fails.
+        OSError: the source cannot be read, or the library cannot be written or loaded.
     """
-    compiler = find_compiler()
+    for library in prebuilt(source):
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # made for another system: the next best, at last the compiler
+            continue
+    return _load_compiled(source)
+
+
+def prebuilt(source: Path) -> list[Path]:
+    """The libraries beside a source that this processor can run, best first."""
+    import torch  # here, since building a wheel needs this file and has no torch
+
+    levels = [*LEVELS]
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    able = levels[: levels.index(best) + 1] if best in levels else levels[:1]
+    libraries = [library_of(source, level) for level in reversed(able)]
+    return [library for library in libraries if library.exists()]
+
+
+def library_of(source: Path, level: str) -> Path:
+    """Where a wheel has the library of a source for a level."""
+    return source.with_suffix(f".{level}.so")
+
+
+def prebuild(source: Path, level: str, library: Path) -> None:
+    """Compile ``source`` for every processor of a level of :data:`LEVELS`, as wheels carry it.
+
+    Raises:
+        CompileError: no compiler, or one that does not take the level's flags.
+    """
+    build(source.read_text(), find_compiler(), library, optional=[("-fopenmp", *LEVELS[level])])
+
+
+def _load_compiled(source: Path) -> ctypes.CDLL:
+    compiler, text = find_compiler(), source.read_text()
     try:
         folder, kept = cache_folder(), True
     except OSError as err:
-        warnings.warn(f"{err}; compiling into a private temporary folder, in every process anew", stacklevel=4)
+        warnings.warn(f"{err}; compiling into a private temporary folder, in every process anew", stacklevel=5)
         folder, kept = Path(tempfile.mkdtemp(prefix="bayesopt_chain-")), False
     try:
-        library = folder / f"{name}-{_digest(source, compiler)}.so"
+        library = folder / f"{source.stem}-{_digest(text, compiler)}.so"
         if not is_own_file(library):
-            build(source, compiler, library)
+            build(text, compiler, library)
         return ctypes.CDLL(str(library))
     finally:
         if not kept:
@@ -107,8 +153,8 @@ def is_own_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def build(source: str, compiler: Sequence[str], library: Path) -> None:
-    """Compile ``source`` into ``library``, which is there whole or not at all.
+def build(source: str, compiler: Sequence[str], library: Path, optional: Sequence[Sequence[str]] = _OPTIONAL) -> None:
+    """Compile ``source`` into ``library``, which is there whole or not at all, with the first of ``optional`` that is taken.
 
     Raises:
         CompileError: with the first line of what the compiler says.
@@ -117,8 +163,8 @@ def build(source: str, compiler: Sequence[str], library: Path) -> None:
         code, made = Path(scratch) / "source.cpp", Path(scratch) / "library.so"
         code.write_text(source)
         said = ""
-        for optional in _OPTIONAL:
-            command = [*compiler, *_FLAGS, *optional, "-o", str(made), str(code)]
+        for extra in optional:
+            command = [*compiler, *_FLAGS, *extra, "-o", str(made), str(code)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             except (OSError, subprocess.TimeoutExpired) as err:

@@ -45,6 +45,13 @@ def private(tmp_path_factory):
 
 
 @pytest.fixture
+def source(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "test.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
 def cache(private, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(private))
     return private / "bayesopt_chain"
@@ -55,9 +62,9 @@ def the_library(cache: Path) -> Path:
     return library
 
 
-def load_in_a_process(marker: Path) -> int:
+def load_in_a_process(source: Path, marker: Path) -> int:
     program = (
-        f"import bayesopt_chain.random.compiled as c; print(c.load({SOURCE!r}, 'test').answer())"  # imports torch: 2 s
+        f"import pathlib, bayesopt_chain.random.compiled as c\nprint(c.load(pathlib.Path({str(source)!r})).answer())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -76,11 +83,11 @@ def plant(library: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["nothing", "another owner", "writable by all", "a link"])
-def test_a_foreign_file_in_the_cache_is_not_run(cache, private, how):
+def test_a_foreign_file_in_the_cache_is_not_run(cache, private, source, how):
     """The control, in which nothing gives it away, shows that it is planted where the library is looked for."""
     if how == "another owner" and os.getuid() != 0:
         pytest.skip("only root can give files away")
-    compiled.load(SOURCE, "test")
+    compiled.load(source)
     library, marker = the_library(cache), private / "marker"
     library.unlink()
     plant(library)
@@ -91,10 +98,12 @@ def test_a_foreign_file_in_the_cache_is_not_run(cache, private, how):
     elif how == "a link":
         library.rename(private / "elsewhere.so")
         library.symlink_to(private / "elsewhere.so")
-    answer = load_in_a_process(marker)
+    answer = load_in_a_process(source, marker)
     assert (answer, marker.exists()) == ((13, True) if how == "nothing" else (42, False))
     if how != "nothing":
-        assert compiled.is_own_file(library) and load_in_a_process(marker) == 42  # replaced, and found the next time
+        assert (
+            compiled.is_own_file(library) and load_in_a_process(source, marker) == 42
+        )  # replaced, and found the next time
 
 
 @pytest.mark.parametrize("how", ["open to others", "another owner", "a link", "an open folder above"])
@@ -114,18 +123,18 @@ def test_a_folder_that_others_can_change_is_not_used(cache, private, how, monkey
         compiled.cache_folder()
 
 
-def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, tmp_path, monkeypatch):
+def test_without_a_cache_it_compiles_into_a_private_folder_and_says_so(cache, source, tmp_path, monkeypatch):
     cache.mkdir(mode=0o755)
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     with pytest.warns(UserWarning, match=r"not a folder of this user's alone.*in every process anew"):
-        assert compiled.load(SOURCE, "test").answer() == 42
+        assert compiled.load(source).answer() == 42
     assert not list(cache.iterdir()) and not list(tmp_path.iterdir())
 
 
-def test_the_folder_and_its_files_are_this_users_alone(cache):
+def test_the_folder_and_its_files_are_this_users_alone(cache, source):
     before = os.umask(0)
     try:
-        compiled.load(SOURCE, "test")
+        compiled.load(source)
     finally:
         os.umask(before)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
@@ -134,18 +143,18 @@ def test_the_folder_and_its_files_are_this_users_alone(cache):
 
 
 @pytest.mark.parametrize("name", ["with spaces", "a;touch oops", "$(touch oops)", "quo'te\"s", "-dash"])
-def test_any_path_will_do(private, name, monkeypatch):
+def test_any_path_will_do(private, source, name, monkeypatch):
     (private / name).mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / name))
     monkeypatch.chdir(private)
-    assert compiled.load(SOURCE, "test").answer() == 42
+    assert compiled.load(source).answer() == 42
     assert sorted(path.name for path in private.iterdir()) == [name]
 
 
-def test_it_is_compiled_once(cache, monkeypatch):
-    compiled.load(SOURCE, "test")
+def test_it_is_compiled_once(cache, source, monkeypatch):
+    compiled.load(source)
     monkeypatch.setattr(compiled, "build", lambda *args: pytest.fail("compiled again"))
-    assert compiled.load(SOURCE, "test").answer() == 42
+    assert compiled.load(source).answer() == 42
 
 
 def test_a_library_is_there_whole_or_not_at_all(cache):
@@ -194,9 +203,10 @@ def test_a_compile_that_fails_warns_once_with_the_reason(cache, private, monkeyp
         philox_cpu.normals_kernel.cache_clear()
 
 
-def test_the_compiler_may_bring_arguments(cache, monkeypatch):
+def test_the_compiler_may_bring_arguments(cache, source, monkeypatch):
     monkeypatch.setenv("CXX", f"{shutil.which('g++') or compiled.find_compiler()[0]} -DANSWER=7")
-    assert compiled.load('extern "C" int answer() { return ANSWER; }', "test").answer() == 7
+    source.write_text('extern "C" int answer() { return ANSWER; }')
+    assert compiled.load(source).answer() == 7
 
 
 @pytest.mark.slow

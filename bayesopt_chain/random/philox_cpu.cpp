@@ -1,0 +1,127 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int RUN = 64;
+
+struct Stream {
+  uint32_t draw, step[2], key[2];
+};
+
+template <class To, class From>
+To bits(From x) {
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// u = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); log(1 + f) = f - f^2/2 + s (f^2/2 + r(s^2)), s = f / (2 + f)
+float log_of(float u) {
+  const int32_t i = bits<int32_t>(u) + (0x3f800000 - 0x3f3504f3);
+  const float k = float((i >> 23) - 127), f = bits<float>((i & 0x7fffff) + 0x3f3504f3) - 1.0f;
+  const float s = f / (2.0f + f), z = s * s, half = 0.5f * f * f;
+  const float r = z * (0.66666662693f + z * (0.40000972152f + z * (0.28498786688f + z * 0.24279078841f)));
+  return k * 6.9313812256e-1f - ((half - (s * (half + r) + k * 9.0580006145e-6f)) - f);
+}
+
+// on [-pi/4, pi/4]
+float cos_of(float x) {
+  const float z = x * x;
+  return 1.0f - 0.5f * z + z * z * (4.166664568e-2f + z * (-1.388731626e-3f + z * 2.443315712e-5f));
+}
+
+float sin_of(float x) {
+  const float z = x * x;
+  return x + x * z * (-1.6666654611e-1f + z * (8.3321608736e-3f - z * 1.9515295891e-4f));
+}
+
+double log_of(double u) { return std::log(u); }
+double cos_of(double x) { return std::cos(x); }
+double sin_of(double x) { return std::sin(x); }
+
+void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    uint32_t c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
+    for (int i = 0; i < 10; ++i) {
+      const uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
+      c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+      c1 = uint32_t(p1);
+      c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+      c3 = uint32_t(p0);
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    words[0][r] = c0;
+    words[1][r] = c1;
+    words[2][r] = c2;
+    words[3][r] = c3;
+  }
+}
+
+template <class Real>
+void box_muller(const uint32_t* first, const uint32_t* second, int n, Real* x, Real* y) {
+#pragma omp simd
+  for (int r = 0; r < n; ++r) {
+    const Real u = (Real(int32_t(first[r] >> 9)) + Real(0.5)) * Real(1.1920928955078125e-7);
+    const Real angle = (Real(int32_t((second[r] & 0x3FFFFFFF) >> 7)) - Real(4194303.5)) * Real(1.8725351414619535e-7);
+    const Real length = std::sqrt(Real(-2) * log_of(u)), radius = second[r] >> 31 ? -length : length;
+    const Real c = radius * cos_of(angle), s = radius * sin_of(angle);
+    const bool odd = second[r] >> 30 & 1;
+    x[r] = odd ? -s : c;
+    y[r] = odd ? c : s;
+  }
+}
+
+// elements first to first + n - 1 of the 256 that come from blocks 64 q to 64 q + 63; n is at least 1
+template <class Real>
+void row(int64_t q, int first, int n, const Stream& s, Real* out) {
+  uint32_t words[4][RUN];
+  Real z[4 * RUN];
+  const int last = first + n - 1;
+  const bool all = n == 4 * RUN;
+  const bool within = first / RUN == last / RUN;  // one lane: these blocks and no others
+  const int from = within ? first % RUN : 0, blocks = within ? n : RUN;
+  Real* to = all ? out : z;
+  philox(uint32_t(RUN * q + from), blocks, s, words);
+  if (first < 2 * RUN) box_muller(words[0], words[1], blocks, to + from, to + RUN + from);
+  if (last >= 2 * RUN) box_muller(words[2], words[3], blocks, to + 2 * RUN + from, to + 3 * RUN + from);
+  if (!all) std::memcpy(out, z + first, sizeof(Real) * n);
+}
+
+// runs of elements of draws, one behind the other; no starts: every run begins at element 0
+template <class Real>
+void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride,
+            int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs, const int64_t* draws,
+            int threads) {
+  int64_t total = 0, offset = 0;
+  for (int64_t i = 0; i < runs; ++i) total += lengths[i];
+#pragma omp parallel num_threads(threads) firstprivate(offset) if (threads > 1)
+  for (int64_t i = 0; i < runs; offset += lengths[i++]) {
+    const int64_t begin = starts ? starts[i] : 0, end = begin + lengths[i];
+    const int64_t head = begin / (4 * RUN), rows = (end + 4 * RUN - 1) / (4 * RUN) - head;
+#pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t c = 0; c < chains; ++c)
+      for (int64_t k = 0; k < rows; ++k) {
+        const uint64_t key = keys[c * key_stride], step = steps[c * step_stride];
+        const Stream s = {
+            uint32_t(draws[i]), {uint32_t(step), uint32_t(step >> 32)}, {uint32_t(key), uint32_t(key >> 32)}};
+        const int64_t q = head + k, low = 4 * RUN * q, high = low + 4 * RUN;
+        const int64_t from = begin > low ? begin : low, to = end < high ? end : high;
+        row(q, int(from - low), int(to - from), s, out + c * total + offset + (from - begin));
+      }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(name, Real)                                                                                            \
+  extern "C" void name(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* steps, int64_t step_stride, \
+                       int64_t chains, const int64_t* starts, const int64_t* lengths, int64_t runs,                   \
+                       const int64_t* draws, int threads) {                                                           \
+    normals(out, keys, key_stride, steps, step_stride, chains, starts, lengths, runs, draws, threads);                \
+  }
+EXPORT(normals_float, float)
+EXPORT(normals_double, double)
