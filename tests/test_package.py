@@ -23,7 +23,8 @@ CHECKOUT = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a chec
 # draws of the wheel, which has no compiler, and of the checkout
 DRAW = """
 import torch, bayesopt_chain as bc
-tx, p = bc.sghmc(0.1, 0.9, temperature=1.0), [torch.zeros(1000)]
+torch.manual_seed(0)
+tx, p = bc.with_stream(bc.sghmc(0.1, 0.9, temperature=1.0), "philox"), [torch.zeros(1000)]
 state = tx.init(p)
 for _ in range(3):
     updates, state = tx.update(p, state, params=p)
