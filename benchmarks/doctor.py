@@ -1,11 +1,11 @@
 """How often the doctor is wrong: runs that are right and runs that are not, networks among both.
 
-    python -m benchmarks.doctor --workers 2        # writes results/doctor.json, goes on where it stopped
+    python -m benchmarks.doctor --workers 2        # about ten core-minutes; goes on where it stopped
     python -m benchmarks.doctor --only network     # those whose name has this word
 
 Right runs: exact independent draws, seven samplers on linear regression, logistic regression, a network of 20 units on
-scikit-learn's diabetes with full and cool batches, and one of 16 units that classifies its wines (networks are judged by their
-predictions). Wrong runs: rates that heat, losses that are
+scikit-learn's diabetes with full batches and with reshuffled ones that the momentum remembers for an epoch, and one of 16
+units that classifies its wines (networks are judged by their predictions). Wrong runs: rates that heat, losses that are
 sums, temperatures 1/b and 1, chains that are too short, stand still, are one chain twice, start far away, sit in two modes,
 do not leave the mode, hold NaN, run away, and priors a thousand times too strong. A wrong run counts as found where the
 doctor names one of the kinds that it has. Runs of an odd number were held out: no constant of the doctor was changed for one.
@@ -110,7 +110,7 @@ def wines(seed: int, decay: float = 1.0):
 
 
 def sampled(
-    problem, tx, *, batch=None, steps=2000, burn_in=400, thinning=8, params=None, order="reshuffled", loss=None
+    problem, tx, *, batch=None, steps=1000, burn_in=200, thinning=4, params=None, order="reshuffled", loss=None
 ):
     """Draws of four chains."""
     data, own, start = problem[:3]
@@ -163,8 +163,8 @@ def right() -> dict[str, Callable]:
             lambda p, tx: judged(sampled(p, tx, steps=4000, burn_in=1500, thinning=12), tx, p)
         )(network(seed), bc.sghmc(0.04, temperature=T))
         out[f"network, cool batches {seed}"] = lambda seed=seed: (
-            lambda p, tx: judged(sampled(p, tx, batch=150, steps=9000, burn_in=5000, thinning=16), tx, p)
-        )(network(seed), bc.sghmc(0.016, 0.85, temperature=T))
+            lambda p, tx: judged(sampled(p, tx, batch=150, steps=5000, burn_in=2000, thinning=12), tx, p)
+        )(network(seed), bc.sghmc(0.02, 0.93, temperature=T))
         out[f"wines, full batch {seed}"] = lambda seed=seed: (
             lambda p, tx: judged(sampled(p, tx, steps=4000, burn_in=1500, thinning=12), tx, p)
         )(wines(seed), bc.sghmc(0.2, temperature=1 / 178))
