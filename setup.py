@@ -3,10 +3,14 @@
 One library for each source and each level of processor (bayesopt_chain/random/compiled.py), beside the source. The wheel then
 belongs to a platform, but to no version of Python: the libraries are called through ctypes. Without a compiler, and on
 systems other than Linux, it is a wheel of Python files, and kernels are compiled where they are used.
+
+A package index shows the README apart from the repository: its links, which are relative there, get the project's address.
 """
 
 import platform
+import re
 import sys
+import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -14,9 +18,17 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-spec = spec_from_file_location("compiled", Path(__file__).parent / "bayesopt_chain" / "random" / "compiled.py")
+ROOT = Path(__file__).parent
+spec = spec_from_file_location("compiled", ROOT / "bayesopt_chain" / "random" / "compiled.py")
 compiled = module_from_spec(spec)
 spec.loader.exec_module(compiled)
+
+
+def readme():
+    """The README with absolute links: pages as the repository shows them, pictures as files."""
+    home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?://)", rf"\1{home}/raw/main/", (ROOT / "README.md").read_text())
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?://|#)", rf"\1{home}/blob/main/", text)
 
 
 class BuildKernels(build_py):
@@ -54,4 +66,8 @@ class Wheel(bdist_wheel):
         return any(Path(self.bdist_dir).rglob("*.so"))
 
 
-setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": Wheel})
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildKernels, "bdist_wheel": Wheel},
+)

@@ -76,6 +76,14 @@ def _has(page: _Page, fragment: str) -> bool:
     return unquote(fragment) in page.anchors or fragment in ("", "top")
 
 
+def outside_links(text: str) -> set[str]:
+    """The addresses outside the project that a page names; this machine's own are none."""
+    found = re.findall(r"https?://[^\s)\"'`<>\\]+", text)
+    return {
+        link.rstrip(".,;") for link in found if not link.startswith(("http://127.0.0.1", "https://repository.invalid"))
+    }
+
+
 def chromium() -> str | None:
     """The browser, if there is one."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,11 @@ def test_the_wheel_and_the_source_archive_are_complete_and_the_archive_passes_te
     }
     assert ours <= names, f"not in the wheel: {sorted(ours - names)[:5]}"
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+
+    with zipfile.ZipFile(wheel) as packed:
+        (metadata,) = [packed.read(name).decode() for name in names if name.endswith("METADATA")]
+    links = re.findall(r"\]\(([^)]*)\)", metadata)
+    assert links and not [link for link in links if not link.startswith(("https://", "#"))]
 
     libraries = [name for name in names if name.endswith(".so")]
     if shutil.which("g++") and sys.platform == "linux":

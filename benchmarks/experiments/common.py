@@ -97,7 +97,7 @@ def data_folder() -> Path:
     folder = os.environ.get("BAYESOPT_CHAIN_DATA", "")
     if not folder or not Path(folder).is_dir():
         raise FileNotFoundError(
-            f"BAYESOPT_CHAIN_DATA is {folder!r}: set it to the folder with the data, laid out as benchmarks/README.md says"
+            f"BAYESOPT_CHAIN_DATA is {folder!r}: set it to the folder with the data, laid out as docs/references.md says"
         )
     return Path(folder)
 
