@@ -69,7 +69,7 @@ def number(
         raise ValueError(f"{name} must be a number that fits into a float, got {short(shown)}{tail}") from None
     if within is None:
         return
-    low, high, has_low, has_high = _interval(within)
+    low, high, has_low, has_high = interval(within)
     if not (low < x < high or (has_low and x == low) or (has_high and x == high)):
         wanted = _WORDS.get(within, f"lie in {within}")
         if integer and high >= LARGEST:
@@ -89,7 +89,7 @@ _WORDS = {
 
 
 @cache
-def _interval(within: str) -> tuple[float, float, bool, bool]:
+def interval(within: str) -> tuple[float, float, bool, bool]:
     """Both ends, and whether each is included."""
     low, high = within[1:-1].split(",")
     return float(low), float(high), within[0] == "[", within[-1] == "]"

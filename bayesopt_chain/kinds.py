@@ -1,24 +1,32 @@
 """What an argument may be, in one word each, and the refusal that names the argument.
 
 The arguments of factories of transformations have ranges of their own (:mod:`bayesopt_chain.arguments`). Here are those of all
-other functions: a module, batches, a tree of parameters, a whole number. A function says at its top what it takes, so that
-what does not fit is refused by its name before anything happens:
+other functions: a module, batches, a tree of parameters, a whole number. A word means the same everywhere: ``loss``, ``params``
+and ``steps`` are one :class:`Kind` each, listed in :data:`WORDS`. So a function needs one line for all of its arguments,
+and says only where one of them is something else:
 
-    require("capture", steps=(steps, WHOLE), clone=(clone, BOOL))
+    @takes(chains=whole(4))
+    def lr_bias(build, loss, params, batches, *, lr, chains=8): ...
+
+What does not fit is refused by its name before anything happens. A default always fits, and an argument without a kind is an
+error of ours, raised at import.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from bayesopt_chain.checks import short
+from bayesopt_chain.checks import interval, short
+from bayesopt_chain.tracing import is_hidden
 
 MOST = 1 << 53  # what counts as a whole number, and what JSON can hold
 
@@ -58,6 +66,60 @@ def require(who: str, **given: tuple[Any, Kind]) -> None:
             raise wrong(f"{who}: {name} must be {kind.words}, got {short(value)}")
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes(**own: Kind) -> Callable[[Function], Function]:
+    """Check what a function or method is called with, each argument by its kind in :data:`WORDS`, before it runs.
+
+    Args:
+        own: kinds of arguments that are something else here, or that no other function has.
+
+    Raises:
+        TypeError: when the function is defined: an argument that has no kind; a kind of no argument.
+
+    Example:
+        >>> @takes(shape=SEQUENCE)
+        ... def filled(steps, shape=()):
+        ...     return steps
+        >>> filled(3)
+        3
+        >>> filled(-1)
+        Traceback (most recent call last):
+        ValueError: filled: steps must be a whole number, at least 1, got -1
+        >>> filled(3, shape=4)
+        Traceback (most recent call last):
+        TypeError: filled: shape must be a list, got 4
+    """
+
+    def decorate(function: Function) -> Function:
+        who = function.__qualname__.removesuffix(".__init__")
+        kinds, defaults, positional = {}, {}, []
+        for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                positional.append(name)
+            if i == 0 and name in ("self", "cls"):
+                continue
+            if name not in own and name not in WORDS:
+                raise TypeError(f"takes: {who} has an argument {name} without a kind")
+            kinds[name], defaults[name] = own.get(name) or WORDS[name], parameter.default
+        if own.keys() - kinds.keys():
+            raise TypeError(f"takes: {who} has no argument {', '.join(own.keys() - kinds.keys())}")
+
+        @functools.wraps(function)
+        def checking(*args: Any, **kwargs: Any) -> Any:
+            for name, value in (*zip(positional, args), *kwargs.items()):
+                if name in kinds and value is not defaults[name] and not kinds[name].fits(value):
+                    require(who, **{name: (value, kinds[name])})
+            return function(*args, **kwargs)
+
+        return cast(Function, checking)
+
+    return decorate
+
+
 def whole(least: int) -> Kind:
     """Whole numbers from ``least`` on."""
     return Kind(
@@ -65,6 +127,23 @@ def whole(least: int) -> Kind:
         f"a whole number, at least {least}",
         (int,),
     )
+
+
+def real(within: str) -> Kind:
+    """Numbers of an interval, written as :func:`bayesopt_chain.checks.number` takes it: ``"[0, 1)"``."""
+    low, high, has_low, has_high = interval(within)
+
+    def fits(x: Any) -> bool:
+        if not isinstance(x, (int, float)) or isinstance(x, bool) or 1e300 < abs(x) != math.inf:
+            return False
+        return low < x < high or (has_low and x == low) or (has_high and x == high)
+
+    return Kind(fits, f"a number in {within}", (int, float))
+
+
+def instance(of: type, words: str) -> Kind:
+    """Objects of a class, which the words say how to make."""
+    return Kind(lambda x: isinstance(x, of), words)
 
 
 def one_of(*choices: str) -> Kind:
@@ -89,11 +168,34 @@ def _is_real_tree(x: Any) -> bool:
     return _is_tree(x) and all(leaf.is_floating_point() and not leaf.is_meta for leaf in optree.tree_leaves(x))
 
 
+def _is_place(x: Any) -> bool:
+    leaves = optree.tree_leaves(x)
+    return _is_real_tree(x) and all(is_hidden(y) or is_finite(y) for y in leaves) and any(y.numel() for y in leaves)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor is dense, and no entry is NaN or infinite; reads it."""
+    return x.layout is torch.strided and bool(torch.isfinite(x).all())
+
+
+def _is_stack(x: Any) -> bool:
+    if hasattr(x, "chains") and hasattr(x, "params"):
+        return True
+    return _is_tree(x) and all(
+        leaf.ndim and not leaf.is_complex() and not leaf.is_meta and leaf.layout is torch.strided
+        for leaf in optree.tree_leaves(x)
+    )
+
+
+ANY = Kind(lambda x: True, "anything")  # which is looked at where it is used
 BOOL = Kind(lambda x: isinstance(x, bool), "True or False")
 FUNCTION = Kind(lambda x: callable(x) and not isinstance(x, type), "a function")
 GENERATOR = Kind(lambda x: isinstance(x, torch.Generator), "a torch.Generator").or_none()
 INPUTS = Kind(lambda x: isinstance(x, str) or FUNCTION.fits(x), "a key of the batch, or a function of it").or_none()
 BATCHES = Kind(_is_iterable, "batches, such as a list or a DataLoader")
+BATCH_OR_BATCHES = Kind(
+    lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
+)
 MAPPING = Kind(lambda x: isinstance(x, Mapping), "a dictionary")
 MODULE = Kind(lambda x: isinstance(x, nn.Module), "a torch.nn.Module")
 NUMBER = Kind(_is_number, "a finite number", (int, float))
@@ -103,14 +205,53 @@ FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)), "the path of a direct
 SEED = whole(0)
 SEQUENCE = Kind(lambda x: isinstance(x, Sequence) and not isinstance(x, (str, bytes)), "a list")
 PARAMS = Kind(_is_real_tree, "a tree of real tensors with values: parameters")
+PLACE = Kind(_is_place, "a tree of dense, real, finite tensors: the parameters of a place", (dict, list, tuple, Tensor))
+TENSOR = Kind(lambda x: isinstance(x, Tensor) and not x.is_meta, "a tensor with values")
 TREE = Kind(_is_tree, "a tree of tensors")
 TX = Kind(
-    lambda x: callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)), "a gradient transformation"
+    lambda x: not isinstance(x, type) and callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
+    "a gradient transformation",
 )
 WHOLE = whole(1)
+TX_OR_OPTIMIZER = Kind(
+    lambda x: TX.fits(x) or (hasattr(x, "thermal_leaves") and not isinstance(x, type)),
+    "a gradient transformation, or an optimizer of bc.optim",
+)
 TX_OR_STEP = Kind(lambda x: callable(getattr(x, "init", None)), "a gradient transformation, or a step")
-DRAWS = Kind(lambda x: hasattr(x, "chains") or _is_tree(x), "Draws, or a tree of tensors")
-SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_tree(x), "a function of a draw, or a tree of tensors")
+DRAWS = Kind(_is_stack, "Draws, or a tree of real tensors with one entry a draw on the first axis")
+SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
+PRECISION = Kind(
+    lambda x: not isinstance(x, type) and hasattr(x, "quad") and hasattr(x, "solve"), "one of bayesopt_chain.precision"
+)
+TEXT = Kind(lambda x: isinstance(x, str), "a text")
+THERMOMETER = Kind(
+    lambda x: not isinstance(x, type) and hasattr(x, "estimates"), "a bc.diagnostics.Thermometer that watched the run"
+)
 POSTERIOR = Kind(
     lambda x: hasattr(x, "mean") and hasattr(x, "factorised") and not isinstance(x, type), "a bc.Gaussian posterior"
 )
+
+WORDS: dict[str, Kind] = {  # what an argument of this name is in every function that is checked by `takes`
+    "batches": BATCHES,
+    "burn_in": whole(0),
+    "chains": WHOLE,
+    "draws": DRAWS,
+    "generator": GENERATOR,
+    "loss": FUNCTION,
+    "lr": POSITIVE,
+    "make_tx": Kind(callable, "a function of the learning rate that returns a chain"),
+    "max_batches": WHOLE,
+    "momentum": real("[0, 1)"),
+    "params": PLACE,
+    "posterior": POSTERIOR,
+    "progress": BOOL,
+    "rank": WHOLE,
+    "samples": WHOLE,
+    "seed": SEED,
+    "state": ANY,  # a chain looks at its own
+    "steps": WHOLE,
+    "temperature": POSITIVE,
+    "thinning": WHOLE,
+    "tolerance": POSITIVE,
+    "tx": TX,
+}

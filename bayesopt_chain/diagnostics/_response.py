@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.testing._linear_system import IMPULSE, OneUpdate
 from bayesopt_chain.testing._lyapunov import solve_lyapunov
 
@@ -89,6 +90,7 @@ def read(tx: Any, params: Any, state: Any = None) -> Response:
             f"a chain is asked for, and {type(tx).__name__} is an optimizer, which moves its own parameters: pass the chain "
             f"of the same hyperparameters, such as bc.sgd({', '.join(f'{k}={v!r}' for k, v in group.items())})"
         )
+    kinds.require("the diagnostics of a chain", tx=(tx, kinds.TX))
     probe = _Probe(tx, params, state)
     first, second = probe.response("gradient", 0), probe.response("gradient", 1)
     decay, other_decay = probe.response("parameter", 2), probe.response("parameter", 3)

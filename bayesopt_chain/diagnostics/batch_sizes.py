@@ -38,6 +38,7 @@ class Extrapolation(NamedTuple):
     variance_factor: float
 
 
+@kinds.takes(values=kinds.MAPPING, size=kinds.WHOLE)
 def extrapolate_batch_size(values: Mapping[int, Tensor], size: int) -> Extrapolation:
     """Extrapolate expectations to full batches from chains that ran on batches of several sizes (Richardson, 1911).
 
@@ -63,7 +64,6 @@ def extrapolate_batch_size(values: Mapping[int, Tensor], size: int) -> Extrapola
         >>> round(found.mean.item(), 3), round(found.variance_factor, 2)
         (1.0, 4.98)
     """
-    kinds.require("extrapolate_batch_size", values=(values, kinds.MAPPING), size=(size, kinds.WHOLE))
     if len(values) < 2:
         raise ValueError(f"extrapolate_batch_size: values must be of at least two batch sizes, got {sorted(values)}")
     for b, f in values.items():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 AT_ONCE = 1 << 28  # bytes of draws on disk that are looked at together
 
 
+@kinds.takes(superchains=kinds.SEQUENCE)
 def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> Any:
     """Rank-normalised split R-hat of every element (Vehtari, Gelman, Simpson, Carpenter and Bürkner, 2021).
 
@@ -41,7 +42,6 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
         >>> bc.diagnostics.r_hat({"w": x})["w"].round(decimals=2)
         tensor([1., 1.], dtype=torch.float64)
     """
-    kinds.require("r_hat", draws=(draws, kinds.DRAWS), superchains=(superchains, kinds.BATCHES.or_none()))
     from arviz_stats.base.array import array_stats
 
     if superchains is None:
@@ -49,9 +49,17 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
             draws, "r_hat", lambda x: array_stats.rhat(_at_least_two(x), chain_axis=-2, draw_axis=-1, method="rank")
         )
     ids = list(superchains)
+    if not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"r_hat: superchains must be whole numbers, one a chain, got {ids!r:.80}")
+    if len(ids) != (n := _chains_of(draws)) or len({ids.count(i) for i in ids}) > 1:
+        raise ValueError(
+            f"r_hat: superchains must give each of the {n} chains the number of its superchain, as many chains to each, got "
+            f"{ids!r:.80}"
+        )
     return _each(draws, "r_hat", lambda x: array_stats.rhat_nested(x, superchain_ids=ids, chain_axis=-2, draw_axis=-1))
 
 
+@kinds.takes(kind=kinds.one_of("bulk", "tail"))
 def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
     """Effective sample size of every element, over all chains (Vehtari et al., 2021).
 
@@ -71,7 +79,6 @@ def ess(draws: Draws | Any, *, kind: Literal["bulk", "tail"] = "bulk") -> Any:
         >>> bool(bc.diagnostics.ess({"w": x})["w"] > 1000)
         True
     """
-    kinds.require("ess", draws=(draws, kinds.DRAWS), kind=(kind, kinds.one_of("bulk", "tail")))
     from arviz_stats.base.array import array_stats
 
     prob = (0.05, 0.95) if kind == "tail" else None
@@ -82,6 +89,14 @@ def _at_least_two(x: Any) -> Any:
     """``[elements, chains, draws]`` with a single chain cut in two: ArviZ has no R-hat of one."""
     half = x.shape[-1] // 2
     return x if x.shape[1] > 1 else x[..., -2 * half :].reshape(len(x), 2, half)
+
+
+def _chains_of(draws: Any) -> int:
+    """The number of chains: of ``Draws``, or the second axis of stacked leaves."""
+    if hasattr(draws, "chains"):
+        return draws.chains or 1
+    shape = optree.tree_leaves(draws)[0].shape
+    return shape[1] if len(shape) > 1 else 0
 
 
 def _each(draws: Any, who: str, statistic: Callable[[Any], Any]) -> Any:

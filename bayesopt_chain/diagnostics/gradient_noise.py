@@ -34,6 +34,7 @@ from torch import Tensor
 from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.diagnostics._response import read
+from bayesopt_chain.loop.loss import no_gradient, value
 from bayesopt_chain.trees import gram
 
 
@@ -67,6 +68,7 @@ class GradientNoise(NamedTuple):
         return len(self.eigenvalues)
 
 
+@kinds.takes(max_batches=kinds.whole(2))
 def gradient_noise(
     loss: Callable[[Any, Any], Any],
     params: Any,
@@ -108,22 +110,13 @@ def gradient_noise(
         >>> noise.eigenvalues, noise.mean
         (tensor([2.], dtype=torch.float64), tensor(-1.5000))
     """
-    kinds.require(
-        "gradient_noise",
-        loss=(loss, kinds.FUNCTION),
-        params=(params, kinds.PARAMS),
-        batches=(batches, kinds.BATCHES),
-        tx=(tx, kinds.TX.or_none()),
-        rank=(rank, kinds.WHOLE),
-        max_batches=(max_batches, kinds.WHOLE),
-    )
-    if rank < 1:
-        raise ValueError(f"gradient_noise: rank must be at least 1, got {rank}")
     blocks, steps_per_epoch, order = take(batches, max_batches)
     used = [batch for block in blocks for batch in block]
     freedom = len(used) - len(blocks)
     if freedom < 1:
-        raise ValueError(f"gradient_noise: needs at least two batches an epoch, got {max(map(len, blocks), default=0)}")
+        raise ValueError(
+            f"gradient_noise: batches must be at least two an epoch, got {max(map(len, blocks), default=0)}"
+        )
     devices = sorted({leaf.device.index or 0 for leaf in optree.tree_leaves(params) if leaf.is_cuda})
     with torch.random.fork_rng(devices=devices):
         first = [gradients(loss, params, batch) for batch in used]
@@ -133,6 +126,10 @@ def gradient_noise(
     m, spec = len(used), optree.tree_structure(params)
     averages = first if second is None else [[(x + y) / 2 for x, y in zip(*pair)] for pair in zip(first, second)]
     stacked = [torch.stack(leaf) for leaf in zip(*averages)]
+    if not all(map(kinds.is_finite, stacked)):
+        raise ValueError(
+            "gradient_noise: loss has a gradient that is not finite at params, of some of the batches; look for NaN in them"
+        )
     means = [leaf.mean(0) for leaf in stacked]
     sizes = [len(block) for block in blocks]
     # batches of an epoch share no datum; independent ones do, and have B instead of C
@@ -184,14 +181,15 @@ def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[
     leaves, spec = optree.tree_flatten(params)
     with torch.enable_grad():
         chosen = [leaf.detach().requires_grad_() for leaf in leaves]
-        value = scalar(loss, optree.tree_unflatten(spec, chosen), batch)
-        return list(torch.autograd.grad(value, chosen, materialize_grads=True))
+        out = scalar(loss, optree.tree_unflatten(spec, chosen), batch)
+        if not out.requires_grad:
+            raise ValueError(no_gradient())
+        return list(torch.autograd.grad(out, chosen, materialize_grads=True))
 
 
 def scalar(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
     """The loss without its auxiliary output."""
-    out = loss(params, batch)
-    return out[0] if isinstance(out, tuple) else out
+    return value(loss, params, batch)[0]
 
 
 def weighted_gram(rows: list[Tensor], gains: Any) -> Tensor:

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import tracing
+from bayesopt_chain import kinds, tracing
 from bayesopt_chain._torch import foreach_norm, is_dtensor
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
 from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
@@ -61,6 +61,14 @@ class HeatGuard:
         (1, True)
     """
 
+    @kinds.takes(
+        steps_per_epoch=kinds.WHOLE,
+        order=kinds.one_of("reshuffled", "independent"),
+        above=kinds.real("[0, inf]"),
+        share=kinds.real("[0, inf]"),
+        window=kinds.whole(32),
+        who=kinds.TEXT,
+    )
     def __init__(
         self,
         steps_per_epoch: int | None = None,
@@ -71,14 +79,8 @@ class HeatGuard:
         window: int = 96,
         who: str = "bayesopt_chain",
     ) -> None:
-        if steps_per_epoch is not None and (isinstance(steps_per_epoch, bool) or int(steps_per_epoch) < 1):
-            raise ValueError(f"HeatGuard: steps_per_epoch must be a positive whole number, got {steps_per_epoch!r}")
-        if order not in ("reshuffled", "independent"):
-            raise ValueError(f"HeatGuard: order must be 'reshuffled' or 'independent', got {order!r}")
-        if int(window) < 32:
-            raise ValueError(f"HeatGuard: window must be at least 32 steps, got {window!r}")
         self.steps_per_epoch, self.order, self.above, self.share = steps_per_epoch, order, above, share
-        self.window, self.who = int(window), who
+        self.window, self.who = window, who
         self.readings: list[Heat] = []
         self.has_warned = False
         self._lr: float | None = None

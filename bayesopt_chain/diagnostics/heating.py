@@ -58,6 +58,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
@@ -169,6 +170,20 @@ class Heating:
         return "\n".join(lines)
 
 
+CURVATURE = kinds.Kind(
+    lambda x: isinstance(x, Tensor) or kinds.PRECISION.fits(x) or kinds.FUNCTION.fits(x),
+    "a matrix [P, P], one of bayesopt_chain.precision, or a product on trees, such as bc.diagnostics.hessian_product gives",
+)
+
+
+@kinds.takes(
+    tx=kinds.ANY,
+    noise=kinds.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise"),
+    again=kinds.instance(GradientNoise, "a report of bc.diagnostics.gradient_noise, or None"),
+    order=kinds.one_of(*get_args(Order)),
+    steps_per_epoch=kinds.real("[1, inf]"),
+    curvature=CURVATURE,
+)
 def heating(
     tx: Any,
     noise: GradientNoise,
@@ -218,6 +233,11 @@ def heating(
     if not any(group.temperature > 0 for group in response.groups):
         raise ValueError(
             "heating: the chain draws no noise, so there is no variance to compare with; give it a temperature above 0"
+        )
+    if curvature is None and math.isinf(steps):
+        raise ValueError(
+            "heating: with steps_per_epoch=inf the curvature cannot be assumed from the noise; pass "
+            "curvature=bc.diagnostics.hessian_product(loss, params, batches)"
         )
     system = reduce(response, noise, product(curvature, noise.mean), steps)
     report = predict(system, order, steps)
@@ -438,7 +458,9 @@ def predict(system: Reduced, order: Order, steps: float) -> Heating:
         full = solve_lyapunov(closed.M, closed.F @ closed.F.T)[:r, :r]
     except Unstable:
         raise ValueError(
-            f"heating: the chain diverges at this curvature (spectral radius {closed.radius:.6g}); lower the learning rate"
+            f"heating: the chain diverges at this curvature (spectral radius {closed.radius:.6g})"
+            + (f", which was assumed from the noise and steps_per_epoch={steps:.6g}: pass curvature=" * system.assumed)
+            + "; lower the learning rate"
         ) from None
     mean, end = added(closed, system.C, system.D, order, steps)
     mean, end = mean[:r, :r], end[:r, :r]

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from bayesopt_chain.runs.draws import Draws
 
 
+@kinds.takes(
+    score=kinds.SCORES,
+    kernel=kinds.one_of("imq", "gaussian"),
+    bandwidth=kinds.POSITIVE,
+    unbiased=kinds.BOOL,
+    block=kinds.WHOLE,
+)
 def ksd(
     draws: Draws | Any,
     score: Callable[[Any], Any] | Any,
@@ -61,15 +68,6 @@ def ksd(
         >>> right < 0.2 < shifted
         True
     """
-    kinds.require(
-        "ksd",
-        draws=(draws, kinds.DRAWS),
-        score=(score, kinds.SCORES),
-        kernel=(kernel, kinds.one_of("imq", "gaussian")),
-        bandwidth=(bandwidth, kinds.NUMBER.or_none()),
-        unbiased=(unbiased, kinds.BOOL),
-        block=(block, kinds.WHOLE),
-    )
     tree: Any = draws.params if hasattr(draws, "params") else draws
     if getattr(draws, "chains", None) is not None:
         tree = optree.tree_map(lambda x: x.flatten(0, 1), tree)
@@ -81,12 +79,15 @@ def ksd(
         rows: list[Any] = [score(optree.tree_map(lambda x, i=i: x[i], tree)) for i in range(size)]
         scores = optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
     x, s = _matrix(tree), _matrix(scores)
+    for name, matrix in (("draws", x), ("score", s)):
+        if not kinds.is_finite(matrix):
+            raise ValueError(f"ksd: {name}: some of its numbers are NaN or infinite")
     if x.shape != s.shape:
-        raise ValueError(f"ksd: draws have shape {tuple(x.shape)} as a matrix, their scores {tuple(s.shape)}")
+        raise ValueError(
+            f"ksd: score must be like the draws, which are a matrix {tuple(x.shape)}, got one {tuple(s.shape)}"
+        )
     if bandwidth is None:
         bandwidth = torch.pdist(x[:: max(1, size // 1000)]).median().item() or 1.0
-    if not bandwidth > 0:
-        raise ValueError(f"ksd: bandwidth must be positive, got {bandwidth}")
     total = x.new_zeros(())
     for i in range(0, size, block):
         for j in range(0, i + 1, block):
@@ -119,4 +120,5 @@ def _stein_kernel(x: Tensor, s: Tensor, y: Tensor, t: Tensor, kernel: str, h: fl
 
 def _matrix(tree: Any) -> Tensor:
     """Leaves ``[S, ...]`` as the columns of one float64 matrix."""
-    return torch.cat([x.detach().to(torch.float64).reshape(len(x), -1) for x in optree.tree_leaves(tree)], 1)
+    leaves = [x.detach().to(torch.float64) for x in optree.tree_leaves(tree)]
+    return torch.cat([x.reshape(len(x), x.shape[1:].numel()) for x in leaves], 1)

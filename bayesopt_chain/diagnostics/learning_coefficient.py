@@ -20,10 +20,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.diagnostics.temperatures import estimate
 from bayesopt_chain.links.localization import add_localization
+from bayesopt_chain.loop.loss import value
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.step import make_step
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
@@ -52,6 +54,7 @@ class LearningCoefficient(NamedTuple):
         return f"local learning coefficient {self.value:.4g} +- {2 * self.standard_error:.2g}"
 
 
+@kinds.takes(batches=kinds.BATCH_OR_BATCHES, strength=kinds.real("[0, inf)"), sampler=kinds.TX)
 def local_learning_coefficient(
     loss: Callable[[Any, Any], Any],
     params: Any,
@@ -97,8 +100,6 @@ def local_learning_coefficient(
         >>> abs(found.value - 50 / (2 * 1.25)) < 2       # thirty of the eighty parameters do not count
         True
     """
-    if not temperature > 0:
-        raise ValueError(f"local_learning_coefficient: temperature must be positive, got {temperature}")
     feed = ResumableBatches(batches)
     every = [feed.batches] if feed.is_one else list(batches)
     with torch.no_grad():
@@ -112,12 +113,13 @@ def local_learning_coefficient(
             losses.append(it.info.loss.double())
     found = torch.stack(losses)
     if not bool(torch.isfinite(found).all()):
-        raise ValueError("local_learning_coefficient: the chain diverged; lower lr")
+        raise ValueError(
+            "local_learning_coefficient: the chain diverged; lower lr or strength, or look at the scale of batches and loss"
+        )
     scaled = (found - reference) / temperature
     mean = estimate(scaled)
     return LearningCoefficient(mean.value, mean.standard_error, scaled.mean(0), found, reference)
 
 
 def _value(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Tensor:
-    out = loss(params, batch)
-    return out[0] if isinstance(out, tuple) else out
+    return value(loss, params, batch)[0]

@@ -20,6 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.loop.parallel import parallel, stack
 from bayesopt_chain.loop.step import make_step
@@ -77,6 +78,7 @@ class LrBias(NamedTuple):
         return f"{verdict}: the largest difference from half of it is {d:.3g} +- {2 * se:.2g}"
 
 
+@kinds.takes(build=kinds.FUNCTION, batches=kinds.BATCH_OR_BATCHES, statistic=kinds.FUNCTION, chains=kinds.whole(4))
 def lr_bias(
     build: Callable[[float], Chain],
     loss: Callable[[Any, Any], Any],
@@ -119,10 +121,8 @@ def lr_bias(
         >>> found(2).is_seen, found(1).is_seen      # the variance at order 1 is 1 / (1 - lr / 2)
         (False, True)
     """
-    if not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"lr_bias: lr must be positive, got {lr}")
-    if chains < 4:
-        raise ValueError(f"lr_bias: chains must be at least 4, whose spread is the standard error, got {chains}")
+    if statistic is not None and not isinstance(out := statistic(params), Tensor):
+        raise TypeError(f"lr_bias: statistic must return a tensor, got {type(out).__name__}")
     means = [
         _means(build(lr / part), loss, params, batches, statistic, part * steps, part * burn_in, part, chains)
         for part in (1, 2)
@@ -156,5 +156,7 @@ def _means(
                 total = total + (it.info.loss if of_all is None else of_all(it.params)).double()
             count += 1
     if not bool(torch.isfinite(total).all()):
-        raise ValueError(f"lr_bias: a chain diverged in the run of {steps} steps; lower lr")
+        raise ValueError(
+            f"lr_bias: a chain diverged in the run of {steps} steps; lower lr, or look at the scale of batches and loss"
+        )
     return total / count

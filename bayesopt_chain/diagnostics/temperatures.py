@@ -28,16 +28,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link
 from bayesopt_chain.core.op import PURE
 from bayesopt_chain.core.state import State
+from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
@@ -143,6 +145,7 @@ class Temperatures(NamedTuple):
         return "\n".join(lines)
 
 
+@kinds.takes(tx=kinds.TX_OR_OPTIMIZER, thermometer=kinds.THERMOMETER)
 def temperatures(
     draws: Draws | None = None,
     tx: Any = None,
@@ -242,6 +245,7 @@ class Thermometer:
         True
     """
 
+    @kinds.takes(tx=kinds.ANY, order=kinds.one_of(*get_args(Order)), warn_above=kinds.real("[0, inf]"))
     def __init__(self, tx: Any, *, order: str = "independent", warn_above: float = 0.1) -> None:
         inner, _ = _unwrapped(tx, None)
         self.tx, self.order, self.warn_above, self.is_constant = inner, order, warn_above, False

@@ -23,6 +23,7 @@ from bayesopt_chain.diagnostics.gradient_noise import scalar, take
 Product = Callable[[Tensor], Tensor]
 
 
+@kinds.takes()
 def hessian_product(
     loss: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], *, max_batches: int = 100
 ) -> Callable[[Any], Any]:
@@ -48,16 +49,9 @@ def hessian_product(
         >>> product(torch.ones(2))
         tensor([2., 8.])
     """
-    kinds.require(
-        "hessian_product",
-        loss=(loss, kinds.FUNCTION),
-        params=(params, kinds.PARAMS),
-        batches=(batches, kinds.BATCHES),
-        max_batches=(max_batches, kinds.WHOLE),
-    )
     used = take(batches, max_batches)[0][0]
     if not used:
-        raise ValueError("hessian_product: needs at least one batch")
+        raise ValueError("hessian_product: batches is empty; pass at least one")
     leaves, spec = optree.tree_flatten(params)
     here = [leaf.detach() for leaf in leaves]
 

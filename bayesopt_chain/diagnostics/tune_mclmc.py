@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from bayesopt_chain import checks, kinds
+from bayesopt_chain import kinds
 from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.samplers.microcanonical import Metric, freshness, kinetic_gain, strength
 
@@ -43,6 +43,7 @@ class MclmcTuning(NamedTuple):
     params: Any
 
 
+@kinds.takes(batch=kinds.ANY, precision=kinds.PRECISION, energy_variance=kinds.POSITIVE, steps=kinds.whole(10))
 def tune_mclmc(
     loss: Callable[[Any, Any], Any],
     params: Any,
@@ -80,17 +81,6 @@ def tune_mclmc(
         >>> 0.5 < found.lr < 5.0, 4.0 < found.length < 10.0           # the rule is sqrt(50) = 7.1
         (True, True)
     """
-    kinds.require("tune_mclmc", loss=(loss, kinds.FUNCTION), params=(params, kinds.PARAMS))
-    if any(leaf.layout != torch.strided for leaf in optree.tree_leaves(params)):
-        raise ValueError("tune_mclmc: params holds a sparse tensor; pass leaf.to_dense()")
-    if precision is not None and not hasattr(precision, "quad"):
-        raise TypeError(
-            f"tune_mclmc: precision must be one of bayesopt_chain.precision, or None, got {checks.short(precision)}"
-        )
-    for name, value in (("temperature", temperature), ("energy_variance", energy_variance)):
-        checks.positive(f"tune_mclmc: {name}", value)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
-        raise ValueError(f"tune_mclmc: steps must be a whole number, at least 10, got {steps!r}")
     spec = optree.tree_structure(params)
     metric = Metric(precision, spec.unflatten, optree.tree_leaves)
     theta = [p.detach().clone() for p in optree.tree_leaves(params)]

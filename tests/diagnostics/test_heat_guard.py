@@ -369,5 +369,5 @@ def test_bad_arguments_are_named():
         bc.optim.SGLD(p, 0.1, temperature=1.0, steps_per_epoch=0)
     with pytest.raises(ValueError, match="steps_per_epoch= is for"):
         bc.optim.SGLD(p, 0.1, temperature=1.0, heat_guard=None, steps_per_epoch=3)
-    with pytest.raises(ValueError, match="window must be at least"):
+    with pytest.raises(ValueError, match="window must be a whole number, at least 32"):
         bc.diagnostics.HeatGuard(window=3)
