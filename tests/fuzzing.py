@@ -7,26 +7,38 @@ is right if it is
   FileNotFoundError of a path; or whatever a function of the user's own raises for what it was given;
 * or a result without NaN, unless NaN was given as data.
 
-Factories of transformations have tests of their own, with a chain that runs: ``tests/test_fuzz.py``.
+Factories of transformations and optimizers find their rows by themselves: what they make has to make some steps
+that leave parameters finite. The methods of what the calls return have rows too, ``Class.method``; :func:`missing` tells of
+what has none.
+
+``tests/test_fuzz.py`` draws a few values for each argument, and ``python -m benchmarks.fuzz`` takes all of them.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
+import io
 import math
 import os
 import signal
 import tempfile
 import traceback
 import warnings
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import optree
 import torch
+from torchopt.base import GradientTransformation
 
 import bayesopt_chain as bc
+from bayesopt_chain import ensemble, fitting
+from bayesopt_chain.loop.capture.build import Captured
+from bayesopt_chain.runs.collect import Collector
 
 HOME = str(Path(bc.__file__).parent)
 NAN = math.nan
@@ -39,8 +51,19 @@ VALUES = [
     torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.complex64),
     torch.ones(3, device="meta"), torch.ones(3).to_sparse(), torch.ones(3, requires_grad=True) * 1, {"w": torch.ones(2)},
     {"w": torch.full((3,), NAN)}, {"v": torch.ones(3)}, [torch.ones(3)], torch.float32, torch.nn.ReLU(),
-    torch.Generator().manual_seed(0),
+    torch.Generator().manual_seed(0), lambda *_: 0.1,
 ]  # fmt: skip
+PAIRS = [
+    (NAN, 0.9),
+    (0.9, NAN),
+    (-0.1, 0.9),
+    (0.9, 1.0),
+    (1.0, 0.9),
+    (math.inf, 0.9),
+    (0.9,),
+    (0.9, 0.99, 0.999),
+    ("a", "b"),
+]
 SLOW = ("capture", "Draws.to_arviz", "diagnostics.doctor", "suggest_chain", "posterior_ensemble")  # seconds a value
 HOLDERS = {  # of results, which their makers fill: nothing of them is an argument
     "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "vi.Elbo", "vi.VariationalInfo",
@@ -48,6 +71,35 @@ HOLDERS = {  # of results, which their makers fill: nothing of them is an argume
         "ChainSuggestion", "Diagnosis", "Estimate", "Finding", "GradientNoise", "Heat", "Heating", "LearningCoefficient",
         "LrBias", "Setting", "Temperatures", "ThermalLeaf", "Extrapolation", "MclmcTuning",
     )],
+}  # fmt: skip
+RETURNED = {  # what the calls return, whose methods have rows of their own
+    "Chain": bc.Chain,
+    "Draws": bc.Draws,
+    "FittedLaplace": fitting.FittedLaplace,
+    "Gaussian": bc.Gaussian,
+    "diagnostics.HeatGuard": bc.diagnostics.HeatGuard,
+    "diagnostics.Heating": bc.diagnostics.Heating,
+    "diagnostics.LrBias": bc.diagnostics.LrBias,
+    "diagnostics.Thermometer": bc.diagnostics.Thermometer,
+    "Ensemble": ensemble.Ensemble,
+    "EnsemblePrediction": ensemble.EnsemblePrediction,
+    "KalmanFilter": bc.ekf.KalmanFilter,
+    "Laplace": type(bc.laplace()),
+    "Prediction": fitting.Prediction,
+    "Swag": type(bc.swag()),
+    "VariationalTransform": type(bc.vi.mean_field(bc.adam(0.1), temperature=0.1)),
+    "Step": type(bc.make_step(lambda p, b: p.sum(), bc.sgd(0.1))),
+    "Parallel": type(bc.parallel(bc.make_step(lambda p, b: p.sum(), bc.sgd(0.1)), 2)),
+    "Epochs": type(bc.epochs(torch.zeros(2, 1), 1)),
+    "Collector": Collector,
+    "optim.SGHMC": bc.optim.SGHMC,
+    "Captured": Captured,
+}
+INTERNAL = {  # methods that one part of the library, or a trainer, calls on another, with what it made itself
+    *[f"{of}.{name}" for of in ("Chain", "KalmanFilter", "Laplace", "Swag", "VariationalTransform")
+      for name in ("at", "chain", "lower", "plan")],
+    *[f"Collector.on_{name}" for name in ("exception", "fit_end", "save", "train_end")],
+    "Parallel.one", "Parallel.some",
 }  # fmt: skip
 ALSO = {  # what a message calls an argument, besides its name
     "params": ("leaf", "leaves", "tree", "parameters"),
@@ -66,6 +118,15 @@ ALSO = {  # what a message calls an argument, besides its name
     "module_or_forward": ("module", "forward", "outputs", "parameters"),
     "make_model": ("module", "model"),
     "betas": ("beta", "b1", "b2"),
+    "b1": ("beta", "betas"),
+    "b2": ("beta", "betas"),
+    "lr": ("learning rate", "step_size"),
+    "step_size_fn": ("step_size", "schedule"),
+    "init_scale": ("init scale",),
+    "low": ("high",),
+    "high": ("low",),
+    "alpha": ("decay",),
+    "step_size": ("gains", "lr"),
     "params_or_module": ("params",),
     "log_evidence": ("evidence",),
     "value": ("values",),
@@ -396,6 +457,133 @@ def _normal():
     )
 
 
+# factories of transformations
+
+SOUND = {  # what arguments without a default are given
+    "lr": 0.01,
+    "step_size": 0.01,
+    "temperature": 0.1,
+    "temperatures": (0.1, 0.2),
+    "friction": 1.0,
+    "low": -1.0,
+    "high": 100.0,
+    "burn_in": 1,
+    "freeze_after": 2,
+    "cycle": 3,
+    "batch_size": 8,
+    "alpha": 0.1,
+    "rank": 2,
+}
+
+
+def factories():
+    """Public functions that return a transformation, with what they cannot do without."""
+    found = {}
+    for space in (bc, bc.links, bc.samplers, bc.vi, bc.ekf):
+        for name in getattr(space, "__all__", dir(space)):
+            function = getattr(space, name)
+            if inspect.isfunction(function) and not name.startswith("_"):
+                found.setdefault(function, name if space is bc else f"{space.__name__.rpartition('.')[2]}.{name}")
+    return {name: function for function, name in found.items()}
+
+
+def sound_arguments(function):
+    """Keywords with which a factory can be called, or ``None`` where it is none."""
+    signature = inspect.signature(function)
+    if "tx" in signature.parameters or "links" in signature.parameters or "transformations" in signature.parameters:
+        return None
+    given = {}
+    for name, parameter in signature.parameters.items():
+        if name == "temperature":
+            given[name] = 0.1
+        elif name == "optimizer":
+            given[name] = bc.adam(0.01)
+        elif name == "precision":
+            given[name] = CURVATURE.add_diagonal(1.0)
+        elif name == "preconditioner":
+            given[name] = 0.5
+        elif name == "step_size_fn":
+            given[name] = lambda count: 0.1 / (1 + count)
+        elif parameter.default is parameter.empty or name == "rank":
+            if name not in SOUND:
+                return None
+            given[name] = SOUND[name]
+    return given
+
+
+def start():
+    """Two particles, for those that need them; six parameters for all others."""
+    return {
+        "a": torch.tensor([[0.5, -0.3], [0.2, 0.1]], dtype=torch.float64),
+        "b": torch.tensor([0.4, -0.2], dtype=torch.float64),
+    }
+
+
+PARAMS = start()  # of the factories' chains
+ESTIMATE = bc.curvature.ggn(
+    lambda p, batch: batch[0] @ p["a"].flatten() + p["b"].sum(), bc.likelihoods.gaussian(), "root"
+)
+SEEN = (torch.linspace(-1, 1, 12).reshape(3, 4).double(), torch.zeros(3).double())
+CURVATURE = ESTIMATE(PARAMS, SEEN)
+LIKE = {k: torch.ones_like(x) for k, x in PARAMS.items()}
+KEYWORDS = {
+    "loss": lambda name: torch.ones(2).double() if name.endswith("replica_exchange") else torch.tensor(1.0).double(),
+    "per_sample_gradients": lambda name: {k: torch.stack([x, -x, 2 * x]) for k, x in LIKE.items()},
+    "gradient_variance": lambda name: LIKE,
+    "hessian_diagonal": lambda name: LIKE,
+    "gradient_covariance": lambda name: torch.eye(6).double(),
+    "curvature": lambda name: CURVATURE if name.startswith(("ekf", "vi", "laplace")) else LIKE,
+}
+UNFIT = {  # sound, but the keywords above are for the default
+    ("samplers.sgfs", "dense"): (True,),
+    ("vi.vogn", "n_samples"): (3,),
+}
+
+
+def keywords(name, tx, state, params):
+    extra = {k: make(name) for k, make in KEYWORDS.items() if k in getattr(tx, "extra_kwargs", ())}
+    return extra | ({"draw": tx.sample(state, params)} if hasattr(tx, "sample") else {})
+
+
+def hot(name, tx):
+    """A link that has no temperature of its own, in a chain that samples."""
+    name = name.removeprefix("links.")
+    if name in bc.links.__all__ or (name.startswith("samplers.scale_by") and "contour" not in name):
+        parts = [] if name.startswith("inject") else [bc.inject_langevin_noise(0.1)]
+        rate = [] if name in ("scale_by_neg_lr",) else [bc.scale_by_neg_lr(0.01)]
+        return bc.chain(tx, *parts, *rate)
+    return tx
+
+
+def steps_of(name, tx, gradient=None, steps=3):
+    """Parameters after some steps of a chain down a parabola."""
+    params = start()
+    state = tx.init(params)
+    for _ in range(steps):
+        extra = keywords(name, tx, state, params)
+        at = extra["draw"].params if "draw" in extra else params
+        g = {k: x.clone() for k, x in at.items()} if gradient is None else gradient(at)
+        updates, state = tx.update(g, state, params=params, inplace=False, **extra)
+        params = {k: x + updates[k] for k, x in params.items()}
+    return params
+
+
+def is_finite(tree):
+    return all(bool(torch.isfinite(x).all()) for x in optree.tree_leaves(tree))
+
+
+NEVER_HOT = {
+    "adadelta",
+    "links.scale_by_adadelta",
+    "links.delay",
+    "samplers.scale_by_stein_kernel",
+}  # the last: svgd has it
+FACTORIES = {
+    name: (f, a) for name, f in factories().items() if name not in NEVER_HOT and (a := sound_arguments(f)) is not None
+}
+FACTORIES = {name: f for name, f in FACTORIES.items() if isinstance(f[0](**f[1]), GradientTransformation)}
+
+
 def classes():
     """The optimizers: each of their arguments, with the rest at its default."""
     table = {}
@@ -425,21 +613,65 @@ def classes():
     return table
 
 
-def missing():
-    """Names in the four namespaces that no row of a table calls."""
-    from tests.test_fuzz import FACTORIES
+def factory_rows():
+    """The factories of transformations: each of their arguments; what comes out makes three steps."""
 
-    known = {*CALLS, *classes(), *FACTORIES, *HOLDERS, "adadelta"}  # the last has no temperature above 0
+    def call(name, function, **given):
+        return steps_of(name, hot(name, function(**given)))
+
+    rows = {}
+    for name, (function, sound) in FACTORIES.items():
+        rest = {
+            word: parameter.default
+            for word, parameter in inspect.signature(function).parameters.items()
+            if word not in sound and parameter.default is not parameter.empty
+        }
+        rows[name] = (
+            lambda name=name, function=function, **given: call(name, function, **given),
+            lambda given={**sound, **rest}: dict(given),
+        )
+    return rows
+
+
+@functools.cache
+def rows():
+    """Every row by its name: a call, and a function that makes its sound arguments."""
+    return {**CALLS, **classes(), **factory_rows()}
+
+
+def methods(of):
+    """Public methods of a class of this library that take arguments, by their names."""
+    found = []
+    for name in dir(of):
+        home = next((base for base in of.__mro__ if name in vars(base)), object)
+        if not home.__module__.startswith("bayesopt_chain") or (name.startswith("_") and name != "__call__"):
+            continue
+        method = inspect.getattr_static(of, name)
+        method = getattr(method, "__func__", method)
+        if inspect.isfunction(method):
+            given = [p for p in list(inspect.signature(method).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
+            if given:
+                found.append(name)
+    return found
+
+
+def missing():
+    """Names in the four namespaces that no row calls, and methods of what the rows return."""
     found = []
     for space, prefix in ((bc, ""), (bc.optim, "optim."), (bc.vi, "vi."), (bc.diagnostics, "diagnostics.")):
         for name in space.__all__:
-            if callable(getattr(space, name)) and f"{prefix}{name}" not in known:
+            known = f"{prefix}{name}" in {*rows(), *HOLDERS, "adadelta"}  # the last has no temperature above 0
+            if callable(getattr(space, name)) and not known:
                 found.append(f"{prefix}{name}")
+    for name, of in RETURNED.items():
+        found += [row for method in methods(of) if (row := f"{name}.{method}") not in {*rows(), *INTERNAL}]
     return found
 
 
 def complaint(err, argument):
     """What is wrong with an error; nothing where it is ours and names the argument, or what of it is wrong."""
+    if err.__cause__ is not None and str(err.__cause__) in str(err) and not complaint(err.__cause__, argument):
+        return ""  # said again, with what to do
     frames = traceback.extract_tb(err.__traceback__)
     frame, ours = frames[-1], [i for i, x in enumerate(frames) if x.filename.startswith(HOME)]
     if ours and any(x.filename == __file__ for x in frames[ours[0] :]):
@@ -487,9 +719,13 @@ def show(value):
     return f"{value!r}".replace("\n", "")[:60]
 
 
+def is_not_finite(x):
+    return is_nan(x) or (not bool(torch.isfinite(x).all()) if isinstance(x, torch.Tensor) else math.isinf(x))
+
+
 def sound_is_sound(name):
     """What is wrong with the call as the table has it."""
-    call, sound = {**CALLS, **classes()}[name]
+    call, sound = rows()[name]
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -503,21 +739,35 @@ def endless(number, frame):
     raise TimeoutError(f"it did not end within {SECONDS} s")
 
 
-def failures(name, values=VALUES):
-    """Calls that end wrongly, and how many were made."""
-    call, sound = {**CALLS, **classes()}[name]
+def values_of(name, argument, now, few):
+    """What is put in the place of an argument: all values, or a few of them, which the names of row and argument decide."""
+    values = [*VALUES, *PAIRS] if isinstance(now, tuple) and len(now) == 2 and name in FACTORIES else VALUES
+    values = [x for x in values if not any(x is y for y in UNFIT.get((name, argument), ()))]
+    values = [
+        x for x in values if not (callable(x) and callable(now))
+    ]  # somebody's function, which fails in its own words
+    if few is None:
+        return values
+    if name in SLOW:
+        return [object()]
+    first = zlib.crc32(f"{name}.{argument}".encode()) % len(values)
+    return [values[(first + k * (len(values) // few)) % len(values)] for k in range(few)]
+
+
+def failures(name, few=None):
+    """Calls of a row that end wrongly, and how many were made; with ``few`` only so many for each argument."""
+    call, sound = rows()[name]
     found, calls = [], 0
+    wrong_number = is_not_finite if name in FACTORIES else is_nan
     signal.signal(signal.SIGALRM, endless)
     os.chdir(tempfile.mkdtemp())  # in which a file called x may be written
-    for argument in sound():
-        for value in values:
+    for argument, now in sound().items():
+        for value in values_of(name, argument, now, few):
             given = sound()
             value = iter([1]) if hasattr(value, "__next__") else value
-            if callable(value) and callable(given[argument]):
-                continue  # somebody's function, which fails in its own words
             calls += 1
             torch.manual_seed(0)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 signal.alarm(SECONDS)
                 try:
@@ -528,7 +778,7 @@ def failures(name, values=VALUES):
                     wrong = complaint(err, argument)
                 else:
                     told = not isinstance(value, float) and any(map(is_nan, numbers(value)))
-                    wrong = "" if told or not any(map(is_nan, numbers(out))) else "silently NaN"
+                    wrong = "" if told or not any(map(wrong_number, numbers(out))) else "silently not a number"
             if wrong:
                 found.append(f"{name}({argument}={show(value)}): {wrong}"[:330])
     return found, calls

@@ -59,6 +59,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.checks import short
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._response import Group, Response, read
@@ -521,8 +522,19 @@ def added(closed: Loop, C: Tensor, D: Tensor, order: Order, steps: float) -> tup
 
 def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     """The curvature of the mean loss as a product on trees."""
-    if curvature is None or (callable(curvature) and not torch.is_tensor(curvature)):
-        return curvature
+    if curvature is None:
+        return None
+    if callable(curvature) and not torch.is_tensor(curvature):
+
+        def product(tree: Tree) -> Tree:
+            found = curvature(tree)
+            if not kinds.TREE.fits(found) or optree.tree_structure(found) != optree.tree_structure(like):
+                raise TypeError(
+                    f"heating: curvature must return a tree of tensors like the parameters, got {short(found)}"
+                )
+            return found
+
+        return product
     if isinstance(curvature, Precision):
         count = float(curvature.count)
         if not count > 0:

@@ -288,7 +288,7 @@ def test_curvature_may_be_a_matrix_a_precision_or_a_product():
     ]
     for report in reports[1:]:
         assert torch.allclose(report.excess, reports[0].excess, rtol=1e-9)
-    with pytest.raises(TypeError, match="matrix, a precision or a product"):
+    with pytest.raises(TypeError, match="curvature must be a matrix"):
         heating(tx, noise_of(C, like), order="reshuffled", steps_per_epoch=K, curvature=1.0)
 
 

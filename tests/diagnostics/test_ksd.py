@@ -64,7 +64,7 @@ def test_chains_are_pooled_and_shapes_are_checked():
     draws = bc.Draws.from_trees([{"w": w} for w in x], chains=2)
     want = bc.diagnostics.ksd({"w": x.reshape(12, 2)}, score)
     assert bc.diagnostics.ksd(draws, score) == pytest.approx(want)
-    with pytest.raises(ValueError, match="their scores"):
+    with pytest.raises(ValueError, match="score must be like the draws"):
         bc.diagnostics.ksd({"w": x[:, 0]}, {"w": x[:, 0, :1]})
     with pytest.raises(ValueError, match="at least 2"):
         bc.diagnostics.ksd({"w": x[:1, 0]}, score)

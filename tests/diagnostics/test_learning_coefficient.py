@@ -102,7 +102,7 @@ def test_bad_input_is_refused():
     def loss(w, batch):
         return (w**2).sum()
 
-    with pytest.raises(ValueError, match="temperature must be positive"):
+    with pytest.raises(ValueError, match="temperature must be a positive"):
         bc.diagnostics.local_learning_coefficient(loss, torch.zeros(2), None, temperature=0.0, lr=0.1, strength=1.0)
     with pytest.raises(ValueError, match="the chain diverged"):
         bc.diagnostics.local_learning_coefficient(

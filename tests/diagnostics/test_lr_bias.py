@@ -65,7 +65,7 @@ def test_the_loss_is_the_default():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="lr must be positive"):
+    with pytest.raises(ValueError, match="lr must be a positive"):
         found(lambda lr: bc.sgld(lr, temperature=1.0), lr=0.0)
     with pytest.raises(ValueError, match="at least 4"):
         found(lambda lr: bc.sgld(lr, temperature=1.0), chains=3)
