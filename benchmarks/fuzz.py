@@ -1,9 +1,9 @@
 """``python -m benchmarks.fuzz``: everything that a user calls, with arguments of ordinary kinds in the wrong places.
 
-Every argument of every row of ``tests/fuzzing.py`` takes each of some sixty values. What ends wrongly is printed. ``--workers 2``
-takes two processes; ``--only NAME ...`` takes some rows, and ``--only NAME.`` all rows whose names begin so. Results go to
-``benchmarks/results/fuzz.json`` after every row: calls, how many ended wrongly, seconds; with ``--only`` these rows replace those
-that the record has.
+Every argument of every row of ``tests/fuzzing.py`` takes each of some sixty values. What ends wrongly is
+printed. ``--workers 2`` takes two processes; ``--only NAME ...`` takes some rows, and ``--only NAME.`` all rows whose names
+begin so. Results go to ``benchmarks/results/fuzz.json`` after every row: calls, how many ended wrongly, seconds; with ``--only``
+these rows replace those that the record has.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "calls": sum(x["calls"] for x in rows.values()),
                 "wrong": sum(x["wrong"] for x in rows.values()),
-                "fewest": min(x["calls"] for x in rows.values()),
+                "fewest": min(x["calls"] for x in rows.values() if x["calls"]),
                 "not called": fuzzing.missing(),
                 "rows": {name: rows[name] for name in fuzzing.rows() if name in rows},
             }
