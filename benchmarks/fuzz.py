@@ -2,7 +2,7 @@
 
 Every argument of every row of ``tests/fuzzing.py`` takes each of some sixty values. What ends wrongly is
 printed. ``--workers 2`` takes two processes; ``--only NAME ...`` takes some rows, and ``--only NAME.`` all rows whose names
-begin so. Results go to ``benchmarks/results/fuzz.json`` after every row: calls, how many ended wrongly, seconds; with ``--only``
+begin so. Results go to ``benchmarks/results/fuzz.json`` after every row: calls, wrong ones, seconds; with ``--only``
 these rows replace those that the record has.
 """
 
