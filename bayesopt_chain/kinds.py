@@ -218,7 +218,11 @@ TX_OR_OPTIMIZER = Kind(
     "a gradient transformation, or an optimizer of bc.optim",
 )
 TX_OR_STEP = Kind(lambda x: callable(getattr(x, "init", None)), "a gradient transformation, or a step")
-DRAWS = Kind(_is_stack, "Draws, or a tree of real tensors with one entry a draw on the first axis")
+DRAWS = Kind(
+    lambda x: _is_stack(x) and not getattr(x, "is_weighted", False),
+    "Draws (of a chain whose draws have weights draws.equally_weighted()), or a tree of real tensors with one entry a draw on "
+    "the first axis",
+)
 SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
 PRECISION = Kind(
     lambda x: not isinstance(x, type) and hasattr(x, "quad") and hasattr(x, "solve"), "one of bayesopt_chain.precision"

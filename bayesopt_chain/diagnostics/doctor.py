@@ -162,6 +162,8 @@ def doctor(
         return Diagnosis((_findings.no_draws(draws),), {"draws": 0.0}, {}, None)
     if loss is not None and (tx is None or batches is None):
         raise ValueError("doctor: with loss= it needs tx= and batches= as well")
+    if draws.is_weighted:
+        raise ValueError("doctor: these draws have weights, and it counts all the same; pass draws.equally_weighted()")
     numbers, traces = {"draws": float(len(draws)), "chains": float(draws.chains or 1)}, dict[str, Tensor]()
     losses = _findings.losses_of(draws)
     if losses is not None:

@@ -45,6 +45,8 @@ class Info(NamedTuple):
             transformation, 0-d; else ``()``.
         temperature: from ``make_step(..., monitor=True)``, the temperature of this step, 0-d, and 0 where nothing is
             sampled; else ``()``.
+        weight: how much the parameters that the step started from count in means over draws, 0-d, from a chain whose draws
+            have weights (:func:`bayesopt_chain.samplers.samadams`); ``()`` where all count the same.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -58,6 +60,7 @@ class Info(NamedTuple):
     finite: Any = ()
     gradient_norm: Any = ()
     temperature: Any = ()
+    weight: Any = ()
 
 
 class Evaluation(NamedTuple):

@@ -27,6 +27,7 @@ from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite, SkipState
+from bayesopt_chain.links.weighted import Weighted, weight_of
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
@@ -193,6 +194,19 @@ class Step:
             _torch.set_grad_enabled(was_enabled)
 
 
+class WeightedStep(Step):
+    """A step of a chain whose draws have weights: it reports that of the parameters which it started from."""
+
+    def _move(self, params: Any, state: Any, inner: Any, found: Evaluation) -> tuple[Any, Any, Info]:
+        skipped = inner.skipped.clone() if isinstance(inner, SkipState) else None  # which a step in place overwrites
+        params, state, info = super()._move(params, state, inner, found)
+        after = state if self.memory is None else state.inner
+        weight = weight_of(self.tx, after.inner if isinstance(after, SkipState) else after)
+        if skipped is not None:  # one that was left out counts nothing: the next starts from the same parameters
+            weight = torch.where(after.skipped == skipped, weight, 0.0)
+        return params, state, info._replace(weight=weight)
+
+
 _KEYWORDS = kinds.Kind(
     lambda x: x is None or (isinstance(x, Mapping) and all(map(callable, x.values()))),
     "a dictionary of functions of (params, batch), or None",
@@ -321,7 +335,8 @@ def make_step(
     elif buffers is not None:
         memory = ModuleMemory(buffers)
     source = source if chain is tx else sources.Unskipped(source)
-    return Step(
+    weighted = any([isinstance(link, Weighted) for link in getattr(chain, "links", ())])
+    return (WeightedStep if weighted else Step)(
         source if heat_guard is None else sources.Watched(source, heat_guard, tx),
         tx,
         inplace,

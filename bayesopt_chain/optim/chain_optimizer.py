@@ -19,6 +19,7 @@ from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import add, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
+from bayesopt_chain.links.weighted import Weighted
 from bayesopt_chain.optim._ranks import OnRanks
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
@@ -173,6 +174,11 @@ class _Built:
                 f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
             )
         for link in getattr(self.tx, "links", ()):
+            if isinstance(link, Weighted):
+                raise ValueError(
+                    f"bc.optim.Optimizer: the draws of {link} have weights, which an optimizer has no way to hand on; take "
+                    "bc.make_step, whose info.weight they are"
+                )
             if isinstance(link, Keyed):
                 require_named_chain(f"bc.optim.Optimizer: {link}", link.generator)
         self.numbers = {k: group[k] for k in seen.read if k in group and not torch.is_tensor(group[k])}

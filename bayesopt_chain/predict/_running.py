@@ -42,6 +42,7 @@ class RunningMoments:
 
     def __call__(self, iteration: Any) -> None:
         if iteration.is_draw:
+            _require_equal_weights(type(self).__name__, iteration.info)
             self.add(iteration.params)
 
     @torch.no_grad()
@@ -101,6 +102,7 @@ class RunningPredictive:
 
     def __call__(self, iteration: Any) -> None:
         if iteration.is_draw:
+            _require_equal_weights(type(self).__name__, iteration.info)
             self.add(iteration.params)
 
     @torch.no_grad()
@@ -120,3 +122,12 @@ class RunningPredictive:
         if self._total is None:
             raise ValueError("RunningPredictive: there is no draw yet")
         return self._total - math.log(self.count)
+
+
+def _require_equal_weights(who: str, info: Any) -> None:
+    """Refuse the steps of a chain whose draws have weights."""
+    if isinstance(getattr(info, "weight", None), Tensor):
+        raise ValueError(
+            f"{who}: the draws of this chain have weights, and it counts all draws the same; keep them, and take means over "
+            "draws.equally_weighted()"
+        )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
+import optree
 import torch
 
 from bayesopt_chain.runs.divergence import Divergence
@@ -152,6 +153,7 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
             said.why = f"interrupted after step {said.done}"
             return
         sigint.raises = True
+        start = params, state
         params, state, info = run.step(params, state, run.batches.next())
         it = Iteration(n, params, state, info, run.is_draw(n))
         wrong = watch.why(it) if it.is_draw else ""
@@ -161,7 +163,7 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
             said.why, said.rescue = wrong, True
             return
         if it.is_draw:
-            store.add(it)
+            store.add(_beside_its_weight(it, *start))
         said.last, said.done = (params, state), n
         progress.update(it)
         sigint.raises = True
@@ -173,6 +175,23 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
         if store.maybe_checkpoint(it, run.batches, sigint.asked):
             said.why = f"interrupted after step {n}"
             return
+
+
+def _beside_its_weight(it: Iteration, params: Any, state: Any) -> Iteration:
+    """The draw whose weight the step reported, if it did: the parameters that it started from.
+
+    Raises:
+        ValueError: the step has overwritten them.
+    """
+    if not isinstance(getattr(it.info, "weight", None), torch.Tensor):
+        return it
+    before, after = (optree.tree_leaves(tree) for tree in (params, it.params))
+    if any([x is y for x, y in zip(before, after)]):
+        raise ValueError(
+            "sample: the draws of this chain have weights, which belong to the parameters that a step starts from, and this "
+            "step overwrites them; make it with inplace=False, and not captured"
+        )
+    return it._replace(params=params, state=state)
 
 
 def _rescue(store: Store, said: _Ended, common: bool) -> None:

@@ -28,7 +28,7 @@ from bayesopt_chain.runs.averages import Average, Forward, Reduce, buffered_forw
 from bayesopt_chain.runs.columns import LAZY, Column, Shard, StoredTensor, loaded
 from bayesopt_chain.runs.inference_data import inference_data
 from bayesopt_chain.runs.opened import opened
-from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, folder_of_segment
+from bayesopt_chain.runs.table import BUFFER, LEAF, LOSS, SEGMENT, STEP, WEIGHT, folder_of_segment
 
 AT_ONCE = 1 << 24  # bytes of draws on disk that iterating holds
 
@@ -262,6 +262,67 @@ class Draws:
         """The loss that the step of each draw reported, at the parameters it started from, ``[S]`` or ``[S, chains]``."""
         return self._column(LOSS)
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether these draws count differently: then means over them are wrong without :attr:`weights`."""
+        return bool(len(self)) and self._has(WEIGHT)
+
+    @property
+    def weights(self) -> Tensor:
+        """How much each draw counts, ``[S]`` or ``[S, chains]``, of a chain whose draws have weights; only ratios matter.
+
+        Such draws are the parameters that the step of their number started from, those that :attr:`loss` belongs to.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx, params = bc.samplers.samadams(0.1, 1.0, temperature=0.5, gradient_scale=1.0), torch.ones(2)
+            >>> step = bc.make_step(lambda p, batch: (p**2).sum(), tx)
+            >>> draws = bc.sample(step, params, tx.init(params), None, steps=20)
+            >>> mean = (draws.weights[:, None] * draws.params).sum(0) / draws.weights.sum()
+            >>> mean.shape
+            torch.Size([2])
+        """
+        return self._column(WEIGHT)
+
+    def equally_weighted(self) -> Draws:
+        """As many draws of the same chains that all count the same: every mean, quantile and diagnostic takes them.
+
+        Of each chain the draws are read at equal distances along their summed weights, in their order, so that one
+        with a large weight comes several times and one with a small weight perhaps not at all.
+
+        Returns:
+            Draws in memory; these themselves, where they have no weights.
+
+        Raises:
+            ValueError: weights that are negative or not finite, or all 0.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> draws = bc.Draws.from_trees([{"w": torch.tensor(float(i))} for i in range(4)])
+            >>> weights = torch.tensor([1.0, 0.0, 2.0, 1.0])
+            >>> weighted = draws.with_columns(
+            ...     {**draws.columns(), "_weight": weights}, chains=None, complete=True, why=""
+            ... )
+            >>> weighted.equally_weighted().params["w"]
+            tensor([0., 2., 2., 3.])
+        """
+        if not self.is_weighted:
+            return self
+        columns = self.columns()
+        weights = columns.pop(WEIGHT).double().reshape(len(self), -1)
+        totals = weights.sum(0)
+        if not bool((weights >= 0).all() and (totals > 0).all() and totals.isfinite().all()):
+            raise ValueError("Draws.equally_weighted: weights must be finite and non-negative, and not all 0")
+        places = (torch.arange(len(self), dtype=torch.float64, device=weights.device) + 0.5) / len(self)
+        ends = (weights.cumsum(0) / totals).T.contiguous()
+        rows = torch.searchsorted(ends, places.expand_as(ends).contiguous()).clamp(max=len(self) - 1)
+        for name, x in columns.items():
+            if name == STEP:
+                continue
+            at = rows[0].to(x.device) if self.chains is None else rows.T.to(x.device)
+            columns[name] = x[at] if self.chains is None else x[at, torch.arange(self.chains, device=x.device)]
+        return self.with_columns(columns, chains=self.chains, complete=self.complete, why=self.why)
+
     def merge(self, *others: Draws) -> Draws:
         """These draws followed by others of the same parameters.
 
@@ -288,6 +349,8 @@ class Draws:
             mine, theirs = ((sorted(x._names), x._buffer_names, x.chains) for x in (self, other))
             if mine != theirs:
                 raise ValueError(f"Draws.merge: {other!r} has other leaves or chains than {self!r}")
+            if len(self) and len(other) and self.is_weighted != other.is_weighted:
+                raise ValueError("Draws.merge: some of these have weights; merge draws.equally_weighted() of those")
             rows += [size + i for i in other._rows]
             shards += other._shards
             size += sum(s.size for s in other._shards)
@@ -435,7 +498,7 @@ class Draws:
         reduce: Reduce = "mean",
         chunk: int = 32,
     ) -> Tensor:
-        """Average what the model says over draws and chains.
+        """Average what the model says over draws and chains; of draws with weights over :meth:`equally_weighted` ones.
 
         Args:
             forward: ``forward(params, batch) -> outputs [B, *event]``, with parameters of one draw of one chain; or a module,
@@ -468,6 +531,9 @@ class Draws:
         kinds.require("predict", transform=(transform, kinds.FUNCTION.or_none()))
         if not len(self):
             raise ValueError("predict: there are no draws; run longer, or with a shorter burn-in")
+        if self.is_weighted:
+            same = self.equally_weighted()
+            return same.predict(forward, batches, transform=transform, reduce=reduce, chunk=chunk)
         if isinstance(forward, nn.Module):
             forward = make_functional(forward).forward
         if not self._buffer_names:
@@ -501,6 +567,8 @@ class Draws:
     def to_arviz(self, *, log_likelihood: Tensor | None = None, **names: str) -> Any:
         """The draws as ArviZ inference data: posterior, sample statistics, and the log likelihood if given.
 
+        ArviZ knows no weights: of draws that have some pass ``draws.equally_weighted()``.
+
         Args:
             log_likelihood: of every datum under every draw, ``[S, N]`` or ``[S, chains, N]``; with it ``arviz.loo`` and
                 ``arviz.waic`` work.
@@ -512,7 +580,7 @@ class Draws:
 
         Raises:
             TypeError: a log likelihood that is no tensor.
-            ValueError: a log likelihood of other draws or chains.
+            ValueError: a log likelihood of other draws or chains; draws with weights.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -521,6 +589,10 @@ class Draws:
             >>> data.posterior["w"].dims  # doctest: +SKIP
             ('chain', 'draw', 'w_dim_0')
         """
+        if self.is_weighted:
+            raise ValueError(
+                "to_arviz: these draws have weights, which ArviZ does not know; take draws.equally_weighted()"
+            )
         if log_likelihood is not None and not isinstance(log_likelihood, Tensor):
             raise TypeError(f"to_arviz: log_likelihood must be a tensor, got {type(log_likelihood).__name__}")
         size, n = len(self), self.chains or 1
@@ -612,7 +684,7 @@ class Draws:
                 )
         leaves = {LEAF + name: self._column(LEAF + name) for name in self._names}
         leaves |= {BUFFER + name: x for name, x in buffers.items()}
-        leaves |= {name: self._column(name) for name in (STEP, LOSS) if self._has(name)}
+        leaves |= {name: self._column(name) for name in (STEP, LOSS, WEIGHT) if self._has(name)}
         shard = Shard(len(self), leaves)
         return Draws(
             [shard], self._spec, self._names, chains=self.chains, complete=self.complete, why=self.why, last=self.last

@@ -36,6 +36,7 @@ from bayesopt_chain.runs.table import (
     LEAF,
     LOSS,
     STEP,
+    WEIGHT,
     Files,
     Group,
     Writer,
@@ -126,6 +127,8 @@ class Store:
         row[STEP] = torch.tensor(it.step, device="cpu")
         if torch.is_tensor(getattr(it.info, "loss", None)):
             row[LOSS] = it.info.loss.detach().clone()
+        if torch.is_tensor(getattr(it.info, "weight", None)):
+            row[WEIGHT] = it.info.weight.detach().clone()
         if self.held and row.keys() != self.held.keys():
             raise ValueError(
                 f"sample: the draw of step {it.step} holds {sorted(row)}, those before it {sorted(self.held)}"

@@ -36,7 +36,7 @@ from bayesopt_chain.distributed.shards import local
 from bayesopt_chain.runs.files import DTYPES, File, crc_of
 
 FORMAT, INDEX = "bayesopt_chain/run/2", "index.json"
-STEP, LOSS, LEAF, BUFFER = "_step", "_loss", "params/", "buffers/"
+STEP, LOSS, WEIGHT, LEAF, BUFFER = "_step", "_loss", "_weight", "params/", "buffers/"
 STEM = r"(draws-\d{6}|checkpoint-\d{12})"
 NAME = re.compile(STEM + r"(\.safetensors|/rank-\d{5}\.safetensors)")
 FOLDER = re.compile(r"chains-\d{5}-\d{5}|rank-\d{5}-of-\d{5}")

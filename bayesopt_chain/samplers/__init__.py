@@ -14,6 +14,7 @@ from bayesopt_chain.samplers.preconditioned import (
     scale_by_adaptive_window,
 )
 from bayesopt_chain.samplers.replica_exchange import replica_exchange
+from bayesopt_chain.samplers.samadams import samadams
 from bayesopt_chain.samplers.sghmc_euler import sghmc_euler
 from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
 from bayesopt_chain.samplers.stability import step_growth
@@ -34,6 +35,7 @@ __all__ = [
     "obabo",
     "psgld",
     "replica_exchange",
+    "samadams",
     "scale_by_adaptive_window",
     "scale_by_contour",
     "scale_by_stein_kernel",

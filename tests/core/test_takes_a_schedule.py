@@ -67,6 +67,7 @@ SAYS = {  # name -> what its docstring says of a schedule, where no closed form 
     "samplers.lattice_walk": "remembers nothing of the last one",
     "samplers.sgfs": "remembers nothing of the last one",
     "samplers.mclmc": "remembers no temperature",
+    "samplers.samadams": "stays between the old and the",
     "samplers.scale_by_stein_kernel": "flow towards",
     "samplers.svgd": "flow towards",
     "vi.dense": "as in",

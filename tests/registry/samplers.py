@@ -322,6 +322,13 @@ SAMPLERS = (
         why="one direction for all parameters, so that none may lack a gradient",
     ),
     sampler(
+        "samadams",
+        lambda t: bc.samplers.samadams(0.2, 1.0, temperature=t, gradient_scale=1.0),
+        lambda: bc.samplers.samadams(0.2, 1.0, temperature=0.0, gradient_scale=1.0),
+        skip=(*NEEDS_EVERY_GRADIENT, *ON_PARTS),
+        why="one clock for all parameters, which on shards is agreed on by messages",
+    ),
+    sampler(
         "sghmc, three-point noise",
         lambda t: cheap(0.1, 0.8, t, "three_point"),
         lambda: torchopt.sgd(0.1, momentum=0.8),

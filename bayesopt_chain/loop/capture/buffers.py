@@ -24,7 +24,8 @@ class Steps(NamedTuple):
     """What a captured run of several steps reports, stacked on axis 0.
 
     ``draws`` is ``()`` unless asked for; ``finite`` is, unless the step checks (``make_step(..., check_finite=True)``);
-    ``negative_elbo`` is, unless the step is variational; ``gradient_norm`` and ``temperature`` are, unless it monitors them.
+    ``negative_elbo`` is, unless the step is variational; ``gradient_norm`` and ``temperature`` are, unless it monitors them;
+    ``weight`` is, unless the draws of the chain have weights: each is that of the parameters its step started from.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -39,6 +40,7 @@ class Steps(NamedTuple):
     negative_elbo: Any = ()
     gradient_norm: Any = ()
     temperature: Any = ()
+    weight: Any = ()
 
 
 class Slots:
