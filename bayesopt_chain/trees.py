@@ -7,7 +7,8 @@ what stands before that shape, ``lead``, is a batch of vectors, the same for all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from operator import is_
 from typing import Any
 
 import optree
@@ -33,6 +34,11 @@ def paths_of(tree: Any) -> tuple[str, ...]:
 def flattened(tree: Any) -> tuple[list[Any], Any]:
     """Return the tensors of a tree, and the structure that puts them back."""
     return optree.tree_flatten(tree)
+
+
+def are_same(xs: Collection[Any], ys: Collection[Any]) -> bool:
+    """Whether two collections hold the same objects, in the same order."""
+    return len(xs) == len(ys) and all(map(is_, xs, ys))
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str = "mask (or labels)") -> list[Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from operator import is_
 from typing import Any, NamedTuple
 
 import optree
@@ -33,6 +32,7 @@ from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts,
 from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.philox import Runs
+from bayesopt_chain.trees import are_same
 
 Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
 
@@ -115,7 +115,7 @@ class Sharding:
             ValueError: naming the leaf.
         """
         specs = specs_of(leaves)
-        if self.met and all(map(is_, specs, self.specs)):
+        if self.met and are_same(specs, self.specs):
             return
         for j, (x, spec) in enumerate(zip(leaves, specs)):
             if x is None or (spec is self.specs[j] and (spec is None) == (self.pieces[j] is None)):
@@ -135,24 +135,12 @@ class Sharding:
         Raises:
             ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
         """
-        specs = specs_of(g)
-        if self.met and (all(map(is_, specs, self.specs)) or all(map(is_, specs, self.alike))):
-            return list(own)
-        out = list(own)
-        for j, (x, came) in enumerate(zip(g, specs)):
-            if x is None:
-                continue
-            spec = self.specs[j]
-            if spec is not None and is_dtensor(x) and x.ndim == len(spec.shape) + 1:  # gradients at several draws
-                spec = stacked_spec(spec, x, 1)
-            if came is not None and spec is not None:
-                if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
-                    self.alike[j] = came
-                else:
-                    out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
-            elif is_dtensor(x) or self.pieces[j] is not None:
-                self.seen([None] * j + [x], "updates")
-        return out
+
+        def refuse(j: int) -> None:
+            if is_dtensor(g[j]) or self.pieces[j] is not None:
+                self.seen([None] * j + [g[j]], "updates")
+
+        return local_gradients(g, own, self.specs, self.alike, refuse)
 
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
         """Make DTensors of these local tensors, for links that take DTensors."""
@@ -216,15 +204,7 @@ class Sharding:
     def _memory(self, field: Any, where: Sequence[int], leaves: Sequence[Any]) -> Any:
         if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
             return field
-        return tuple([self._like(x, leaves[j], j) for x, j in zip(field, where)])
-
-    def _like(self, x: Any, leaf: Tensor, j: int) -> Any:
-        spec = self.specs[j]
-        if spec is None or not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        if x.shape == leaf.shape:
-            return dtensor_of(x, stacked_spec(spec, x, 0))
-        return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == leaf.shape else x
+        return tuple([memory_of(x, leaves[j], self.specs[j]) for x, j in zip(field, where)])
 
     def _agreed(self, entry: Any) -> Any:
         """With the key of the first rank, on all ranks that hold parts."""
@@ -324,11 +304,53 @@ class _Entry(NamedTuple):
             return _Entry(parts, [], parts, [], True)
         mine: list[Any]
         mine, spec = optree.tree_flatten(parts)
-        if all(map(is_, mine, self.mine)):
+        if are_same(mine, self.mine):
             return self
         every = zip(self.leaves, specs_of(self.leaves), self.mine, mine, strict=True)
         leaves: list[Any] = [x if y is part else y if was is None else dtensor_of(y, was) for x, was, part, y in every]
         return _Entry(spec.unflatten(leaves), leaves, parts, mine, False)
+
+
+def local_gradients(
+    g: Sequence[Any], own: Sequence[Any], specs: Sequence[Any], alike: list[Any], refuse: Callable[[int], None]
+) -> list[Any]:
+    """The local gradients, each redistributed to its parameter's placements first.
+
+    Args:
+        g: gradients; ``None`` where there is none.
+        own: their local tensors.
+        specs: torch's description of each parameter; ``None`` for a plain one.
+        alike: that of the last gradients that lay as their parameters, which are taken as they come; it is kept up to date.
+        refuse: called with the number of a gradient that is a DTensor while its parameter is none, or the other way round.
+    """
+    came_as, out = specs_of(g), list(own)
+    if are_same(came_as, alike):
+        return out
+    for j, (x, came, spec) in enumerate(zip(g, came_as, specs)):
+        if x is None:
+            continue
+        if came is None or spec is None:
+            refuse(j)
+            continue
+        if x.ndim == len(spec.shape) + 1:  # gradients at several draws
+            spec = stacked_spec(spec, x, 1)
+        if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
+            alike[j] = came
+        else:
+            out[j] = local_of(x.redistribute(spec.mesh, spec.placements))
+    return out
+
+
+def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
+    """A DTensor of what is remembered of a leaf: of a tensor like the leaf's local ``part``, or with one axis in front of it.
+
+    Anything else, and whatever belongs to a plain leaf (``spec`` is ``None``), is returned as it is.
+    """
+    if spec is None or not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    if x.shape == part.shape:
+        return dtensor_of(x, stacked_spec(spec, x, 0))
+    return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == part.shape else x
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:

@@ -23,7 +23,20 @@ from torch import Tensor
 
 from bayesopt_chain._torch import foreach_add_, foreach_addcdiv_, foreach_addcmul_, foreach_mul_
 from bayesopt_chain.optim._noise import Normals
-from bayesopt_chain.optim._plan import BEFORE, BLOCK, UNKNOWN, Batch, Numbers, Plan, Rule, Work, blocks_of, has_drawn
+from bayesopt_chain.optim._plan import (
+    BEFORE,
+    BLOCK,
+    UNKNOWN,
+    Batch,
+    Numbers,
+    Place,
+    Plan,
+    Rule,
+    Tensors,
+    Work,
+    blocks_of,
+    has_drawn,
+)
 from bayesopt_chain.optim._refusals import warn_of_rounding
 
 _DRAW = ("noise", "noise_direct")  # where the last draw lies in ``optimizer.state[p]``, by branch
@@ -32,29 +45,16 @@ _AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # t
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Rescale velocities, and add the noise that momentum carries, ``e / mu``."""
-    for leaves in plan.alike:
-        if (scale := leaves[0].numbers.noise.velocity_scale) != 1.0:
-            _rescale(leaves, scale)
-    if plan.early is None:
-        plan.early = _batches(rule, normals, plan.early_small, 0)
-    for batch in plan.early:
-        _add_batch(rule, normals, batch)
-    for w in plan.early_large:
-        _add_blocks(rule, normals, w, 0)
+    for leaves in plan.rescaled:
+        _rescale(leaves, leaves[0].numbers.noise.velocity_scale)
+    _add_all(rule, normals, plan.in_front)
 
 
 def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Add the noise that goes to parameters and velocities, and remember what the step was."""
-    for leaves in plan.alike:
-        if coasts := leaves[0].numbers.noise.coasts:
-            _coast(leaves, coasts)
-    for branch, leaves in enumerate((plan.late_large, plan.direct_large)):
-        for w in leaves:
-            _add_blocks(rule, normals, w, branch)
-    if plan.late is None:
-        plan.late = [*_batches(rule, normals, plan.late_small, 0), *_batches(rule, normals, plan.direct_small, 1)]
-    for batch in plan.late:
-        _add_batch(rule, normals, batch)
+    for leaves in plan.coasting:
+        _coast(leaves, leaves[0].numbers.noise.coasts)
+    _add_all(rule, normals, plan.behind)
     for w in plan.redrawn:
         route = w.numbers.route
         for names, drew in zip(_AGAIN, (route.is_early or route.is_late, route.has_direct)):
@@ -62,6 +62,16 @@ def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
                 w.state.update(zip(names, (w.group["noise_key"], w.group["noise_count"])))
     if not plan.repeats:
         _remember(rule, plan)
+
+
+def _add_all(rule: Rule, normals: Normals, place: Place) -> None:
+    """Add all noise of one place in a step."""
+    if place.batches is None:
+        place.batches = [x for branch, leaves in place.small for x in _batches(rule, normals, leaves, branch)]
+    for batch in place.batches:
+        _add_batch(rule, normals, batch)
+    for branch, w in place.large:
+        _add_blocks(rule, normals, w, branch)
 
 
 def _rescale(leaves: list[Work], scale: float) -> None:
@@ -117,27 +127,27 @@ def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch
     draws = [_draw_of(rule, w, branch) for w in work if not w.redraws]
     for w in work if not draws else ():
         _warn_once(rule, w)
-    return Batch(work, branch, [w.param for w in work], velocities, draws, normals.filler(draws, work, branch))
+    tensors = Tensors([w.param for w in work], velocities, [], draws)
+    return Batch(work, work[0].numbers, branch, tensors, normals.filler(draws, work, branch))
 
 
 def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
     """Add the noise of one branch to many small leaves at once."""
-    work, branch, params, velocities, draws, fill = batch
-    numbers, group = work[0].numbers, work[0].group
-    roots: list[Tensor] = []
+    work, numbers, branch, tensors, fill = batch
     if rule.adaptive:
-        elements = [p.numel() for p in params]
-        root = rule._denominator(group, numbers.held, lambda name: _in_a_row([w.state[name] for w in work])).sqrt_()
-        roots = [x.view(p.shape) for x, p in zip(root.split(elements), params)]
-    if draws:
-        return _add(rule, numbers, branch, (params, velocities, roots, draws), lambda: fill(group["noise_count"]))
-    draws = [torch.empty_like(p, requires_grad=False) for p in params]
+        row = rule._denominator(numbers.group, numbers.held, lambda name: _in_a_row([w.state[name] for w in work]))
+        pieces = row.sqrt_().split([w.param.numel() for w in work])
+        tensors = tensors._replace(roots=[x.view(w.param.shape) for x, w in zip(pieces, work)])
+    if tensors.draws:
+        return _add(rule, numbers, branch, tensors, fill)
+    group = numbers.group
+    draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
     key, count = [work[0].state.get(name, -1) for name in _AGAIN[branch]]
     _add(
         rule,
         numbers,
         branch,
-        (params, velocities, roots, draws),
+        tensors._replace(draws=draws),
         lambda: normals.again(draws, work, branch, group["noise_key"], group["noise_count"]),
         lambda: normals.again(draws, work, branch, key, count),
     )
@@ -163,13 +173,10 @@ def _add_blocks(rule: Rule, normals: Normals, w: Work, branch: int) -> None:
             rule,
             w.numbers,
             branch,
-            ([theta], velocities, roots, [xi]),
+            Tensors([theta], velocities, roots, [xi]),
             lambda xi=xi: fill(xi),
             None if fill_last is None else lambda xi=xi: fill_last(xi),
         )
-
-
-Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _add(
@@ -186,22 +193,19 @@ def _add(
         rule: the optimizer.
         numbers: of the step.
         branch: 0 for the noise of the velocity, 1 for that of the gradient's direct way, which goes past the velocity.
-        tensors: parameters, velocities, roots of denominators (none where there is no denominator), and draws, like parameters.
+        tensors: of the leaves, or of a block of one.
         fill: overwrites the draws with those of this step.
         fill_last: overwrites them with the last ones; ``None`` where these lie there.
     """
     params, velocities, roots, draws = tensors
-    linear, noise = numbers.linear, numbers.noise
-    is_early = branch == 0 and numbers.route.is_early
-    step_size = linear.direct if branch else linear.step_size
-    previous, current = (noise.direct_previous, noise.direct) if branch else (noise.previous, noise.current)
+    step_size, previous, current = numbers.branches[branch]
     for size, make in ((previous, fill_last), (current, fill)):
         if make is not None and (size or make is fill):
             make()
         if not size:
             continue
-        if is_early:
-            foreach_add_(velocities, draws, alpha=1.0 / linear.momentum * size)
+        if branch == 0 and numbers.route.is_early:
+            foreach_add_(velocities, draws, alpha=1.0 / numbers.linear.momentum * size)
         elif not roots:
             foreach_add_(params, draws, alpha=-step_size * size)
             if velocities:

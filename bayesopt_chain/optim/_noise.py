@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.shards import agreed_key
 from bayesopt_chain.optim._plan import Work
 from bayesopt_chain.random.philox import Runs, draw_elements, parts_of_leaves, whole_leaves
 from bayesopt_chain.random.stream import STREAMS, draw_number, leaf_numbers, new_key, splitmix64
 
 Stream = Literal["generator", "philox"]
 
-__all__ = ["STREAMS", "Normals", "Stream", "fresh_key", "leaf_numbers", "step_seed"]
+__all__ = ["STREAMS", "Normals", "Stream", "fresh_key", "leaf_numbers", "shared_key", "step_seed"]
 
 
 def fresh_key(generator: torch.Generator | None = None) -> int:
@@ -29,15 +31,22 @@ def fresh_key(generator: torch.Generator | None = None) -> int:
     return int(new_key(generator, torch.device("cpu")))
 
 
+def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) -> int:
+    """A random key; of parameters that are DTensors the first rank's, on all ranks that hold parts of them."""
+    params = [p for group in groups for p in group["params"]]
+    device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
+    return int(agreed_key(torch.tensor(fresh_key(generator), device=device), params))
+
+
 def step_seed(key: int, count: int) -> int:
     """A seed that is a function of a key and a count."""
     return splitmix64(splitmix64(key) + count)
 
 
-def fill_by_generator(draws: list[Tensor], generator: torch.Generator, seeds: list[int], count: int) -> None:
-    """Overwrite draws with those of a count, each by a generator that is reseeded for it."""
+def fill_by_generator(draws: list[Tensor], generator: torch.Generator, seeds: list[int], group: dict[str, Any]) -> None:
+    """Overwrite draws with those of this step of a group, each by a generator that is reseeded for it."""
     for draw, seed in zip(draws, seeds):
-        generator.manual_seed(splitmix64(seed + count))
+        generator.manual_seed(splitmix64(seed + group["noise_count"]))
         draw.normal_(generator=generator)
 
 
@@ -97,13 +106,15 @@ class Normals:
             return lambda out: out.normal_(generator=self._generator)
         return lambda out: self._philox([out], key, [leaf], count)
 
-    def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[int], None]:
-        """Make ``fill(count)``, which overwrites the draws of several leaves of one group, device and dtype."""
-        key, numbers = leaves[0].group["noise_key"], [draw_number(w.number, branch) for w in leaves]
+    def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[], None]:
+        """Make ``fill()``, which overwrites the draws of several leaves of one group, device and dtype by those of its step."""
+        group, numbers = leaves[0].group, [draw_number(w.number, branch) for w in leaves]
+        key = group["noise_key"]
         if self.runs is None and self.by_generator(leaves[0]):
-            return partial(fill_by_generator, draws, self._generator, [splitmix64(key + leaf) for leaf in numbers])
+            seeds = [splitmix64(key + leaf) for leaf in numbers]
+            return partial(fill_by_generator, draws, self._generator, seeds, group)
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
-        return lambda count: self._philox(draws, key, numbers, count, runs)
+        return lambda: self._philox(draws, key, numbers, group["noise_count"], runs)
 
     def again(self, draws: list[Tensor], leaves: list[Work], branch: int, key: int, count: int) -> None:
         """Overwrite draws of several leaves with those of a key and a count."""

@@ -11,9 +11,9 @@ have changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -28,7 +28,7 @@ BEFORE = tuple(
 _AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # which draws to make again
 REMEMBERED = ("noise", "noise_direct", *_AGAIN, *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that say nothing about the step
-_SWITCHES = ("noise_key",)  # a number, but one that draws are made from
+_SWITCHES = ("noise_key", "dampening")  # numbers, but draws are made from one, and torch's fused kernel knows no other
 _SWITCH_TYPES = (bool, str, type(None))
 LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
 
@@ -116,11 +116,13 @@ class Numbers:
         before: what they remember of the last step that drew; ``None`` where there was none.
         linear: what torch's step does to them.
         noise: what follows; all 0 at temperature 0.
+        branches: for the noise of the velocity, and for that of the direct way, the step size and how much is added of the last
+            draw and of this one.
         held: the update whose denominator counts, the last one before freezing; the current one where nothing is frozen.
         route: the way of the noise.
     """
 
-    __slots__ = ("before", "clock", "group", "has_velocity", "held", "linear", "noise", "route")
+    __slots__ = ("before", "branches", "clock", "group", "has_velocity", "held", "linear", "noise", "route")
 
     def __init__(self, group: dict[str, Any], clock: Clock, before: Before | None, has_velocity: bool) -> None:
         self.group, self.clock, self.before, self.has_velocity = group, clock, before, has_velocity
@@ -132,6 +134,10 @@ class Numbers:
         self.noise = rule._noise(linear, temperature, self.before) if temperature > 0.0 else Noise()
         self.held = min(updates, group.get("freeze_after") or updates)
         noise = self.noise
+        self.branches = (
+            (linear.step_size, noise.previous, noise.current),
+            (linear.direct, noise.direct_previous, noise.direct),
+        )
         adds = noise.current > 0.0 or noise.previous != 0.0
         in_front = not rule.adaptive and self.has_velocity and linear.momentum >= LEAST_MOMENTUM
         is_early = adds and in_front and linear.step_size > 0.0
@@ -181,24 +187,55 @@ class Work(NamedTuple):
         return rule._denominator(self.group, self.numbers.held, lambda name: block(self.state[name]))
 
 
+class Tensors(NamedTuple):
+    """What noise is added to, and what it is made of, for some leaves or for a block of one.
+
+    Attributes:
+        params: parameters.
+        velocities: those that the noise goes to; none where it goes to parameters only.
+        roots: square roots of denominators; none where there are no denominators.
+        draws: where the last draws lie, if they are kept, and where new ones are made; like parameters.
+    """
+
+    params: list[Tensor]
+    velocities: list[Tensor]
+    roots: list[Tensor]
+    draws: list[Tensor]
+
+
 class Batch(NamedTuple):
     """Small leaves with the same numbers.
 
     Attributes:
         work: the leaves.
+        numbers: of their step.
         branch: 0 for the noise of the velocity, 1 for that of the gradient's direct way.
-        params: their tensors.
-        velocities: theirs; none where there are none, or the noise goes past them.
-        draws: the last draw of each leaf; none where draws are made again.
-        fill: ``fill(count)`` overwrites the draws with those of that step.
+        tensors: theirs; no draws where draws are made again, and no denominators, which are made at every step.
+        fill: ``fill()`` overwrites the draws with those of this step.
     """
 
     work: list[Work]
+    numbers: Numbers
     branch: int
-    params: list[Tensor]
-    velocities: list[Tensor]
-    draws: list[Tensor]
-    fill: Callable[[int], None]
+    tensors: Tensors
+    fill: Callable[[], None]
+
+
+class Place:
+    """The noise that is added at one place in a step: in front of torch's step, or behind it.
+
+    Attributes:
+        large: the large leaves, each with the branch of its noise.
+        small: by branch, the small leaves.
+        batches: these in batches, made when a step first comes to them.
+    """
+
+    def __init__(self, *branches: list[Work]) -> None:
+        self.large = [(branch, w) for branch, leaves in enumerate(branches) for w in leaves if w.param.numel() > BLOCK]
+        self.small = [
+            (branch, [w for w in leaves if w.param.numel() <= BLOCK]) for branch, leaves in enumerate(branches)
+        ]
+        self.batches: list[Batch] | None = None
 
 
 class FusedMove(NamedTuple):
@@ -208,20 +245,14 @@ class FusedMove(NamedTuple):
     params: list[Tensor]
     velocities: list[Tensor]
 
-    def takes(self, grads: list[Any]) -> bool:
-        """Whether all tensors are dense and contiguous, on a CPU and of one dtype, and the gradient is not dampened."""
-        dtype = self.params[0].dtype
-        return (
-            not self.group["dampening"]
-            and dtype in (torch.float32, torch.float64)
-            and all(
-                [
-                    x is not None and x.layout is torch.strided and x.dtype is dtype and x.is_cpu and x.is_contiguous()
-                    for xs in (self.params, grads, self.velocities)
-                    for x in xs
-                ]
-            )
-        )
+    def gradients(self) -> list[Any] | None:
+        """The gradients; ``None`` unless all tensors are dense and contiguous, on a CPU and of one dtype."""
+        dtype, grads = self.params[0].dtype, list(map(_gradient, self.params))
+        fit = [
+            x is not None and x.layout is torch.strided and x.dtype is dtype and x.is_cpu and x.is_contiguous()
+            for x in (*self.params, *grads, *self.velocities)
+        ]
+        return grads if dtype in (torch.float32, torch.float64) and all(fit) else None
 
 
 class Settings:
@@ -230,6 +261,7 @@ class Settings:
     Attributes:
         group: the group.
         is_noisy: whether its temperature is above 0.
+        are_stale: whether a number may be another one than the plan was made with; :meth:`are_of` finds out.
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
@@ -239,26 +271,31 @@ class Settings:
         numbers = [name for name in names if name not in _SWITCHES and not isinstance(group[name], _SWITCH_TYPES)]
         self._switch = _entries([name for name in names if name not in numbers])
         self._number = _entries(numbers)
-        self._switches, self._numbers = self._switch(group), self._number(group)
-        self._are_fixed = all(map(_is_fixed, self._numbers))
+        self._switches = self._switch(group)
+        self._take(self._number(group))
+        self.are_stale = False
+
+    def _take(self, numbers: tuple[Any, ...]) -> None:
+        """Remember other numbers. One in a tensor may change without being replaced."""
+        self._numbers, self._are_fixed, self.are_stale = numbers, all(map(_is_fixed, numbers)), True
 
     def are_of(self, group: dict[str, Any]) -> bool:
-        """Whether these are the group's parameters and switches."""
-        params = group["params"]
-        return (
-            group is self.group
-            and len(params) == len(self._params)
-            and all(map(is_, params, self._params))
-            and all(map(is_, self._switch(group), self._switches))
-        )
+        """Whether these are the group's parameters and switches. Its numbers may be others, of which note is taken."""
+        if group is not self.group:
+            return False
+        numbers = self._number(group)
+        if not (self._are_fixed and all(map(is_, numbers, self._numbers))):
+            self._take(numbers)
+        return _same(group["params"], self._params) and _same(self._switch(group), self._switches)
 
-    def changed(self) -> bool:
-        """Whether a number may have changed since this was last asked, such as one in a tensor."""
-        last, self._numbers = self._numbers, self._number(self.group)
-        same = self._are_fixed and all(map(is_, self._numbers, last))
-        if not same:
-            self._are_fixed = all(map(_is_fixed, self._numbers))
-        return not same
+
+_are_stale: Callable[[Settings], bool] = attrgetter("are_stale")
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def _same(xs: Collection[Any], ys: Collection[Any]) -> bool:
+    """Whether two collections hold the same objects, in the same order."""
+    return len(xs) == len(ys) and all(map(is_, xs, ys))
 
 
 def _entries(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -275,15 +312,15 @@ class Plan:
         for w in work:
             alike.setdefault(id(w.numbers), []).append(w)
         self.alike = list(alike.values())
+        self._sort()
         self.noisy = noisy = [w for w in work if w.numbers.route.is_noisy]
         self.frozen = [w for w in work if w.numbers.route.is_frozen]
         self.groups = list({id(w.group): w.group for w in noisy}.values())
         self.redrawn = [w for w in noisy if w.redraws]
-        self.early_large, self.early_small = _by_size([w for w in noisy if w.numbers.route.is_early])
-        self.late_large, self.late_small = _by_size([w for w in noisy if w.numbers.route.is_late])
-        self.direct_large, self.direct_small = _by_size([w for w in noisy if w.numbers.route.has_direct])
-        self.early: list[Batch] | None = None  # of the small ones; made when a step first comes to them
-        self.late: list[Batch] | None = None
+        self.in_front = Place([w for w in noisy if w.numbers.route.is_early])
+        self.behind = Place(
+            [w for w in noisy if w.numbers.route.is_late], [w for w in noisy if w.numbers.route.has_direct]
+        )
         self.moves: list[FusedMove] | None = None
         self.kept = self.settled = self.repeats = False
 
@@ -312,13 +349,11 @@ class Plan:
 
     def holds(self, rule: Rule) -> bool:
         """Whether the next step has the same leaves, tensors and switches, and every leaf remembers this plan's last step."""
-        groups, state = rule.param_groups, rule.state
-        if state is not self.state or len(state) != len(self.entries) or len(groups) != len(self.settings):
-            return False
+        groups, state, entries = rule.param_groups, rule.state, self.entries
         # of the whole state at once, since looking up a parameter hashes it
-        if not (all(map(is_, state, self.entries)) and all(map(is_, state.values(), self.entries.values()))):
+        if state is not self.state or not (_same(state, entries) and _same(state.values(), entries.values())):
             return False
-        if not all([settings.are_of(group) for group, settings in zip(groups, self.settings)]):
+        if len(groups) != len(self.settings) or not all(map(Settings.are_of, self.settings, groups)):
             return False
         try:
             for p, state, numbers, names, values in self.remembered:
@@ -328,7 +363,7 @@ class Plan:
                     return False
         except KeyError:  # somebody removed a number
             return False
-        return all([p.grad is None for p in self.absent])
+        return not (self.absent and any(p.grad is not None for p in self.absent))
 
     def renew(self, rule: Rule) -> bool:
         """Work out the numbers of the next step; false if its noise takes another way, so that it needs a plan of its own.
@@ -336,12 +371,14 @@ class Plan:
         Raises:
             ValueError: numbers that no noise is matched to.
         """
-        changed = [settings.changed() for settings in self.settings]
-        self.repeats = self.settled and not any(changed)
-        if self.repeats:
-            return True
+        self.repeats = self.settled and not any(map(_are_stale, self.settings))
+        return self.repeats or self._work_out(rule)
+
+    def _work_out(self, rule: Rule) -> bool:
+        """Work out all numbers anew; false if the noise takes another way."""
         temperatures: dict[int, float] = {}
         for settings in self.settings:
+            settings.are_stale = False
             temperatures[id(settings.group)] = temperature = rule._temperature(settings.group)
             if (temperature > 0.0) != settings.is_noisy:
                 return False
@@ -354,7 +391,13 @@ class Plan:
             route = numbers.route
             if numbers.work_out(rule, temperatures[id(numbers.group)]) != route:
                 return False
+        self._sort()
         return True
+
+    def _sort(self) -> None:
+        """Find the leaves whose velocities are more than torch's step makes of them."""
+        self.rescaled = [leaves for leaves in self.alike if leaves[0].numbers.noise.velocity_scale != 1.0]
+        self.coasting = [leaves for leaves in self.alike if leaves[0].numbers.noise.coasts]
 
 
 def has_drawn(state: dict[str, Any]) -> bool:
@@ -389,11 +432,6 @@ def last_step(name: str, state: dict[str, Any]) -> Before | None:
 
 _read_numbers: Callable[[dict[str, Any]], tuple[float, ...]] = itemgetter(*BEFORE)
 UNKNOWN = dict.fromkeys(BEFORE, math.nan)  # of a leaf that has drawn nothing yet, by the names of one that has
-
-
-def _by_size(leaves: list[Work]) -> tuple[list[Work], list[Work]]:
-    """The leaves that are treated block after block, and the small ones."""
-    return [w for w in leaves if w.param.numel() > BLOCK], [w for w in leaves if w.param.numel() <= BLOCK]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -35,6 +35,7 @@ from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.diagnostics.temperatures import ThermalLeaf
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
+from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.optim import _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
@@ -194,7 +195,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 "give it" if self._is_constructing else "its temperature was raised later, so call its fork() once with"
             )
             require_named_chain(self._name, self._generator, where)
-            key = _shards.agreed_key(_noise.fresh_key(self._generator), self.param_groups)
+            key = _noise.shared_key(self._generator, self.param_groups)
         for group in self.param_groups:
             if group["noise_key"] is None:
                 group["noise_key"] = key
@@ -223,7 +224,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             False
         """
         require_named_chain(f"{self._name}.fork", generator)
-        key = _shards.agreed_key(_noise.fresh_key(generator), self.param_groups)
+        key = _noise.shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
         self._compare_anew()
@@ -337,25 +338,22 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if self.heat_guard is not None:
             self.heat_guard.look(partial(_heat.leaves_of, self), float(self.param_groups[0]["lr"]))
         cache = self._cache
-        if cache.numbers is None:
+        if cache.plan is None:
             self._leaf_numbers()  # of the parameters themselves, not of their local parts
-        if cache.plan is not None and cache.plan.holds(self):  # one of DTensors holds only inside ``entered``
-            self._run(self._plan_of_step())
-        elif _shards.are_spread(self.param_groups):
-            if cache.shards is None:
+            if cache.shards is None and are_spread([group["params"] for group in self.param_groups]):
                 cache.shards = _shards.Shards()
-            with torch.no_grad(), cache.shards.entered(self):
-                cache.normals.runs = cache.shards.runs
-                self._run(
-                    self._plan_of_step() if cache.plan is not None and cache.plan.holds(self) else self._planned()
-                )
-        else:
-            self._run(self._planned())
+        if cache.shards is None:
+            return self._run()
+        with torch.no_grad(), cache.shards.entered(self):
+            cache.normals.runs = cache.shards.runs
+            return self._run()
 
-    def _run(self, plan: Plan) -> None:
-        """Make a step as planned."""
-        cache = self._cache
+    def _run(self) -> None:
+        """Make a step: by the plan of the last one with the numbers of this one, or by another, where it goes another way."""
+        cache, plan = self._cache, self._cache.plan
         cache.plan = None  # a step that raises leaves none
+        if plan is None or not plan.holds(self) or not plan.renew(self):
+            plan = self._planned()
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
@@ -387,11 +385,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._torch_step(None)
 
     # the plan of a step
-
-    def _plan_of_step(self) -> Plan:
-        """The plan of the last step with the numbers of this one, or another, where this one goes another way."""
-        plan = self._cache.plan
-        return plan if plan is not None and plan.renew(self) else self._planned()
 
     def _planned(self) -> Plan:
         """Work out what this step does to each leaf that has a gradient. Raises before anything moved."""

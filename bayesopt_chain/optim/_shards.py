@@ -10,57 +10,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, local_parts, specs_of, stacked_spec
+from bayesopt_chain._torch import is_dtensor, local_of, local_parts, specs_of
 from bayesopt_chain.distributed.parts import elements_of
+from bayesopt_chain.distributed.shards import local_gradients, memory_of
 from bayesopt_chain.random.philox import Runs
-
-
-def are_spread(groups: list[dict[str, Any]]) -> bool:
-    """Whether any parameter is a DTensor."""
-    return any(is_dtensor(p) for group in groups for p in group["params"])
-
-
-def agreed_key(key: int, groups: list[dict[str, Any]]) -> int:
-    """The first rank's key, on all ranks that hold parts of the same parameters."""
-    meshes = dict.fromkeys(p.device_mesh for group in groups for p in group["params"] if is_dtensor(p))
-    for mesh in meshes:
-        sent = torch.tensor(key, dtype=torch.int64, device=mesh.device_type)
-        for axis in range(mesh.ndim):
-            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
-        key = int(sent)
-    return key
+from bayesopt_chain.trees import are_same
 
 
 class Leaf:
     """A parameter, this rank's part of it, and the states of both: the optimizer's, of DTensors, and ours, of local tensors."""
 
-    __slots__ = ("came", "known", "mine", "p", "part", "spec")
+    __slots__ = ("known", "mine", "p", "part", "spec")
 
     def __init__(self, p: Any, part: Any, spec: Any) -> None:
         self.p, self.part, self.spec = p, part, spec  # ``spec`` says how a DTensor lies
-        self.came = spec  # and how its last gradient lay that lay so
         self.mine: dict[str, Any] = {}  # inside
         self.known: dict[str, tuple[Any, Any]] = {}  # by name, what is outside and inside
-
-    def gradient(self, g: Any, part: Any, came: Any) -> Tensor:
-        """The local gradient, redistributed to the parameter's placements first if it has others."""
-        spec = self.spec
-        if came is not None and came.placements == spec.placements and came.mesh == spec.mesh:
-            self.came = came
-            return part
-        if came is None:
-            raise ValueError(
-                f"bc.optim: a parameter is a DTensor spread as {spec.placements}, its gradient a plain tensor of shape "
-                f"{tuple(g.shape)}; make it by loss.backward()"
-            )
-        return local_of(g.redistribute(spec.mesh, spec.placements))
 
     def read_state(self, theirs: dict[str, Any] | None) -> None:
         """Read this rank's part of the parameter's state, which the optimizer holds as DTensors.
@@ -92,14 +62,9 @@ class Leaf:
             del theirs[name], known[name]
         for name, value in mine.items():
             if name not in known or known[name][1] is not value:
-                known[name] = (self.spread(name, value), value)
+                # of a parameter without axes the count of steps has its shape
+                known[name] = (value if name == "step" else memory_of(value, self.part, self.spec), value)
                 theirs[name] = known[name][0]
-
-    def spread(self, name: str, value: Any) -> Any:
-        """A DTensor, if the value is shaped like the local parameter; anything else as it is."""
-        if name == "step" or not isinstance(value, Tensor) or value.shape != self.part.shape:
-            return value
-        return dtensor_of(value, stacked_spec(self.spec, value, 0))
 
 
 class Shards:
@@ -107,6 +72,8 @@ class Shards:
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
+        self.specs: list[Any] = []  # how each parameter lies
+        self.alike: list[Any] = []  # how the last gradients lay that lay as their parameters
         self.runs: dict[Tensor, Runs] = {}  # by local tensor, the elements of the whole parameter that it holds
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.outside: list[Any] = []  # all that the optimizer's state held behind the last step
@@ -127,10 +94,11 @@ class Shards:
         parts, given = self.parts_of(whole), [p.grad for p in whole]
         spread = [leaf for leaf in self.leaves if leaf.spec is not None]
         try:
-            for leaf, g, x, came in zip(self.leaves, given, local_parts(given), specs_of(given)):
+            grads = local_gradients(given, local_parts(given), self.specs, self.alike, self.refuse)
+            for leaf, g in zip(self.leaves, grads):
                 if leaf.spec is not None and g is not None:
-                    leaf.part.grad = x if came is leaf.came else leaf.gradient(g, x, came)
-            if not _same(_held(outside.values()), self.outside):
+                    leaf.part.grad = g
+            if not are_same(_held(outside.values()), self.outside):
                 self.read_state(outside)
             at = iter(parts)
             for group, ps in zip(groups, params):
@@ -143,8 +111,16 @@ class Shards:
                 group["params"] = ps
             for leaf in spread:
                 leaf.part.grad = None
-            if not _same(_held(self.state.values()), self.inside):
+            if not are_same(_held(self.state.values()), self.inside):
                 self.write_back(outside)
+
+    def refuse(self, j: int) -> None:
+        """Refuse a gradient that is a plain tensor while its parameter is a DTensor."""
+        if self.specs[j] is not None:
+            raise ValueError(
+                f"bc.optim: a parameter is a DTensor spread as {self.specs[j].placements}, its gradient a plain tensor of "
+                f"shape {tuple(self.leaves[j].p.grad.shape)}; make it by loss.backward()"
+            )
 
     def read_state(self, outside: Any) -> None:
         """Read this rank's part of the state of every parameter."""
@@ -176,6 +152,7 @@ class Shards:
         )
         if not same:
             self.leaves = [Leaf(*x) for x in zip(whole, parts, specs)]
+            self.specs, self.alike = specs, list(specs)
             self.outside, self.inside = [None], [None]
             self.runs = {leaf.part: elements_of(leaf.p) for leaf in self.leaves}
             self.state = defaultdict(dict, {leaf.part: leaf.mine for leaf in self.leaves if leaf.spec is not None})
@@ -185,7 +162,3 @@ class Shards:
 def _held(entries: Iterable[dict[str, Any]]) -> list[Any]:
     """The entries of a state and all that they hold."""
     return [x for entry in entries for x in (entry, *entry.values())]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))

@@ -26,7 +26,7 @@ from bayesopt_chain._torch import is_dtensor, local_of
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
-from bayesopt_chain.optim import _noise, _shards
+from bayesopt_chain.optim import _noise
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 
@@ -104,7 +104,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         )
         self._has_draw = False  # whether one was made since the last step
         super().__init__(params, {**given, "noise_count": 0})
-        key = _shards.agreed_key(_noise.fresh_key(generator), self.param_groups)
+        key = _noise.shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
 

@@ -14,6 +14,7 @@ from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
+_TOLD = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
 _ALWAYS = Clock(1)  # no number of these steps depends on their count
 
 
@@ -80,23 +81,20 @@ class SGD(Sampling, torch.optim.SGD):
     def _move(self, plan: Plan) -> None:
         if plan.moves is None:
             plan.moves = self._fused_moves(plan)
-        grads = [[p.grad for p in move.params] for move in plan.moves]
-        if not plan.moves or not all(map(FusedMove.takes, plan.moves, grads)):
+        grads = list(map(FusedMove.gradients, plan.moves))
+        if not plan.moves or None in grads:
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
-            group = move.group
-            numbers = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
-            switches = {name: group[name] for name in ("nesterov", "maximize")}
-            fused_sgd_(move.params, g, move.velocities, **numbers, **switches)
+            fused_sgd_(move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _TOLD})
 
     def _fused_moves(self, plan: Plan) -> list[FusedMove]:
-        """What torch's fused kernel is to do, or nothing where a group asks for an implementation, has no noise or no
-        velocity yet."""
+        """What torch's fused kernel is to do; nothing where a group asks for another implementation or for dampening, and where
+        a leaf has no noise or no velocity yet."""
         moves: list[FusedMove] = []
         for group in self.param_groups:
             work = [w for w in plan.noisy if w.group is group]
             asked = group.get("foreach") is not None or group.get("fused") is not None or group.get("differentiable")
-            if asked or len(work) != sum([p.grad is not None for p in group["params"]]):
+            if asked or group["dampening"] or len(work) != sum([p.grad is not None for p in group["params"]]):
                 return []
             velocities = [w.state.get("momentum_buffer") for w in work] if group["momentum"] else []
             if any([v is None for v in velocities]):
