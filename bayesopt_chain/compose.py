@@ -58,7 +58,7 @@ def chain(*links: GradientTransformation) -> Chain:
     return Chain([x for n, link in enumerate(links) for x in _links_of(link, n)])
 
 
-Chain.compose, Chain.lower = staticmethod(chain), staticmethod(lower)
+Chain._compose, Chain._lower = staticmethod(chain), staticmethod(lower)
 chain.flat = chain  # pyright: ignore[reportFunctionMemberAccess]  # TorchOpt's name for the same on flat lists, as ours always is
 
 

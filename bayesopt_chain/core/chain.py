@@ -41,9 +41,9 @@ class Chain(GradientTransformation):
         True
     """
 
-    # both are set by the layers above, which know what others wrote
-    compose: ClassVar[Callable[..., Chain]]
-    lower: ClassVar[Lower]
+    # Both are set by ``bayesopt_chain.compose``, a layer above: the one knows TorchOpt's transformations, the other kernels.
+    _compose: ClassVar[Callable[..., Chain]]
+    _lower: ClassVar[Lower]
 
     def __new__(cls, links: Sequence[Link]) -> Self:
         def init(params: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ class Chain(GradientTransformation):
         return self
 
     def __init__(self, links: Sequence[Link]) -> None:
-        # What sets compose and lower, whichever name of the package was asked for first.
+        # sets _compose and _lower, whichever name of the package was asked for first
         import_module("bayesopt_chain.compose")
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
@@ -93,7 +93,7 @@ class Chain(GradientTransformation):
             >>> bc.add_momentum(0.9).chain(bc.scale_by_neg_lr(0.1)) == bc.chain(bc.add_momentum(0.9), bc.scale_by_neg_lr(0.1))
             True
         """
-        return self.compose(self, next)
+        return self._compose(self, next)
 
     def _replace(self, **kwargs: Any) -> GradientTransformation:  # pyright: ignore[reportIncompatibleMethodOverride]
         return GradientTransformation(self.init, self.update)._replace(**kwargs)
@@ -154,7 +154,7 @@ class Chain(GradientTransformation):
                 "to go on from it, as from an optimizer's, call init(params, like=state) of this chain"
             )
         if layout not in self.plans:
-            self.plans[layout] = Plan(self.links, layout, type(self).lower)
+            self.plans[layout] = Plan(self.links, layout, type(self)._lower)
         self.last = (layout, self.plans[layout])
         return self.plans[layout]
 

@@ -133,7 +133,7 @@ def readings(
     """Virials and energies at up to sixty draws of every chain.
 
     Args:
-        judge: adds the chain's weight decay to a gradient (``forces(params, gradients)``).
+        judge: what adds the weight decay of the chain to a gradient, ``judge.of(params, gradients)``.
         levels: the temperature of each leaf.
         directions: how many of the stiffest.
         pooled: centre at the mean of all chains, which is right where they sample one mode.
@@ -158,8 +158,8 @@ def readings(
             flat = [p.detach().double() for p in optree.tree_leaves(params)]
             mine, value = _all_data(loss, params, batches)
             nothing = [torch.zeros_like(g) for g in mine]
-            total = judge.forces(params, mine)
-            pull = [f.double() for f in judge.forces(params, nothing)]
+            total = judge.of(params, mine)
+            pull = [f.double() for f in judge.of(params, nothing)]
             away = [p - m for p, m in zip(flat, centres[k >= half][c])]
             energy[k, c] = value + 0.5 * sum(float((f * p).sum()) for f, p in zip(pull, flat))
             for path, p, a, g, f, d in zip(paths, flat, away, mine, total, pull):
@@ -261,7 +261,7 @@ def temperature(found: Readings, numbers: dict[str, float]) -> list[Finding]:
 def energy_at(judge: Any, loss: Callable[[Any, Any], Any], params: Any, batches: Sequence[Any]) -> float:
     """The loss of all data with the chain's weight decay."""
     mine, value = _all_data(loss, params, batches)
-    pull = judge.forces(params, [torch.zeros_like(g) for g in mine])
+    pull = judge.of(params, [torch.zeros_like(g) for g in mine])
     return value + 0.5 * sum(float((f * p).sum()) for f, p in zip(pull, optree.tree_leaves(params)))
 
 

@@ -211,8 +211,8 @@ def _with_loss(
         raise ValueError("doctor: batches is empty")
     last = draws[len(draws) - 1]
     params = last if draws.chains is None else optree.tree_map(lambda x: x[0], last)
-    judge = forces_of(tx)
-    levels = judge.levels(params, None)
+    judge = forces_of(tx, params)
+    levels = judge.levels
     T = max(levels.values())
     findings = _against_loss.off_scale(loss, params, batches, T, posterior_temperature, numbers)
     found = _against_loss.readings(

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import optree
@@ -195,22 +196,20 @@ def temperatures(
         raise ValueError("temperatures: the configurational ones need draws, tx, loss and batches")
     if len(draws) < 4:
         raise ValueError(f"temperatures: needs at least 4 draws, got {len(draws)}; run longer")
-    judge = forces_of(tx)
     batches = list(batches)
     if not batches:
         raise ValueError("temperatures: batches is empty")
     total: dict[str, list[Tensor]] = {}
     data: dict[str, list[Tensor]] = {}
     centres = _other_halves(draws)
-    levels: dict[str, float] = {}
+    judge = forces_of(tx, _chains(draws[0], draws.chains)[0], temperature)
     for n, draw in enumerate(draws):
         rows: list[tuple[dict[str, float], dict[str, float]]] = []
         for c, params in enumerate(_chains(draw, draws.chains)):
             centre = _chains(centres[n >= len(draws) // 2], draws.chains)[c]
-            levels = levels or judge.levels(params, temperature)
             rows.append(_virial(judge, params, centre, loss, batches))
         for out, k in ((total, 0), (data, 1)):
-            for name, level in levels.items():
+            for name, level in judge.levels.items():
                 out.setdefault(name, []).append(torch.tensor([row[k][name] / level for row in rows]))
     found = [{name: estimate(torch.stack(x)) for name, x in part.items()} for part in (total, data)]
     return Temperatures(kinetic, *found)
@@ -498,58 +497,63 @@ def squares(b: Sequence[float], a: Sequence[float]) -> float:
     return 2 * total / (b[0] / a[0] * level)
 
 
-def forces_of(tx: Any) -> _ChainForces | _OptimizerForces:
-    """What knows the temperatures of the leaves, and the gradient that a chain or an optimizer follows."""
-    return _OptimizerForces(tx) if isinstance(tx, Thermal) else _ChainForces(_unwrapped(tx, None)[0])
+class Forces(NamedTuple):
+    """What made some draws, as a check against their loss needs it.
+
+    Attributes:
+        levels: by the name of each leaf that gets noise, its temperature.
+        of: ``of(params, grads)`` gives for each leaf the gradient of loss and prior together, from that of the loss.
+    """
+
+    levels: dict[str, float]
+    of: Callable[[Any, Sequence[Any]], list[Any]]
 
 
-class _ChainForces:
-    """The temperatures of a chain's leaves, and the gradient that it follows."""
+def forces_of(tx: Any, params: Any, temperature: float | None = None) -> Forces:
+    """Temperatures and forces of a chain, or of an optimizer by its groups as they are now.
 
-    def __init__(self, tx: Chain) -> None:
-        self.tx, self.state = tx, None
+    Args:
+        tx: a chain, perhaps inside :func:`bayesopt_chain.skip_nonfinite`, or an optimizer of :mod:`bayesopt_chain.optim`.
+        params: parameters as it has them.
+        temperature: in the place of its own.
 
-    def levels(self, params: Any, temperature: float | None) -> dict[str, float]:
+    Raises:
+        ValueError: parameters of other names than the optimizer's; when forces are asked for, a prior that is no part of the
+            loss.
+    """
+    if not isinstance(tx, Thermal):
+        chain, _ = _unwrapped(tx, None)
         with torch.random.fork_rng(devices=[]):
-            self.state = self.tx.init(params)
-        return _levels(self.tx, self.state, temperature)
+            state = chain.init(params)
+        return Forces(_levels(chain, state, temperature), partial(with_decay, chain, state))
+    leaves, names = tx.thermal_leaves(), names_of(paths_of(params))
+    if not any(path in leaves for path in names):
+        raise ValueError(
+            f"temperatures: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "
+            f"{', '.join(list(leaves)[:3]) or 'none'}; build it with model.named_parameters()"
+        )
+    levels = {name: temperature or leaves[name].temperature for name in names if name in leaves}
+    return Forces(levels, partial(_with_decay_of, leaves))
 
-    def forces(self, params: Any, grads: Sequence[Any]) -> list[Any]:
-        return with_decay(self.tx, self.state, params, grads)
 
-
-class _OptimizerForces:
-    """The temperatures of a torch optimizer's leaves, and the gradient that it follows, by its groups as they are now."""
-
-    def __init__(self, optimizer: Thermal) -> None:
-        self.leaves = optimizer.thermal_leaves()
-
-    def levels(self, params: Any, temperature: float | None) -> dict[str, float]:
-        names = names_of(paths_of(params))
-        if not any(path in self.leaves for path in names):
+def _with_decay_of(leaves: Mapping[str, ThermalLeaf], params: Any, grads: Sequence[Any]) -> list[Any]:
+    """The gradient that an optimizer follows: of the loss, with the weight decay of each leaf's group."""
+    out = list(grads)
+    for j, (name, p) in enumerate(zip(names_of(paths_of(params)), optree.tree_leaves(params, none_is_leaf=True))):
+        leaf = leaves.get(name)
+        if leaf is None or out[j] is None:
+            continue
+        if leaf.decay is None:
             raise ValueError(
-                f"temperatures: the draws have the leaves {', '.join(names[:3])}, the optimizer gives noise to "
-                f"{', '.join(list(self.leaves)[:3]) or 'none'}; build it with model.named_parameters()"
+                "temperatures: a decoupled weight decay is no part of the loss; put the prior into the loss, or use an "
+                "optimizer whose weight decay is in the gradient"
             )
-        return {n: temperature or self.leaves[n].temperature for n in names if n in self.leaves}
-
-    def forces(self, params: Any, grads: Sequence[Any]) -> list[Any]:
-        out = list(grads)
-        for j, (name, p) in enumerate(zip(names_of(paths_of(params)), optree.tree_leaves(params, none_is_leaf=True))):
-            leaf = self.leaves.get(name)
-            if leaf is None or out[j] is None:
-                continue
-            if leaf.decay is None:
-                raise ValueError(
-                    "temperatures: a decoupled weight decay is no part of the loss; put the prior into the loss, or use an "
-                    "optimizer whose weight decay is in the gradient"
-                )
-            out[j] = leaf.sign * out[j] + leaf.decay * p
-        return out
+        out[j] = leaf.sign * out[j] + leaf.decay * p
+    return out
 
 
 def _virial(
-    judge: _ChainForces | _OptimizerForces,
+    judge: Forces,
     params: Any,
     centre: Any,
     loss: Callable[[Any, Any], Any],
@@ -561,7 +565,7 @@ def _virial(
         g, _ = gradient(loss, params, batch)
         grads = g if grads is None else optree.tree_map(torch.add, grads, g)
     mine = [None if g is None else g / len(batches) for g in optree.tree_leaves(grads, none_is_leaf=True)]
-    forces = judge.forces(params, mine)
+    forces = judge.of(params, mine)
     out: tuple[dict[str, float], dict[str, float]] = ({}, {})
     flat = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, centre)]
     for name, p, c, whole, data in zip(names_of(paths_of(params)), *flat, forces, mine):

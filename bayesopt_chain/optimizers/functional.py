@@ -393,7 +393,7 @@ def adadelta(
 
     Args:
         lr, rho, eps, weight_decay, moment_requires_grad: as in TorchOpt.
-        temperature: must be 0: a number, for there is no noise that is matched to this rule.
+        temperature: 0, in the units of the loss; no noise is matched to this rule.
 
     Returns:
         The chain, to be used as any ``torchopt.base.GradientTransformation``.
