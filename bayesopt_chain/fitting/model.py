@@ -86,11 +86,15 @@ class Model:
         exact = self.how.curvature == "ggn" and self.how.temperature is None
         return exact and self.features_of is not None and self.likelihood.has_noise_scale
 
-    def from_prior_mean(self) -> Tree:
-        """The parameters less the prior's mean."""
+    def prior_means(self) -> Tree:
+        """The prior's mean, a tree of tensors that broadcast with the parameters."""
         means = spread(self.how.prior_mean, self.params, "prior_mean")
         leaves, structure = optree.tree_flatten(self.params)
-        return optree.tree_unflatten(structure, [p - m.to(p.dtype) for p, m in zip(leaves, means)])
+        return optree.tree_unflatten(structure, [m.to(p.dtype) for p, m in zip(leaves, means)])
+
+    def from_prior_mean(self) -> Tree:
+        """The parameters less the prior's mean."""
+        return optree.tree_map(torch.sub, self.params, self.prior_means())
 
     def seen_by_head(self, batch: Any) -> Any:
         """The batch as ``forward`` takes it: ``(features, targets)`` for a linear last layer."""

@@ -1,12 +1,13 @@
 """Training by the marginal likelihood: epochs of the log joint, and now and then the prior and the noise by the evidence.
 
-    theta    epochs of any optimizer on    L(theta) = mean nll + sum_l delta_l |theta_l|^2 / (2 N s)
+    theta    epochs of any optimizer on    L(theta) = mean nll + sum_l delta_l |theta_l - mu_l|^2 / (2 N s)
     h        log Z(delta, s) at theta is maximised (``evidence.py``); log delta and log s move towards it by at most 1
 
-for N data, one prior precision delta a parameter tensor and Gaussian noise of variance ``variance / s`` (s = 1 for other
-likelihoods). L is the negative log joint over N s, so that a learning rate keeps its meaning as the noise is found. The bound
-on the step keeps a poor first fit from choosing a prior that it never leaves. Kept are the parameters with the highest
-evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for model selection in deep learning", algorithm 1).
+for N data, a prior of mean mu (0 by default) and one precision delta a parameter tensor, and Gaussian noise of variance
+``variance / s`` (s = 1 for other likelihoods). L is the negative log joint over N s, so that a learning rate keeps its meaning
+as the noise is found. The bound on the step keeps a poor first fit from choosing a prior that it never leaves. Kept are the
+parameters with the highest evidence (Immer et al., 2021, "Scalable marginal likelihood estimation for model selection in deep
+learning", algorithm 1).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def train_by_evidence(
     structure: str = "kronecker",
     subset: str | Sequence[str] | Callable[[str], bool] = "all",
     prior_precision: float = 1.0,
+    prior_mean: Any = 0.0,
     tune_noise: bool = True,
     progress: bool = False,
     **options: Any,
@@ -90,6 +92,9 @@ def train_by_evidence(
         subset: which parameters are trained and uncertain, as there. Default "all". With "last_layer" the features of a
             linear last layer are computed once, and the layer alone is trained.
         prior_precision: where it starts, positive. Default 1.
+        prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters, which is copied. Default 0. The initial
+            weights, ``dict(module.named_parameters())``, are the better choice for a few dozen data: those of a wide layer,
+            which so few data leave where they are, count as evidence for a wide prior around 0.
         tune_noise: whether the evidence chooses Gaussian noise too. Default True; :func:`bayesopt_chain.fit_laplace` says
             which structures judge it well.
         progress: show a progress bar (needs tqdm).
@@ -115,9 +120,13 @@ def train_by_evidence(
         True
     """
     _require(module, loader, epochs, every, burn_in, structure, prior_precision)
+    prior_mean = optree.tree_map(lambda m: m.detach().clone() if isinstance(m, Tensor) else m, prior_mean)
     modes = {layer: layer.training for layer in module.modules()}
     module.eval()
-    data, model = _prepared(module, likelihood, loader, How(likelihood, subset, structure, options))
+    data, model = _prepared(
+        module, likelihood, loader, How(likelihood, subset, structure, options, prior_mean=prior_mean)
+    )
+    means: Any = model.prior_means()
     count = sum(_length(batch) for batch in map(as_pair, data))
     own = dict(module.named_parameters())
     chosen = {name: own[name] for name in model.params}
@@ -134,7 +143,7 @@ def train_by_evidence(
     for epoch in with_progress(range(1, epochs + 1), progress, epochs, "epoch"):
         for layer, training in modes.items():
             layer.training = training
-        losses.append(_epoch(module, model, chosen, data, stepper, hyper, count))
+        losses.append(_epoch(module, model, chosen, data, stepper, hyper, means, count))
         if not math.isfinite(losses[-1]):
             raise ValueError(
                 f"train_by_evidence: the loss is {losses[-1]} after epoch {epoch}: lower the learning rate"
@@ -200,13 +209,16 @@ def _epoch(
     data: Iterable,
     stepper: torch.optim.Optimizer,
     hyper: Hyper,
+    means: dict[str, Tensor],
     count: int,
 ) -> float:
     """One pass of the optimizer over the data; returns the mean loss per datum."""
     total, parameters = 0.0, list(chosen.values())
     for batch in map(as_pair, data):
         outputs = _called(module, batch) if model.features_of is None else model.forward(chosen, batch)
-        squares = torch.stack([hyper.prior[name] * p.square().sum() for name, p in chosen.items()]).sum()
+        squares = torch.stack(
+            [d * (chosen[name] - means[name]).square().sum() for name, d in hyper.prior.items()]
+        ).sum()
         loss = model.likelihood.nll(outputs, batch[1]).mean() + squares / (2 * count * hyper.scale.to(squares))
         for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)):
             parameter.grad = slope

@@ -107,6 +107,25 @@ def test_a_whole_network_finds_its_noise_and_a_better_evidence_than_a_prior_of_o
     assert fitted.log_evidence < training.fitted.log_evidence - 10
 
 
+def test_a_prior_around_the_initial_weights_stays_there_and_pulls_the_mode_to_them():
+    """Of a linear model with Gaussian noise the mode is (X^T X / v + delta I)^-1 (X^T y / v + delta mu)."""
+    model, (x, y), variance = nn.Linear(2, 1, bias=False), regression(), 0.5
+    initial = model.weight.detach().clone()
+    options = {"prior_mean": dict(model.named_parameters()), "subset": "all", "structure": "dense", "tune_noise": False}
+    training = train_by_evidence(
+        model, bc.likelihoods.gaussian(variance), [(x, y)], optimizer=adam(0.02), epochs=300, every=30, **options
+    )
+    delta = training.fitted.prior_precision["weight"]
+    wanted = torch.linalg.solve(x.mT @ x / variance + delta * torch.eye(2), x.mT @ y / variance + delta * initial.mT)
+    torch.testing.assert_close(model.weight.detach().mT, wanted, rtol=1e-4, atol=1e-5)
+    marginal = torch.distributions.MultivariateNormal(
+        (x @ initial.mT)[:, 0], x @ x.mT / delta + variance * torch.eye(N)
+    )
+    torch.testing.assert_close(training.fitted.log_evidence, marginal.log_prob(y[:, 0]), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="prior_mean"):
+        train_by_evidence(model, bc.likelihoods.gaussian(), [(x, y)], prior_mean={"w": initial})
+
+
 def test_the_layers_keep_their_modes_in_training_and_end_in_eval():
     """Batch norm trains in train mode: the buffers move, and the best ones come back with the parameters."""
     model, data = module(1, nn.BatchNorm1d(6), nn.Dropout(0.1)).train(), [regression()]
