@@ -203,8 +203,20 @@ class LinkContext:
         """
         return list(leaves) if self.scope.shards is None else self.scope.shards.laid_out(self.present, leaves)
 
+    def rows(self, tree: Any, what: str) -> list[Any]:
+        """The leaves of a tree of rows, ``[M, *leaf.shape]`` for each leaf that is present; of DTensors this rank's parts.
+
+        Raises:
+            ValueError: plain rows of a leaf of which every rank holds a part.
+        """
+        rows = optree.tree_leaves(tree)
+        return rows if self.scope.shards is None else self.scope.shards.rows(self.present, rows, what)
+
     def total(self, values: Sequence[Tensor]) -> Tensor:
-        """The sum of 0-d ``values``, one for each leaf that is present; over all ranks where each holds a part of a leaf."""
+        """The sum of ``values`` of one shape, one for each leaf that is present.
+
+        Where ranks hold parts of the leaves it is the sum over the ranks too, which takes messages.
+        """
         shards = self.scope.shards
         return sum(values[1:], values[0]) if shards is None else shards.total(self.present, values)
 

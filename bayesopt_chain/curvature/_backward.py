@@ -73,47 +73,146 @@ def diagonal_by_backward(
     """
     if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 1):
         raise ValueError(f"diagonal_by_backward: probes must be a whole number of at least 1, or None, got {probes!r}")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("diagonal_by_backward: no parameter of the model requires a gradient")
-    ranks = 1 if mesh is None else mesh.size()
+    passes = BackwardPasses(model, mesh, "diagonal_by_backward")
 
     def estimate(batch: Any) -> Diagonal:
-        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        held = {name: p.grad for name, p in params.items()}
-        total = {name: torch.zeros_like(_local(p), dtype=wide(p.dtype)) for name, p in params.items()}
+        with passes:
+            with torch.no_grad():
+                outputs = model(batch[0])
+            n, columns = len(outputs), likelihood.root(outputs, batch[1]).columns
+            sizes = passes.sizes(n, columns)
+            total = [torch.zeros_like(_local(p), dtype=wide(p.dtype)) for p in passes.params.values()]
 
-        def square(weights_of: Callable[[int, int], Tensor | None], share: float) -> None:
-            """Add the square of one backward pass; this rank's part of it weighs the columns of the roots, ``[B, K]``."""
-            for p in params.values():
-                p.grad = None
-            outputs = model(batch[0])
-            root = likelihood.root(outputs.detach(), batch[1])
-            weights = weights_of(len(outputs), root.columns)
-            outputs.backward(torch.zeros_like(outputs) if weights is None else root.combine(weights.to(outputs)))
-            for name, p in params.items():
-                if p.grad is not None:
-                    total[name] += (_local(p.grad).to(total[name].dtype) * ranks).square() * share
+            def square(weights_of: Callable[[int, int], Tensor | None], share: float) -> None:
+                """Add the square of one backward pass; this rank's part of it weighs the columns of the roots, ``[B, K]``."""
 
-        try:
-            n, columns = _shape(model, likelihood, batch)
-            sizes = _of_every_rank((n, columns), mesh)
+                def columns_of(outputs: Tensor) -> Tensor:
+                    root = likelihood.root(outputs, batch[1])
+                    weights = weights_of(len(outputs), root.columns)
+                    return torch.zeros_like(outputs) if weights is None else root.combine(weights.to(outputs))
+
+                for x, g in zip(total, passes.gradients(batch[0], columns_of)):
+                    x += g.to(x.dtype).square() * share
+
             if probes is not None:
                 for _ in range(probes):
                     square(lambda n, k: torch.randint(2, (n, k), generator=generator) * 2.0 - 1.0, 1.0 / probes)
             else:
-                own = 0 if mesh is None else mesh.get_local_rank()
                 for rank, (data, each) in enumerate(sizes):  # one rank after the other, the others with zeros
                     for b in range(data):
                         for k in range(each):
-                            square(lambda n, m, b=b, k=k, mine=rank == own: _one(n, m, b, k) if mine else None, 1.0)
-        finally:
-            for name, p in params.items():
-                p.grad = held[name]
-        values = {name: _like(p, total[name]) for name, p in params.items()}
-        device = next(iter(total.values())).device
-        return Diagonal(values, as_count(float(sum([data for data, _ in sizes])), device))
+                            mine = rank == passes.place
+                            square(lambda n, m, b=b, k=k, mine=mine: _one(n, m, b, k) if mine else None, 1.0)
+        count = as_count(float(sum([data for data, _ in sizes])), total[0].device)
+        return Diagonal(passes.tree(total), count)
 
     return estimate
+
+
+class BackwardPasses:
+    """Gradients of a model that only ``backward`` can reach, of which every rank keeps its part.
+
+    As a context it leaves the gradients that the parameters hold as they were.
+
+    Args:
+        model: called as ``model(inputs)``.
+        mesh: the ranks over which the model averages its gradients, each with data of its own; ``None``: one, or none that do.
+        who: what refusals begin with.
+
+    Attributes:
+        params: by name those that require a gradient.
+        ranks: the number of ranks of the mesh.
+        place: this rank's number among them.
+
+    Raises:
+        ValueError: no parameter requires a gradient.
+    """
+
+    def __init__(self, model: torch.nn.Module, mesh: Any, who: str) -> None:
+        self.model, self.mesh, self.who = model, mesh, who
+        self.ranks = 1 if mesh is None else mesh.size()
+        self.place = 0
+        if mesh is not None:
+            for i, n in zip(mesh.get_coordinate(), mesh.shape):
+                self.place = self.place * n + i
+        self.params: dict[str, Any] = {}
+        self._find()
+
+    def _find(self) -> None:
+        self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise ValueError(f"{self.who}: no parameter of the model requires a gradient")
+
+    def __enter__(self) -> BackwardPasses:
+        self._find()
+        self._held = [p.grad for p in self.params.values()]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for p, grad in zip(self.params.values(), self._held):
+            p.grad = grad
+
+    def gradients(self, inputs: Any, weights_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """This rank's part of ``sum_b J_b^T v_b`` over the data of all ranks, by parameter.
+
+        Args:
+            inputs: of this rank.
+            weights_of: from the outputs for them, ``[B, *event]``, to ``v``.
+        """
+        for p in self.params.values():
+            p.grad = None
+        with torch.enable_grad():
+            outputs = self.model(inputs)
+        outputs.backward(weights_of(outputs.detach()))
+        return [
+            torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) * self.ranks for p in self.params.values()
+        ]
+
+    def sizes(self, *sizes: int) -> list[tuple[int, ...]]:
+        """These numbers of every rank, in the order of their places."""
+        mine = torch.tensor([sizes], device=self._device())
+        return [tuple(row) for row in self._every(mine).tolist()]
+
+    def gathered(self, n: int, *tensors: Tensor) -> tuple[Any, ...]:
+        """Where this rank's data are among those of all ranks, ``(first, last)``, and tensors of the data of all.
+
+        Args:
+            n: the number of this rank's data.
+            tensors: with one entry a datum on axis 0.
+        """
+        if self.mesh is None:
+            return (0, n), *tensors
+        every = [size for (size,) in self.sizes(n)]
+        first = sum(every[: self.place])
+        out = []
+        for x in tensors:
+            padded = x.new_zeros((max(every), *x.shape[1:]))
+            padded[:n] = x
+            blocks = self._every(padded.to(self._device())).to(x.device).split(max(every))
+            out.append(torch.cat([block[:size] for block, size in zip(blocks, every)]))
+        return (first, first + n), *out
+
+    def _every(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks one after the other, in the order of their places."""
+        if self.mesh is None:
+            return x
+        for axis in reversed(range(self.mesh.ndim)):
+            blocks = [torch.empty_like(x) for _ in range(self.mesh.shape[axis])]
+            dist.all_gather(blocks, x.contiguous(), group=self.mesh.get_group(axis))
+            x = torch.cat(blocks)
+        return x
+
+    def _device(self) -> torch.device:
+        if self.mesh is None or dist.get_backend(self.mesh.get_group(0)) == "gloo":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type)
+
+    def tree(self, values: list[Tensor]) -> dict[str, Tensor]:
+        """Local tensors, by parameter, like ``dict(model.named_parameters())``: DTensors where the parameters are.
+
+        Each is like its parameter, or a stack of such, with an axis in front.
+        """
+        return {name: _like(p, x) for (name, p), x in zip(self.params.items(), values, strict=True)}
 
 
 def _one(n: int, columns: int, b: int, k: int) -> Tensor:
@@ -122,27 +221,9 @@ def _one(n: int, columns: int, b: int, k: int) -> Tensor:
     return weights
 
 
-def _shape(model: torch.nn.Module, likelihood: Likelihood, batch: Any) -> tuple[int, int]:
-    """Data, and output factors of each."""
-    with torch.no_grad():
-        outputs = model(batch[0])
-    return len(outputs), likelihood.root(outputs, batch[1]).columns
-
-
-def _of_every_rank(sizes: tuple[int, int], mesh: Any) -> list[tuple[int, int]]:
-    if mesh is None:
-        return [sizes]
-    group = mesh.get_group()
-    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else mesh.device_type)
-    mine = torch.tensor(sizes, device=device)
-    every = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(every, mine, group=group)
-    return [(int(n), int(k)) for n, k in every]
-
-
 def _local(x: Any) -> Tensor:
     return local_of(x.detach()) if is_dtensor(x) else x.detach()
 
 
 def _like(p: Any, x: Tensor) -> Tensor:
-    return dtensor_of(x, stacked_spec(spec_of(p), x, 0)) if is_dtensor(p) else x
+    return dtensor_of(x, stacked_spec(spec_of(p), x, x.ndim - p.ndim)) if is_dtensor(p) else x

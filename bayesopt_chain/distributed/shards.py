@@ -168,18 +168,47 @@ class Sharding:
             out.append(local(x))
         return out
 
+    def rows(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
+        """This rank's parts of rows ``[M, *leaf.shape]`` of these leaves, redistributed to their leaves' placements first.
+
+        Raises:
+            ValueError: plain rows of a spread leaf, or spread ones of a plain leaf.
+        """
+        out: list[Any] = []
+        for j, x in zip(leaves, xs, strict=True):
+            spec = self.specs[j]
+            if is_dtensor(x) != (spec is not None):
+                came, is_leaf = (
+                    ("DTensors", "whole")
+                    if spec is None
+                    else ("plain tensors", "a DTensor, of which each rank has a part")
+                )
+                raise ValueError(
+                    f"{what}: the rows of {checks.name(self.paths[j])} are {came}, and the leaf is {is_leaf}; estimate them "
+                    "for these parameters (bc.ekf.observe_by_backward of a sharded module)"
+                )
+            if spec is not None:
+                placements = stacked_spec(spec, x, 1).placements
+                x = (
+                    x
+                    if x.placements == placements and x.device_mesh == spec.mesh
+                    else x.redistribute(spec.mesh, placements)
+                )
+            out.append(local(x))
+        return out
+
     def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
-        """The sum over all elements of these leaves, of which ``xs`` are the sums over those that are here, 0-d: a message
-        for each axis of a mesh along which leaves are cut."""
+        """The sum over all elements of these leaves, of which ``xs`` are the sums over those that are here, all of one shape: a
+        message for each axis of a mesh along which leaves are cut."""
         groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which a leaf is cut
         for j, x in zip(leaves, xs):
             groups.setdefault(_cut_over(self.specs[j]), []).append(x)
         sums: list[Tensor] = []
         for every, parts in groups.items():
-            sums.append(torch.stack(parts).sum())
+            sums.append(torch.stack(parts).sum(0))
             for group in every:
                 dist.all_reduce(sums[-1], group=group)
-        return torch.stack(sums).sum()
+        return torch.stack(sums).sum(0)
 
     def count(self, leaves: Sequence[int]) -> int:
         """The number of all elements of these leaves."""

@@ -1,17 +1,17 @@
 """A tree of parameters, spread over four ranks in every way that torch knows."""
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.distributed.ranks import mesh_of
 
 STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
 
 
 def layouts():
     """By name: the mesh, and the placements of every leaf; ``None`` for a plain tensor."""
-    line = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2))
+    line, square = mesh_of(4), mesh_of(2, 2)
     alike = {"scale": (Replicate(),), "bias": (Replicate(),)}
     return {
         "Shard(0), uneven and empty": (

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torchopt
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -13,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import bayesopt_chain as bc
 from tests.distributed.layouts import layouts, leaves, local, parts, spread
+from tests.distributed.ranks import mesh_of, message_of
 
 STEPS = 4
 
@@ -101,11 +101,11 @@ def curved():
     for way in ("fsdp", "tp"):
         model = network()
         if way == "fsdp":
-            mesh = init_device_mesh("cpu", (4,))
+            mesh = mesh_of(4)
             fully_shard(model, mesh=mesh)
             batch = x[dist.get_rank() :: 4], y[dist.get_rank() :: 4]
         else:
-            line, mesh, batch = init_device_mesh("cpu", (4,)), None, (x, y)
+            line, mesh, batch = mesh_of(4), None, (x, y)
             parallelize_module(model, line, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         model(batch[0]).sum().backward()  # a gradient that stays
         before = [p.grad for p in model.parameters()]
@@ -138,6 +138,114 @@ def curved():
     return found
 
 
+def under(way, model, rank):
+    """The model spread over four ranks; the mesh over which its data differ, and this rank's part of 5 data."""
+    if way == "tp":
+        parallelize_module(model, mesh_of(4), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return None, slice(None)
+    mesh = mesh_of(4) if way == "fsdp" else mesh_of(2, 2)
+    fully_shard(model, mesh=mesh)
+    return mesh, slice((0, 2, 3, 4)[rank], (2, 3, 4, 5)[rank])  # other numbers of data on other ranks
+
+
+def observed(tx, estimate, model, batches, move=0.0):
+    """A filter over the parameters of a module, fed one batch after the other: means, state, and messages of the updates."""
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state, sent = tx.init(params), 0
+    for batch in batches:
+        draw = {"draw": tx.predict(state, params)} if move else {}
+        if move:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(draw["draw"].params[name])
+        increment = estimate(batch)
+        with CommDebugMode() as messages:
+            updates, state = tx.update(params, state, params=params, curvature=increment, inplace=False, **draw)
+        sent += messages.get_total_counts()
+        params = {name: p + updates[name] for name, p in params.items()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(params[name])
+    return params, state, sent
+
+
+def filtered():
+    """By filter and way: the largest difference of means, variances and evidence to one process, and an update's messages."""
+    x, y = (tensor[:5] for tensor in data())
+    likelihoods = {
+        "categorical": (bc.likelihoods.categorical(), y),
+        "gaussian": (bc.likelihoods.gaussian(0.5), torch.stack([x[:, 0].sin(), x[:, 1]], 1)),
+        "bernoulli": (bc.likelihoods.bernoulli(), torch.stack([y, 1 - y], 1).double()),
+    }
+    found = {}
+    for name, linearisation, move, ways in (
+        ("categorical", "tangent", 0.0, ("fsdp", "tp")),
+        ("categorical", "statistical", 0.0, ("hsdp",)),
+        ("gaussian", "tangent", 0.9, ("fsdp", "hsdp", "tp")),
+        ("gaussian", "empirical", 0.0, ("fsdp",)),
+        ("bernoulli", "tangent", 0.0, ("tp",)),
+    ):
+        (likelihood, targets), options = likelihoods[name], {"linearisation": linearisation}
+        motion = {"transition": move, "forgetting": 0.95} if move else {}
+        tx = bc.ekf.diagonal(prior_precision=2.0, transition_noise=0.01, **motion)
+        alone, batches = network(), [(x, targets), (x + 0.3, targets)][: 2 if move else 1]
+        forward = lambda p, batch, alone=alone: torch.func.functional_call(alone, p, (batch[0],))  # noqa: E731
+        one = bc.ekf.observe(forward, likelihood, **options)
+        estimate = lambda batch, one=one, alone=alone: one(dict(alone.named_parameters()), batch)  # noqa: E731
+        params, state, _ = observed(tx, estimate, alone, batches, move)
+        wanted = [*params.values(), *tx.posterior(state, params).marginal_variance.values(), tx.log_evidence(state)]
+        for way in ways:
+            model = network()
+            mesh, mine = under(way, model, dist.get_rank())
+            estimate = bc.ekf.observe_by_backward(model, likelihood, mesh=mesh, **options)
+            params, state, sent = observed(tx, estimate, model, [(a[mine], b[mine]) for a, b in batches], move)
+            posterior = tx.posterior(state, params)
+            got = [*params.values(), *posterior.marginal_variance.values(), tx.log_evidence(state)]
+            off = [(a - b).abs().max().item() for a, b in zip(whole(got), wanted, strict=True)]
+            found[name, linearisation, way] = max(off), sent / len(batches)
+    return found
+
+
+def begun(model):
+    """A filter that starts from a Laplace posterior of a model, and one update of it; its parts, and what it moved to."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    laplace, values = bc.laplace(), {name: 1.0 + p.square() for name, p in params.items()}
+    curvature = bc.precision.Diagonal(values, torch.tensor(4.0))
+    _, state = laplace.update(params, laplace.init(params), curvature=curvature, inplace=False)
+    tx = bc.ekf.diagonal(prior=laplace.posterior(state, params, prior_precision=0.5), transition_noise=values)
+    rows = bc.precision.Root({k: torch.stack([p, 2 * p.cos()]) for k, p in params.items()}, torch.tensor(2.0))
+    moves, state = tx.update(params, tx.init(params), params=params, curvature=rows, inplace=False)
+    out = optree.tree_leaves(whole((moves, tx.posterior(state, params).marginal_variance)))
+    return params, values, tx, state, torch.cat([x.flatten() for x in out])
+
+
+def priors():
+    """The difference of a filter that starts from a sharded posterior to one process; and what refusals say."""
+    *_, alone = begun(network())
+    model = network()
+    under("fsdp", model, dist.get_rank())
+    params, values, tx, state, found = begun(model)
+    wrong, plain = (
+        {name: x.clone() for name, x in values.items()},
+        {k: torch.ones(p.shape) for k, p in params.items()},
+    )
+    if dist.get_rank() == 2:
+        wrong["0.weight"].to_local().neg_()
+
+    def fed(curvature):
+        tx.update(params, state, params=params, curvature=curvature, inplace=False)
+
+    one = torch.tensor(1.0)
+    said = {
+        "negative": message_of(bc.ekf.diagonal(prior_precision=wrong).init, params),
+        "plain prior": message_of(bc.ekf.diagonal(prior_precision=plain).init, params),
+        "plain rows": message_of(fed, bc.precision.Root({k: x[None] for k, x in plain.items()}, one)),
+        "no rows": message_of(fed, bc.precision.Diagonal(values, one)),
+        "smooth": message_of(tx.smooth, [(params, state)]),
+    }
+    return (found - alone).abs().max().item(), said
+
+
 def last_layer():
     """The head's variances from the features of a sharded model, and from those of one process, as the page has it."""
     x, y = data()
@@ -145,7 +253,7 @@ def last_layer():
     for sharded in (False, True):
         model, mine = network().eval(), slice(None)
         if sharded:
-            fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+            fully_shard(model, mesh=mesh_of(4))
             mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
         features = []
         handle = model[-1].register_forward_hook(lambda module, args, out, features=features: features.append(args[0]))
@@ -173,7 +281,8 @@ def refused():
         "vi.kronecker": bc.vi.kronecker(bc.sgd(0.1), temperature=0.1),
         "vi.von": bc.vi.von(0.1, temperature=0.1),
         "vi.vogn": bc.vi.vogn(0.1, temperature=0.1),
-        "ekf.diagonal": bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+        "ekf.dense": bc.ekf.dense(lr=1.0, prior_precision=1.0),
+        "ekf.low_rank": bc.ekf.low_rank(lr=1.0, rank=2),
         "swag": bc.swag(rank=2),
     }.items():
         try:
@@ -203,7 +312,7 @@ def line(sharded, steps=280, kept=200):
     (x, y), model, mine = regression(), nn.Linear(6, 4, bias=False).double(), slice(None)
     nn.init.zeros_(model.weight)
     if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        fully_shard(model, mesh=mesh_of(4))
         mine = slice(dist.get_rank(), None, 4)
     optimizer = bc.optim.IVON(
         model.named_parameters(),

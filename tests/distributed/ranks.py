@@ -1,6 +1,7 @@
 """Several processes with a gloo group among them, as ``torchrun`` starts them."""
 
 import datetime
+import functools
 import multiprocessing
 import os
 import time
@@ -8,6 +9,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 PATIENCE = 240.0  # seconds; a test takes a few of them where the machine is free
 
@@ -68,6 +70,13 @@ def _one(function, rank, size, meeting, file, args):
     torch.save(result, f"{file}.part")
     os.replace(f"{file}.part", file)
     os._exit(0)  # whatever threads of the group are left
+
+
+@functools.cache
+def mesh_of(*shape):
+    """A mesh over all ranks, the same one every time: each new one of several axes makes process groups of its own."""
+    names = ("replicate", "shard", "third")[: len(shape)] if len(shape) > 1 else None
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def message_of(function, *args):

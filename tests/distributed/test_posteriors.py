@@ -12,8 +12,15 @@ pytestmark = pytest.mark.slow
 
 def every():
     """All cases, on this rank."""
-    compared = posteriors.compared(philox)
-    return compared, posteriors.curved(), posteriors.refused(), posteriors.line(sharded=True), posteriors.last_layer()
+    return {
+        "families": posteriors.compared(philox),
+        "laplace": posteriors.curved(),
+        "refused": posteriors.refused(),
+        "line": posteriors.line(sharded=True),
+        "last layer": posteriors.last_layer(),
+        "filters": posteriors.filtered(),
+        "priors": posteriors.priors(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +28,12 @@ def ranks(tmp_path_factory):
     return run(every, 4, tmp_path_factory.mktemp("posteriors"))
 
 
+def of(case, ranks):
+    return [found[case] for found in ranks]
+
+
 def test_diagonal_families_make_the_steps_of_one_process_in_every_layout(ranks):
-    for found, *_ in ranks:
+    for found in of("families", ranks):
         assert len(found) == 2 * 5 + 3 * 2
         for case, (differ, _, plain) in found.items():
             assert differ <= 1e-12, (case, differ)
@@ -30,23 +41,23 @@ def test_diagonal_families_make_the_steps_of_one_process_in_every_layout(ranks):
 
 
 def test_draws_and_updates_of_a_diagonal_family_send_nothing_but_a_norm(ranks):
-    for found, *_ in ranks:
+    for found in of("families", ranks):
         for (family, way), (_, messages, _) in found.items():
             assert (messages == 0) == ("clipped" not in family), (family, way, messages)
 
 
 def test_diagonal_laplace_of_a_sharded_model_is_that_of_one_process_and_is_added_up_without_messages(ranks):
-    for _, found, *_ in ranks:
+    for found in of("laplace", ranks):
         for way, (differ, messages, _, _, count) in found.items():
             assert max(differ) <= 1e-10, (way, differ)
             assert messages == 0 and count == (8.0, 8.0)
 
 
 def test_a_draw_of_a_sharded_posterior_is_one_draw_in_every_layout(ranks):
-    (_, first, *_), *others = ranks
-    for name, x in first["fsdp"][2].items():
+    every = of("laplace", ranks)
+    for name, x in every[0]["fsdp"][2].items():
         assert x.shape[0] == 2 and x.std() > 0.0
-        for _, found, *_ in [ranks[0], *others]:
+        for found in every:
             for way in ("fsdp", "tp"):
                 torch.testing.assert_close(found[way][2][name], x, rtol=1e-12, atol=1e-12)
 
@@ -54,22 +65,45 @@ def test_a_draw_of_a_sharded_posterior_is_one_draw_in_every_layout(ranks):
 def test_random_signs_estimate_the_diagonal_of_a_sharded_model(ranks):
     """The relative variance of one probe is at most 2, that of 100 at most 0.02: 26 entries stay within 5 deviations but for
     1.5e-5 of all seeds; seeds are fixed. Without the factor for the average over ranks they would be a sixteenth."""
-    for _, found, *_ in ranks:
+    for found in of("laplace", ranks):
         for way, (_, _, _, most, _) in found.items():
             assert 0.0 < most <= 5 * 0.02**0.5, (way, most)
 
 
 def test_the_last_layer_of_a_sharded_model_has_the_posterior_of_one_process(ranks):
-    for *_, off in ranks:
+    for off in of("last layer", ranks):
         assert len(off) == 2 and max(off) <= 1e-12
 
 
+def test_a_diagonal_filter_of_a_sharded_model_is_that_of_one_process_in_means_variances_and_evidence(ranks):
+    for found in of("filters", ranks):
+        assert len(found) == 8 and max(off for off, _ in found.values()) <= 1e-12, found
+
+
+def test_an_update_of_a_diagonal_filter_sends_one_sum_for_each_question_that_couples_leaves(ranks):
+    """The products of rows; where the force is no sum of innovations its products with the rows, and that with the move."""
+    sums = {("categorical", "tangent"): 3, ("gaussian", "tangent"): 1}
+    for found in of("filters", ranks):
+        for (*case, way), (_, sent) in found.items():
+            assert sent == sums.get(tuple(case), 2), (case, way, sent)
+
+
+def test_a_filter_starts_from_a_sharded_posterior_and_what_one_rank_refuses_all_refuse(ranks):
+    for off, said in of("priors", ranks):
+        assert off <= 1e-12
+        assert "prior_precision is not positive at 0.weight" in said["negative"]
+        assert "is not spread over the ranks as its parameter is" in said["plain prior"]
+        assert "bc.ekf.observe_by_backward" in said["plain rows"]
+        assert "A filter needs all rows" in said["no rows"] and "these are DTensors" in said["smooth"]
+
+
 def test_families_and_increments_that_couple_elements_are_refused_by_name(ranks):
-    for _, _, said, *_ in ranks:
-        assert len(said) == 9
+    for said in of("refused", ranks):
+        assert len(said) == 10
         for name, text in said.items():
             assert "whole leaves" in text or "DTensors" in text or "is not spread" in text, (name, text)
             assert "vi." not in name or "bc.vi.mean_field" in text
+            assert "ekf." not in name or "bc.ekf.diagonal takes them" in text
         assert "bc.curvature.diagonal_by_backward" in said["laplace, rows"]
 
 
@@ -83,7 +117,7 @@ def test_ivon_on_four_ranks_is_ivon_in_one_process_and_the_exact_posterior(ranks
     alone, (x, y) = posteriors.line(sharded=False), posteriors.regression()
     precision = x.T @ x + torch.eye(6, dtype=torch.float64)
     mean, variance = torch.linalg.solve(precision, x.T @ y).T, 1 / precision.diagonal()
-    for rank, (_, _, _, (*last, means, variances), _) in enumerate(ranks):
+    for rank, (*last, means, variances) in enumerate(of("line", ranks)):
         for mine, whole in zip(last, alone):
             torch.testing.assert_close(mine, whole[rank : rank + 1], rtol=1e-9, atol=1e-11)
         assert (variances / variance - 1).abs().max() <= 5 * (3 / 200) ** 0.5

@@ -84,7 +84,7 @@ def refusals():
         "precision": bc.chain(bc.scale_by_preconditioner(precision), bc.sghmc(0.1, temperature=0.1)),
         "vi": bc.vi.dense(bc.sgd(0.1), temperature=0.1),
         "swag": bc.swag(rank=2),
-        "ekf": bc.ekf.diagonal(lr=1.0, prior_precision=1.0),
+        "ekf": bc.ekf.dense(lr=1.0, prior_precision=1.0),
         "generator": bc.with_stream(bc.sghmc(0.1, temperature=0.1), "generator"),
     }.items():
         links[name] = message_of(lambda tx=tx: tx.init(params))

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import gradients_of_columns
+from bayesopt_chain.core.link import LinkContext
 from bayesopt_chain.curvature._autodiff import vjp
+from bayesopt_chain.curvature._backward import BackwardPasses
+from bayesopt_chain.distributed import shards
 from bayesopt_chain.likelihoods import Likelihood, gaussian
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.state import times
@@ -130,65 +133,147 @@ def observe(
         >>> observation.innovation
         tensor([2., 2.])
     """
-    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood))
-    if linearisation not in LINEARISATIONS:
-        raise ValueError(f"ekf.observe: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
-    is_gaussian = chosen.has_noise_scale
-    if linearisation == "statistical" and not is_gaussian and not chosen.has_straight_line:
-        raise ValueError(
-            f"ekf.observe: the {chosen.name} likelihood has no moments to linearise by, only those have whose targets have one "
-            "output with a known mean and variance (gaussian, bernoulli, poisson and the like) and categorical: use "
-            "linearisation='tangent'"
-        )
+    chosen = _observed(likelihood, linearisation, "ekf.observe")
 
     def estimate(params: Tree, batch: Any) -> Observation | Unlinearised:
         leaves, structure = optree.tree_flatten(params)
         f, pull = _evaluated(forward, leaves, structure, batch)
-        if is_gaussian or linearisation == "statistical":
-            nll, slope = chosen.nll(f, batch[1]).sum(), f
-        else:
-            nll, slope = chosen.nll(f, batch[1]).sum(), chosen.gradient(f, batch[1])
-        known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
-        if linearisation == "empirical":
-            rows = pull(_separate(slope[None]))
-            force = [-row.sum(0) for row in rows]
-            tree, forces = (optree.tree_unflatten(structure, x) for x in (rows, force))
-            return Observation(tree, -torch.ones_like(rows[0].reshape(len(f), -1)[:, 0]), forces, *known)
-        if is_gaussian:
-            inverse_deviation = chosen.root(f, batch[1]).diagonal().sqrt().reshape(-1)
-            innovation = chosen.whitened(f, batch[1]).reshape(-1)
-            rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
-            return Observation(optree.tree_unflatten(structure, rows), innovation, None, *known)
-        if linearisation == "statistical":
-            jacobian = pull(torch.eye(f.numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape))
-            groups = f.reshape(-1, chosen.grouping(f.shape[1:]).width)
-            labels, weights = chosen.labels(batch[1]).reshape(-1), chosen.weights(batch[1])
-            weights = None if weights is None else weights.reshape(-1).to(f.dtype)
-            tree = optree.tree_unflatten(structure, jacobian)
-            return Unlinearised(tree, groups, labels, weights, chosen, *known)
-        root = chosen.root(f, batch[1])
-        if isinstance(root, Elementwise):
-            scale = root.scale.reshape(-1).clamp_min(SMALLEST)
-            innovation = -slope.reshape(-1) / scale
-            rows = pull(torch.diag(scale).reshape(-1, *f.shape))
-            force = [weighted_sum(innovation, row) for row in rows]
-        else:
-            columns = torch.cat([_separate(root.part(0, root.columns)), -slope[None]])
-            innovation, pulled = None, pull(columns)
-            rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
-        tree, forces = (optree.tree_unflatten(structure, x) for x in (rows, force))
-        return Observation(tree, innovation, forces, *known)
+
+        def tree(values: list[Tensor]) -> Tree:
+            return optree.tree_unflatten(structure, values)
+
+        return _observation(f, batch[1], pull, tree, chosen, linearisation)
 
     return estimate
 
 
-def _variance(value: Any) -> Any:
-    if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
-        raise TypeError(
-            f"ekf.observe: likelihood must be one of bc.likelihoods or a variance, got {type(value).__name__}"
+def observe_by_backward(
+    model: torch.nn.Module,
+    likelihood: Likelihood | float | Tensor = 1.0,
+    *,
+    linearisation: str = "tangent",
+    mesh: Any = None,
+) -> Callable[[Any], Observation | Unlinearised]:
+    r"""Linearise a model for a filter by backward passes, also one that is sharded over ranks.
+
+    For a model in one process :func:`observe` gives the same faster, since it pulls many rows back in one pass. This one asks
+    nothing of a model but ``backward``: it is for ``fully_shard``, tensor parallelism and DistributedDataParallel. Every row is
+    a forward and a backward pass, M of them for the data of all ranks together, and each rank keeps its part of it. The extended filter:
+    Jazwinski (1970).
+
+    Args:
+        model: called as ``model(inputs)``, with outputs ``[B, *event]`` in which no datum depends on another; put it into
+            ``eval()`` first. Its parameters that require a gradient are those of the filter.
+        likelihood, linearisation: as for :func:`observe`.
+        mesh: the ranks over which the model averages its gradients, each with data of its own: the mesh of ``fully_shard``, or
+            of the replicas. ``None``, the default, where all ranks see the same data (tensor parallelism), or there is one.
+
+    Returns:
+        ``estimate(batch)`` of ``(inputs, targets)``, both tensors with one entry a datum on axis 0, to be passed as
+        ``curvature`` to :func:`diagonal` over ``dict(model.named_parameters())``: one observation of the data of all ranks. Its
+        rows are DTensors that lie as the parameters do; outputs and targets are sent to all ranks. Gradients that the
+        parameters hold stay.
+
+    Raises:
+        ValueError: as :func:`observe`; a model without parameters that require a gradient.
+        TypeError: at the estimate, targets that are no tensor.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> model, likelihood = torch.nn.Linear(3, 2), bc.likelihoods.categorical()
+        >>> batch, params = (torch.randn(5, 3), torch.randint(2, (5,))), dict(model.named_parameters())
+        >>> found = bc.ekf.observe_by_backward(model, likelihood)(batch)
+        >>> forward = lambda params, batch: torch.func.functional_call(model, params, (batch[0],))
+        >>> wanted = bc.ekf.observe(forward, likelihood)(params, batch)
+        >>> torch.allclose(found.rows["weight"], wanted.rows["weight"], atol=1e-6), found.count.item()
+        (True, 5.0)
+    """
+    chosen = _observed(likelihood, linearisation, "ekf.observe_by_backward")
+    passes = BackwardPasses(model, mesh, "ekf.observe_by_backward")
+
+    def estimate(batch: Any) -> Observation | Unlinearised:
+        inputs, targets = batch
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"ekf.observe_by_backward: targets must be a tensor, got {type(targets).__name__}")
+        with passes, torch.no_grad():
+            outputs = model(inputs)
+            (first, last), f, labels = passes.gathered(len(outputs), outputs, targets)
+
+            def pull(columns: Tensor) -> list[Tensor]:
+                rows = [passes.gradients(inputs, lambda f, s=s: s[first:last]) for s in columns]
+                return [torch.stack(leaf) for leaf in zip(*rows)]
+
+            return _observation(f, labels, pull, passes.tree, chosen, linearisation)
+
+    return estimate
+
+
+def _observed(likelihood: Any, linearisation: str, who: str) -> Likelihood:
+    """The likelihood that was asked for, once it is known to have this linearisation."""
+    chosen = likelihood if isinstance(likelihood, Likelihood) else gaussian(_variance(likelihood, who))
+    if linearisation not in LINEARISATIONS:
+        raise ValueError(f"{who}: linearisation must be one of {LINEARISATIONS}, got {linearisation!r}")
+    if linearisation == "statistical" and not chosen.has_noise_scale and not chosen.has_straight_line:
+        raise ValueError(
+            f"{who}: the {chosen.name} likelihood has no moments to linearise by, only those have whose targets have one "
+            "output with a known mean and variance (gaussian, bernoulli, poisson and the like) and categorical: use "
+            "linearisation='tangent'"
         )
+    return chosen
+
+
+def _observation(
+    f: Tensor,
+    targets: Any,
+    pull: Callable[[Tensor], list[Tensor]],
+    tree: Callable[[list[Tensor]], Tree],
+    chosen: Likelihood,
+    linearisation: str,
+) -> Observation | Unlinearised:
+    """What outputs ``f`` and their targets say.
+
+    Args:
+        f: ``[B, *event]``.
+        targets: theirs.
+        pull: cotangents ``[M, B, *event]`` to rows by leaf, ``[M, *leaf.shape]``.
+        tree: rows, or tensors like the leaves, as a tree like the parameters.
+        chosen, linearisation: as :func:`observe` has them.
+    """
+    is_gaussian = chosen.has_noise_scale
+    nll = chosen.nll(f, targets).sum()
+    known = torch.full((), float(f.shape[0]), dtype=torch.float64, device=f.device), -nll.to(torch.float64)
+    if linearisation == "empirical":
+        rows = pull(_separate(chosen.gradient(f, targets)[None]))
+        return Observation(tree(rows), -f.new_ones(len(f)), tree([-row.sum(0) for row in rows]), *known)
+    if is_gaussian:
+        inverse_deviation = chosen.root(f, targets).diagonal().sqrt().reshape(-1)
+        innovation = chosen.whitened(f, targets).reshape(-1)
+        rows = pull(torch.diag(inverse_deviation).reshape(-1, *f.shape))
+        return Observation(tree(rows), innovation, None, *known)
+    if linearisation == "statistical":
+        jacobian = pull(torch.eye(f.numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape))
+        groups = f.reshape(-1, chosen.grouping(f.shape[1:]).width)
+        labels, weights = chosen.labels(targets).reshape(-1), chosen.weights(targets)
+        weights = None if weights is None else weights.reshape(-1).to(f.dtype)
+        return Unlinearised(tree(jacobian), groups, labels, weights, chosen, *known)
+    slope, root = chosen.gradient(f, targets), chosen.root(f, targets)
+    if isinstance(root, Elementwise):
+        scale = root.scale.reshape(-1).clamp_min(SMALLEST)
+        innovation = -slope.reshape(-1) / scale
+        rows = pull(torch.diag(scale).reshape(-1, *f.shape))
+        force = [weighted_sum(innovation, row) for row in rows]
+    else:
+        columns = torch.cat([_separate(root.part(0, root.columns)), -slope[None]])
+        innovation, pulled = None, pull(columns)
+        rows, force = [x[:-1] for x in pulled], [x[-1] for x in pulled]
+    return Observation(tree(rows), innovation, tree(force), *known)
+
+
+def _variance(value: Any, who: str) -> Any:
+    if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
+        raise TypeError(f"{who}: likelihood must be one of bc.likelihoods or a variance, got {type(value).__name__}")
     if not bool(torch.as_tensor(value > 0).all()):
-        raise ValueError(f"ekf.observe: variance must be positive, got {value}")
+        raise ValueError(f"{who}: variance must be positive, got {value}")
     return value
 
 
@@ -232,33 +317,34 @@ def _evaluated(
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """``sum_m weights_m rows_m`` of ``[M]`` and ``[M, *leaf.shape]``; ``torch.tensordot`` takes four times as long."""
-    return (weights.to(rows.dtype) @ rows.reshape(rows.shape[0], -1)).reshape(rows.shape[1:])
+    return (weights.to(rows.dtype) @ rows.reshape(rows.shape[0], rows.shape[1:].numel())).reshape(rows.shape[1:])
 
 
-def information(
-    increment: Any, leaves: list[Tensor], who: str, loss: Tensor | None, solve: Callable[[Tree], Tree]
-) -> Information:
-    """Take an increment apart.
+def information(context: LinkContext, who: str, solve: Callable[[list[Tensor]], list[Tensor]]) -> Information:
+    """Take the increment of an update, its keyword ``curvature``, apart.
+
+    An increment is a precision that has rows, an :class:`Observation` or an :class:`Unlinearised` one. Beside a precision the
+    keyword ``loss``, if there is one, is the mean negative log-likelihood of the batch.
 
     Args:
-        increment: a precision that has rows, an :class:`Observation` or an :class:`Unlinearised` one.
-        leaves: the parameters'.
+        context: of the filter in this update.
         who: the filter, for the errors.
-        loss: the mean negative log-likelihood of the batch, if it is known.
-        solve: the filter's covariance times rows, a tree like the increment's.
+        solve: the filter's covariance times rows ``[M, *leaf.shape]``, by leaf.
 
     Raises:
-        ValueError: none given, one over other parameters, or an indefinite one.
+        ValueError: no increment, one over other parameters, or an indefinite one.
         TypeError: a structure without rows.
     """
+    increment, loss = context.extra.get("curvature"), context.extra.get("loss")
     innovation, force, log_predictive, log_likelihood = None, None, None, None
     if isinstance(increment, Unlinearised):
-        rows, innovation, log_predictive = _linearised(increment, leaves, who, solve)
+        rows, innovation, log_predictive = _linearised(increment, context, who, solve)
     elif isinstance(increment, Observation):
-        rows, innovation, log_likelihood = increment.rows, increment.innovation, increment.log_likelihood
-        force = None if increment.force is None else optree.tree_leaves(increment.force)
+        rows, innovation = _require_over(increment.rows, context, who), increment.innovation
+        log_likelihood = increment.log_likelihood
+        force = None if increment.force is None else [shards.local(x) for x in optree.tree_leaves(increment.force)]
     elif isinstance(increment, Precision):
-        rows = _rows(increment, who)
+        rows = _require_over(_rows(increment, who), context, who)
         log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
     else:
         came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
@@ -266,20 +352,21 @@ def information(
             f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
             "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
-    flat = _require_over(rows, leaves, who)
-    return Information(flat, innovation, force, increment.count, log_likelihood, log_predictive)
+    return Information(rows, innovation, force, increment.count, log_likelihood, log_predictive)
 
 
 def _linearised(
-    increment: Unlinearised, leaves: list[Tensor], who: str, solve: Callable[[Tree], Tree]
-) -> tuple[Tree, Tensor, Tensor]:
+    increment: Unlinearised, context: LinkContext, who: str, solve: Callable[[list[Tensor]], list[Tensor]]
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Rows and innovations of the line through the moments, and the targets' log probability under them."""
-    jacobian = _require_over(increment.jacobian, leaves, who)
+    jacobian = _require_over(increment.jacobian, context, who)
     groups, size = increment.outputs.shape
-    spread: Any = 0
-    for j, moved in zip(jacobian, optree.tree_leaves(solve(increment.jacobian))):
-        a, b = (x.reshape(groups, size, -1).to(torch.float64) for x in (j, moved))
-        spread = spread + a @ b.mT
+
+    def of_outputs(j: Tensor, moved: Tensor) -> Tensor:
+        a, b = (x.reshape(groups, size, j[0].numel()).to(torch.float64) for x in (j, moved))
+        return a @ b.mT
+
+    spread = context.total([of_outputs(j, moved) for j, moved in zip(jacobian, solve(jacobian))])
     line = increment.likelihood.straight_line
     slope, innovation, log_predictive = line(increment.outputs.to(torch.float64), increment.targets, spread)
     if increment.weights is not None:
@@ -291,19 +378,23 @@ def _linearised(
             log_predictive * weights,
         )
     kept = slope.shape[1]
-    rows = [(slope.to(j.dtype) @ j.reshape(groups, size, -1)).reshape(groups * kept, *j.shape[1:]) for j in jacobian]
-    tree = optree.tree_unflatten(optree.tree_structure(increment.jacobian), rows)
-    return tree, innovation.reshape(-1).to(increment.outputs.dtype), log_predictive.sum()
+    rows = [
+        (slope.to(j.dtype) @ j.reshape(groups, size, j[0].numel())).reshape(groups * kept, *j.shape[1:])
+        for j in jacobian
+    ]
+    return rows, innovation.reshape(-1).to(increment.outputs.dtype), log_predictive.sum()
 
 
-def _require_over(rows: Tree, leaves: list[Tensor], who: str) -> list[Tensor]:
-    flat = optree.tree_leaves(rows)
-    if [row.shape[1:] for row in flat] != [leaf.shape for leaf in leaves]:
+def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
+    """The leaves of a tree of rows over the parameters; of DTensors this rank's parts."""
+    flat, shapes = optree.tree_leaves(rows), [leaf.shape for leaf in context.params]
+    mine = context.rows(rows, f"{who}: curvature") if len(flat) == len(shapes) else flat
+    if [row.shape[1:] for row in mine] != shapes:
         raise ValueError(
-            f"{who}: the increment is over {dict(zip(paths(rows), [tuple(r.shape[1:]) for r in flat]))}, the parameters have "
-            f"the shapes {[tuple(leaf.shape) for leaf in leaves]}: estimate the curvature of these parameters"
+            f"{who}: the increment is over {dict(zip(paths(rows), [tuple(row.shape[1:]) for row in flat]))}, the parameters "
+            f"have the shapes {[tuple(shape) for shape in shapes]}: estimate the curvature of these parameters"
         )
-    return flat
+    return mine
 
 
 def of_moving(known: Information, moves: list[bool]) -> Information:

@@ -20,6 +20,8 @@ from bayesopt_chain import checks
 from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
+from bayesopt_chain.distributed import shards
+from bayesopt_chain.distributed.ranks import together
 from bayesopt_chain.matching.response import Refused, Response
 from bayesopt_chain.posterior.draw import Draw
 from bayesopt_chain.posterior.ekf import _smoothing
@@ -94,7 +96,14 @@ class Filter(Link):
     @property
     def traits(self) -> Traits:  # pyright: ignore[reportIncompatibleVariableOverride]
         draws = 0 if self.transition is None else 1  # with a transition the gradient is taken at the predicted mean
-        return Traits(needs_params=True, checks_gradients=True, all_leaves=True, samples=draws)
+        return Traits(
+            on_shards="elementwise" if self.structure.by_element else "refused",  # its sums are over all ranks
+            refusal_hint=" (bc.ekf.diagonal takes them)",
+            needs_params=True,
+            checks_gradients=True,
+            all_leaves=True,
+            samples=draws,
+        )
 
     @property
     def name(self) -> str:
@@ -105,22 +114,47 @@ class Filter(Link):
         return self.structure.state
 
     def init(self, leaves: list, context: LinkContext) -> Any:
-        params = context.tree(leaves)
+        params = shards.local_tree(context.tree(leaves))
         checks.parameters(leaves, optree.tree_paths(params))
         device = leaves[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
-        transition_at(self.transition, params, self.structure.mixes, self.name, check=True)
-        if not is_schedule(self.transition_noise):
-            self.motion(self.transition_noise, count, params)
-        return self.structure.start(self._prior(params), leaves, Tally(zero, count, zero.clone(), zero.clone()))
 
-    def _prior(self, params: Any) -> Precision:
+        def first() -> Any:
+            transition_at(self._here("transition", self.transition, context), params, *self._kind, check=True)
+            if not is_schedule(self.transition_noise):
+                self.motion(self.transition_noise, count, params, context)
+            return self.structure.start(
+                self._prior(params, context), leaves, Tally(zero, count, zero.clone(), zero.clone())
+            )
+
+        # what one rank finds in its part is refused by all
+        return first() if context.scope.shards is None else together(None, first)
+
+    @property
+    def _kind(self) -> tuple[bool, str]:
+        """Whether correlations can be held, and the name in refusals."""
+        return self.structure.mixes, self.name
+
+    def _here(self, name: str, value: Any, context: LinkContext) -> Any:
+        """This rank's part of an argument that is a tree like the parameters; anything else as it is."""
+        if context.scope.shards is None or value is None or (callable(value) and not isinstance(value, Tensor)):
+            return value
+        tree: Any = value
+        leaves, structure = optree.tree_flatten(tree)
+        return structure.unflatten(context.parts(leaves, f"{self.name}: {name}"))
+
+    def _prior(self, params: Any, context: LinkContext) -> Precision:
         """The precision to start from."""
         if self.prior is not None:
-            require_values(params, self.prior.mean, f"{self.name}: params", "prior.mean")
-            return self.prior.precision
-        values = [v.expand(p.shape) for v, p in zip(self._spread(params), optree.tree_leaves(params))]
+            mean = self._here("prior.mean", self.prior.mean, context)
+            require_values(params, mean, f"{self.name}: params", "prior.mean")
+            precision = self.prior.precision
+            if context.scope.shards is not None and isinstance(precision, Diagonal):
+                return precision._replace(values=self._here("prior", precision.values, context))
+            return precision
+        given = spread(self._here("prior_precision", self.prior_precision, context), params, "prior_precision")
+        values = [v.expand(p.shape) for v, p in zip(given, optree.tree_leaves(params))]
         for path, v in zip(paths(params), values):
             if not is_hidden(v) and not bool((v.isfinite() & (v > 0)).all()):
                 raise ValueError(
@@ -130,35 +164,49 @@ class Filter(Link):
         tree = optree.tree_unflatten(optree.tree_structure(params), values)
         return Diagonal(tree, torch.zeros((), dtype=torch.float64))
 
-    def _spread(self, params: Any) -> list[Tensor]:
-        return spread(self.prior_precision, params, "prior_precision")
+    def motion(
+        self, noise: Any, updates: Tensor, params: Any, context: LinkContext | None = None
+    ) -> tuple[list[Tensor], Motion]:
+        """Where the mean moves to, and how the parameters move, before update number ``updates``.
 
-    def motion(self, noise: Any, updates: Tensor, params: Any) -> tuple[list[Tensor], Motion]:
-        """Where the mean moves to, and how the parameters move, before update number ``updates``."""
+        With ``context``, ``params`` are this rank's parts of them, and so are the results.
+        """
         if is_schedule(noise):
             noise = noise(updates)
-        moved, transition = transition_at(self.transition, params, self.structure.mixes, self.name)
-        return moved, Motion(transition, noise_of(noise, params, self.structure.mixes, self.name), self.forgetting)
+        transition = self.transition
+        if context is not None:
+            noise = self._here("transition_noise", noise, context)
+            transition = self._here("transition", transition, context)
+        moved, factors = transition_at(transition, params, *self._kind)
+        return moved, Motion(factors, noise_of(noise, params, *self._kind), self.forgetting)
+
+    def predicted(self, params: Any) -> Any:
+        """Where a tree of means moves to; of DTensors each rank moves its part."""
+        transition = self.transition if callable(self.transition) else shards.local_tree(self.transition)
+        moved, _ = transition_at(transition, shards.local_tree(params), *self._kind)
+        leaves, structure = optree.tree_flatten(params)
+        return structure.unflatten([shards.like(p, x) for p, x in zip(leaves, moved)])
 
     def sample(self, state: Any, params: list, context: LinkContext) -> Draw:
-        moved, _ = transition_at(self.transition, context.tree(params), self.structure.mixes, self.name)
-        return Draw(moved, (), state.updates, state.updates)
+        return Draw(optree.tree_leaves(self.predicted(context.tree(params))), (), state.updates, state.updates)
 
     def update(self, g: list, state: Any, op: TensorOps, context: LinkContext) -> tuple[list, Any]:
         leaves, moving = context.params, [x is not None for x in g]
-        params = context.tree(leaves)
+        params = shards.local_tree(context.tree(leaves))
         lr = self._lr(context.extra.get("lr", self.lr), state.updates)
-        moved, motion = self.motion(context.extra.get("transition_noise", self.transition_noise), state.updates, params)
+        noise = context.extra.get("transition_noise", self.transition_noise)
+        moved, motion = self.motion(noise, state.updates, params, context)
         if self.transition is not None:
             self._require_predicted(context.extra.get("draw"), state, moved, moving)
         predicted = self.structure.predict(state, motion, leaves)
 
-        def solve(rows: Any) -> Any:
-            return self.structure.precision(predicted, params).factorised().solve(rows)
+        def solve(rows: list[Tensor]) -> list[Tensor]:
+            tree = optree.tree_unflatten(optree.tree_structure(params), rows)
+            return optree.tree_leaves(self.structure.precision(predicted, params).factorised().solve(tree))
 
-        known = information(context.extra.get("curvature"), leaves, self.name, context.extra.get("loss"), solve)
+        known = information(context, self.name, solve)
         batch = weighed(known if all(moving) else of_moving(known, moving), g, leaves, lr)
-        moves, new, growth, misfit = self.structure.update(predicted, batch, leaves)
+        moves, new, growth, misfit = self.structure.update(predicted, batch, leaves, context.total)
         if self.transition is not None:
             moves = [move + (b - a) for move, a, b in zip(moves, leaves, moved)]
         gained, scored = evidence(batch, lr, growth, misfit)
@@ -272,9 +320,7 @@ class KalmanFilter(PosteriorTransformation):
         """
         mine, link = self._state(state), self._link
         require_these(link.structure.shapes(mine), params, str(link))
-        moved, _ = transition_at(link.transition, params, link.structure.mixes, link.name)
-        tree = optree.tree_unflatten(optree.tree_structure(params), moved)
-        return Draw(tree, (), mine.updates, mine.updates)
+        return Draw(link.predicted(params), (), mine.updates, mine.updates)
 
     def log_evidence(self, state: Any) -> Tensor:
         """The log marginal likelihood of all data so far, in nats, accumulated batch by batch.
@@ -346,6 +392,11 @@ class KalmanFilter(PosteriorTransformation):
         if callable(link.transition) and not isinstance(link.transition, Tensor):
             raise ValueError(
                 f"{link.name}: smooth needs a linear transition, and this one is a function: pass its matrix"
+            )
+        if shards.are_spread(trees):
+            raise ValueError(
+                f"{link.name}: smooth is for whole parameters, and these are DTensors; gather the means and the states of the "
+                "history first (full_tensor)"
             )
         if isinstance(structure, LowRankInformation):
             raise ValueError(
@@ -442,6 +493,8 @@ def diagonal(
 
     Its mean moves by the exact gain of the diagonal prior, from the same curvature as :func:`dense` takes; between batches the
     correlations are forgotten. Its state holds one tensor for each parameter, an update costs ``O(M^2 P)`` for M rows.
+    Parameters may be DTensors (``fully_shard``, tensor parallelism): :func:`observe_by_backward` makes the rows then, and an
+    update sends ``M^2`` numbers.
 
     Args:
         lr, prior_precision, forgetting: as in :func:`dense`.

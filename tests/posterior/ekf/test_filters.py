@@ -255,3 +255,12 @@ def test_many_filters_at_once_are_each_alone():
             p, s, _ = step(p, s, batch)
         torch.testing.assert_close(params["a"][i], p["a"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(state[0].root[i], s[0].root, rtol=1e-12, atol=1e-12)
+
+
+def test_the_empirical_rows_of_gaussian_noise_are_the_gradients_of_its_log_likelihood():
+    """``(f - y) x / variance`` for each datum; the outputs alone, without the targets, would be another matrix."""
+    x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
+    estimate = bc.ekf.observe(lambda w, batch: batch[0] @ w, 0.5, linearisation="empirical")
+    found = estimate(torch.ones(1, 1), (x, y))
+    assert found.rows.flatten().tolist() == [-4.0, 4.0]
+    assert found.force.flatten().tolist() == [0.0]
