@@ -158,8 +158,8 @@ def observe_by_backward(
 
     For a model in one process :func:`observe` gives the same faster, since it pulls many rows back in one pass. This one asks
     nothing of a model but ``backward``: it is for ``fully_shard``, tensor parallelism and DistributedDataParallel. Every row is
-    a forward and a backward pass, M of them for the data of all ranks together, and each rank keeps its part of it. The extended filter:
-    Jazwinski (1970).
+    a forward and a backward pass, M of them for the data of all ranks together, and each rank keeps its part of it. The
+    extended filter: Jazwinski (1970).
 
     Args:
         model: called as ``model(inputs)``, with outputs ``[B, *event]`` in which no datum depends on another; put it into
