@@ -15,7 +15,7 @@ Which parameters have taps is settled on the first chunk, before any of it is ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,6 +116,9 @@ class Demand(NamedTuple):
         columns_together: whether all columns of a datum must be in one chunk.
         accepts: raises for a plan that is of no use.
         weighs_inputs: whether ``Chunk.weights`` is wanted.
+        few_shared: where weights are shared by positions, how many data may always be in a chunk, one column after the other:
+            convolutions and max pooling loop over columns that are pulled back together, a few data at a time. 0 prefers many
+            columns to many data there too.
     """
 
     formed: int = 0
@@ -125,6 +128,7 @@ class Demand(NamedTuple):
     columns_together: bool = False
     accepts: Callable[[TapPlan], None] = _any_plan
     weighs_inputs: bool = False
+    few_shared: int = 0
 
 
 class Linearised(NamedTuple):
@@ -222,12 +226,13 @@ class BatchPullback:
                 continue
             weights = self._input_weights(linear, part(self.targets, start, stop), plan)
             done = {gradient.leaf for gradient in summed}
+            kept: dict[int, Tensor] | None = {} if self.demand.few_shared and at_once < columns else None
             for k in range(0, columns, at_once):
                 pulled, ready = ready or self._pull(linear, root.part(k, min(k + at_once, columns)), plan), None
-                gradients = _gradients(linear, pulled, plan, done)
+                gradients = _gradients(linear, pulled, plan, done, kept)
                 yield Chunk(linear.size, linear.outputs, k == 0, gradients, summed if k == 0 else [], weights)
                 del pulled, gradients  # before the next ones are made
-            del linear, root
+            del linear, root, kept
         check.plan = plan
 
     def _sizes(self, plan: TapPlan, n: int, columns: int) -> tuple[int, int]:
@@ -240,18 +245,24 @@ class BatchPullback:
         item = plan.probe.element_size()
         activations = sum(shape.numel() for shape, _ in plan.shapes)
         generic = sum(leaves[index].numel() for index in plan.generic)
-        unfolded = max((_unfolded(use, plan) for use in plan.uses), default=0)
+        is_shared = demand.few_shared and not plan.generic and any(_is_shared(use, plan) for use in plan.uses)
+        unfolded = (sum if is_shared else max)([0, *(_unfolded(use, plan) for use in plan.uses)])
         # Numbers for one datum: the forward pass with its graph, and for each column its gradients of the taps.
         once = 4 * activations + unfolded + 3 * plan.probe.numel()
         unfolded = max((use.canonical.unfolds * plan.shapes[use.tap][0].numel() for use in plan.uses), default=0)
         per_column = 2 * activations + generic + demand.formed + plan.probe.numel() + unfolded
-        few = min(n, demand.few_data)
-        together = min(columns, -(-demand.few_data // few))  # columns that make up for a small batch
+        pairs = demand.few_shared if is_shared else demand.few_data
+        few = min(n, pairs)
+        together = min(columns, -(-pairs // few))  # columns that make up for a small batch
         few = min(few * (once + together * per_column), LARGE_CHUNK_BYTES // item)
         by_default = max(SMALL_CHUNK_BYTES // item, demand.held, few)
         numbers = by_default if self.chunk_bytes is None else self.chunk_bytes // item
-        at_once = max(1, min(columns, (numbers - once) // per_column))
-        data = max(1, min(n, numbers // (once + at_once * per_column)))
+        if is_shared:
+            data = max(1, min(n, numbers // (once + per_column)))
+            at_once = max(1, min(columns, (numbers // data - once) // per_column))
+        else:
+            at_once = max(1, min(columns, (numbers - once) // per_column))
+            data = max(1, min(n, numbers // (once + at_once * per_column)))
         if demand.columns_together:
             data, at_once = max(1, data * at_once // columns), columns
         return -(-n // -(-n // data)), at_once  # the same number of chunks, of one length
@@ -391,6 +402,14 @@ class BatchPullback:
         return InputWeights(of_data, of_positions)
 
 
+def _is_shared(use: Use, plan: TapPlan) -> bool:
+    """Whether a matrix is used at several positions of a datum."""
+    if not isinstance(use.kind, (Matrix, Grouped)):
+        return False
+    of_output = use.kind.shape[use.kind.transposed]
+    return plan.shapes[use.tap][0].numel() > of_output
+
+
 def _unfolded(use: Use, plan: TapPlan) -> int:
     """Return how many numbers a layer's input has, unfolded, for one datum."""
     if not isinstance(use.kind, (Matrix, Grouped)):
@@ -475,9 +494,14 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
             except UNSUPPORTED:
                 pass
         rows = [torch.autograd.grad(outputs, zeros, s, retain_graph=True, allow_unused=True) for s in columns]
-        return [None if leaves[0] is None else torch.stack(leaves) for leaves in zip(*rows)]
+        return [None if leaves[0] is None else _stacked(leaves) for leaves in zip(*rows)]
 
     return outputs.detach(), pull_many, optree.tree_map(torch.Tensor.detach, aux)
+
+
+def _stacked(leaves: Sequence[Tensor]) -> Tensor:
+    """Stack them; one is not copied."""
+    return leaves[0][None] if len(leaves) == 1 else torch.stack(list(leaves))
 
 
 def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -494,8 +518,18 @@ def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return pull_many
 
 
-def _gradients(linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int]) -> list[Gradient]:
-    """Return the gradients of the leaves that are not done, in the leaves' order."""
+def _gradients(
+    linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int], kept: dict[int, Tensor] | None
+) -> list[Gradient]:
+    """Return the gradients of the leaves that are not done, in the leaves' order; inputs are kept where there is a place."""
+
+    def inputs(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Tensor:
+        if kept is not None and leaf in kept:
+            return kept[leaf]
+        found = joined_inputs(pairs[0][0].kind, [_widened(use.canonical.x(x, linear.size)) for use, x in pairs])
+        if kept is not None:
+            kept[leaf] = found
+        return found
 
     def gradient(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Gradient:
         first, b = pairs[0][0], linear.size
@@ -504,7 +538,7 @@ def _gradients(linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int]
         return Gradient(
             leaf,
             kind,
-            lambda: joined_inputs(kind, [_widened(use.canonical.x(x, b)) for use, x in pairs]),
+            lambda: inputs(leaf, pairs),
             lambda: joined_outputs(kind, [_widened(use.canonical.g(x, pulled.taps[use.tap], b)) for use, x in pairs]),
             first.tap if is_plain else None,
         )

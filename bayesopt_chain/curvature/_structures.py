@@ -44,6 +44,7 @@ class Structure(ABC):
     few_data = FEW_DATA
     sums_last_layer = False
     weighs_inputs = False
+    few_shared = 0
 
     def __init__(self, params: Tree):
         self.leaves, self.tree = optree.tree_flatten(params)
@@ -65,6 +66,7 @@ class Structure(ABC):
             self.sums_last_layer,
             accepts=self.accepts,
             weighs_inputs=self.weighs_inputs,
+            few_shared=self.few_shared,
         )
 
     def accepts(self, plan: TapPlan) -> None:  # noqa: B027
@@ -85,6 +87,7 @@ class Structure(ABC):
 class DiagonalSum(Structure):
     few_data = 48  # measured to be as fast as larger chunks, at less than half the memory of the whole batch
     sums_last_layer = True
+    few_shared = 128  # smaller convolutions are slower
 
     def __init__(self, params: Tree):
         super().__init__(params)
