@@ -41,7 +41,6 @@ from bayesopt_chain.posterior import ekf, vi
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.laplace import laplace
 from bayesopt_chain.posterior.swag import swag
-from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 from bayesopt_chain.runs.batch_norm import refresh_batch_norm
 from bayesopt_chain.runs.checkpoint import load, save
 from bayesopt_chain.runs.collect import collect
@@ -80,6 +79,7 @@ __all__ = [
     "ensemble",
     "epochs",
     "fit_laplace",
+    "fitting",
     "fork",
     "gradients",
     "inject_langevin_noise",
@@ -120,8 +120,6 @@ __all__ = [
     "suggest_lr",
     "swag",
     "testing",
-    "tune_by_evidence",
-    "tune_by_validation",
     "unstack",
     "vi",
     "with_response",

@@ -58,6 +58,7 @@ TITLES = {
     "plot": "Pictures",
     "meta": "Differentiable optimizers",
     "gradients": "Gradient estimators",
+    "fitting": "Laplace fits",
     "vi": "Variational inference",
     "ekf": "Kalman filters",
     "curvature": "Curvature",

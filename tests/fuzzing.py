@@ -343,11 +343,11 @@ CALLS = {
                  "temperatures": (0.5, 1.0), "seed": 0, "progress": False},
     ),
     "tune_by_evidence": (
-        bc.tune_by_evidence,
+        bc.fitting.tune_by_evidence,
         lambda: {"log_evidence": lambda h: h.log() - h / 3, "start": torch.tensor(1.0, dtype=torch.float64), "steps": 5},
     ),
     "tune_by_validation": (
-        bc.tune_by_validation, lambda: {"loss": lambda c: torch.tensor(float(c)) ** 2, "candidates": [1.0, 2.0]}
+        bc.fitting.tune_by_validation, lambda: {"loss": lambda c: torch.tensor(float(c)) ** 2, "candidates": [1.0, 2.0]}
     ),
     "vi.negative_elbo": (
         bc.vi.negative_elbo,

@@ -17,13 +17,13 @@ SHAPE = re.compile(r"\[[^\]\n]*\]|\bshapes?\b|\b0-d\b|\bscalars?\b|\btrees?\b|\b
 # What an argument of that name is measured in, in the words of its own description or of the module's.
 UNITS = {
     "temperature": r"per datum|1 / N|1 / n|1/N|the loss|0-d|of its|of the chain|as in|see",
-    "burn_in": r"steps?|updates?|draws?|batches",
+    "burn_in": r"steps?|updates?|draws?|batches|epochs?",
     "steps": r"steps?|updates?",
     "thinning": r"steps?|updates?|draws?",
     "freeze_after": r"steps?|updates?",
     "prior_precision": r"per datum|in all|summed|sum|units?|number|tree",
     "period": r"steps?|updates?|epochs?",
-    "every": r"steps?|updates?|draws?|seconds",
+    "every": r"steps?|updates?|draws?|seconds|epochs?",
 }
 PUBLISHED = ("samplers", "posterior", "curvature", "diagnostics")  # rooms whose functions implement papers
 SOURCE = re.compile(r"\(\d{4}[a-z]?\)|\b(19|20)\d\d\b|arXiv")

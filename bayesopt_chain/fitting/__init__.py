@@ -6,6 +6,7 @@ from bayesopt_chain.fitting.laplace import FittedLaplace, fit_laplace
 from bayesopt_chain.fitting.predictions import Outputs, Prediction
 from bayesopt_chain.fitting.subnetwork import subnetwork
 from bayesopt_chain.fitting.training import EvidenceTraining, train_by_evidence
+from bayesopt_chain.posterior.tuning import tune_by_evidence, tune_by_validation
 
 __all__ = [
     "CachedFeatures",
@@ -18,4 +19,6 @@ __all__ = [
     "pairs",
     "subnetwork",
     "train_by_evidence",
+    "tune_by_evidence",
+    "tune_by_validation",
 ]

@@ -39,15 +39,16 @@ class CachedFeatures:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def require_body(self, body: Body) -> None:
-        """Raise unless the features were computed with these tensors at these versions."""
-        names = sorted({*body, *self.body})
-        changed = [name for name in names if not _same(body.get(name), self.body.get(name))]
-        if changed:
-            raise ValueError(
-                f"the cached features are not those of this module now: {', '.join(changed[:4])} changed since, or belong to "
-                "another module: call cache_features again"
-            )
+
+def require_body(cache: CachedFeatures, body: Body) -> None:
+    """Raise unless the features were computed with these tensors at these versions."""
+    names = sorted({*body, *cache.body})
+    changed = [name for name in names if not _same(body.get(name), cache.body.get(name))]
+    if changed:
+        raise ValueError(
+            f"the cached features are not those of this module now: {', '.join(changed[:4])} changed since, or belong to "
+            "another module: call cache_features again"
+        )
 
 
 def _same(a: tuple[Tensor, int] | None, b: tuple[Tensor, int] | None) -> bool:

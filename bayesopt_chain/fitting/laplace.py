@@ -55,6 +55,32 @@ class FittedLaplace:
         log_evidence: 0-d, in nats; NaN for a prior precision of 0.
         model: the pieces it was made from.
         seen: the data so far.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).eval()
+        >>> fitted = bc.fit_laplace(module, bc.likelihoods.gaussian(), [(x, torch.sin(3 * x))])
+
+        The distribution of new targets, and draws of whole functions:
+
+        >>> fitted.predictive(x).interval(0.9)[0].shape, fitted.functional_samples(x, samples=3).shape
+        (torch.Size([20, 1]), torch.Size([3, 20, 1]))
+
+        The evidence is at its maximum; further data sharpen the posterior at this prior and noise:
+
+        >>> bool(fitted.log_evidence_at(1.0) < fitted.log_evidence)
+        True
+        >>> more = fitted.refit([(x, torch.sin(3 * x))])
+        >>> bool((more.outputs(x).covariance < fitted.outputs(x).covariance).all())
+        True
+
+        The state without the module goes into a file, and back into a fit of the same module:
+
+        >>> again = fitted.load_state_dict(more.state_dict())
+        >>> torch.equal(again.predict(x, method="linearized").mean, more.predictive(x).mean)
+        True
     """
 
     posterior: Gaussian
@@ -128,7 +154,7 @@ class FittedLaplace:
             data: as for :meth:`predict`. Where its tensors ask for gradients, or inside ``torch.func``, mean and covariance
                 have gradients in them; so they have for the next two arguments.
             joint: whether the covariance is that of all data together; then data must be one batch. Default False.
-            prior_precision: another one than that in force, as for :meth:`log_evidence_at`.
+            prior_precision: another one than that in force, a number or a tree as for :meth:`log_evidence_at`.
             likelihood_scale: likewise.
 
         Returns:

@@ -15,7 +15,7 @@ from bayesopt_chain.curvature import empirical_fisher, entries, fisher, ggn, sub
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.curvature._estimators import Estimator
 from bayesopt_chain.fitting.batches import logits_of, require_eval, with_progress
-from bayesopt_chain.fitting.cache import CachedFeatures
+from bayesopt_chain.fitting.cache import CachedFeatures, require_body
 from bayesopt_chain.fitting.last_layer import Body, Features, HeadBatch, LastLayer, body_of, find_last_layer, head
 from bayesopt_chain.fitting.subnetwork import Subnetwork
 from bayesopt_chain.likelihoods import Likelihood
@@ -109,7 +109,7 @@ class Model:
     def require_seen(self, data: Any) -> None:
         """Raise for cached features of another body."""
         if isinstance(data, CachedFeatures) and self.features_of is not None:
-            data.require_body(self.features_of.body)
+            require_body(data, self.features_of.body)
 
     def run_over(self, batches: Iterable, progress: bool = False, total_batches: int | None = None) -> Pass:
         """One pass over the data."""
@@ -190,7 +190,7 @@ def _of_module(module: nn.Module, params: Any, data: Any, first: Any, how: How) 
             raise ValueError(
                 "fit_laplace: cached features go with subset='last_layer': for other parameters pass the loader"
             )
-        data.require_body(body_of(module, params, data.last.names))
+        require_body(data, body_of(module, params, data.last.names))
         return _of_head(forward, chosen, data.last, data.body, how), first
     if not how.keeps_last_layer:
         return _of_function(forward, chosen, how), first

@@ -59,6 +59,17 @@ class Prediction:
         >>> prediction = Prediction(outputs, likelihoods.gaussian(0.25))
         >>> prediction.variance, prediction.interval(0.95)
         (tensor([[1.]]), (tensor([[-1.9600]]), tensor([[1.9600]])))
+        >>> target = torch.ones(1, 1)
+        >>> prediction.log_prob(target), prediction.quantile(0.5), prediction.crps(target)
+        (tensor([[-1.4189]]), tensor([[0.]]), tensor([[0.6024]]))
+        >>> prediction.sample(5, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([5, 1, 1])
+
+        A likelihood of classes has rules of its own for their probabilities:
+
+        >>> classes = Prediction(Outputs(torch.tensor([[1.0, 0.0]]), torch.eye(2)[None]), likelihoods.categorical())
+        >>> classes.expected_mean("probit").sum()
+        tensor(1.)
     """
 
     outputs: Outputs

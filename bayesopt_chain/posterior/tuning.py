@@ -61,9 +61,8 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         ValueError: a start that is not positive and finite; an evidence, or its gradient, that is NaN or infinite there.
 
     Example:
-        >>> import torch
-        >>> from bayesopt_chain.posterior.tuning import tune_by_evidence
-        >>> best = tune_by_evidence(lambda h: h.log() - h / 3, torch.tensor(1.0, dtype=torch.float64))
+        >>> import torch, bayesopt_chain as bc
+        >>> best = bc.fitting.tune_by_evidence(lambda h: h.log() - h / 3, torch.tensor(1.0, dtype=torch.float64))
         >>> round(best.item(), 6)
         3.0
     """
@@ -238,8 +237,8 @@ def tune_by_validation(loss: Callable[[Any], Any], candidates: Sequence[Any]) ->
         ValueError: when there is no candidate with a finite loss; it says which were NaN and repeats the first refusal.
 
     Example:
-        >>> from bayesopt_chain.posterior.tuning import tune_by_validation
-        >>> tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
+        >>> import bayesopt_chain as bc
+        >>> bc.fitting.tune_by_validation(lambda h: (h - 2) ** 2, [1, 2, 4])
         (2, [1.0, 0.0, 4.0])
     """
     kinds.require("tune_by_validation", loss=(loss, kinds.FUNCTION), candidates=(candidates, kinds.SEQUENCE))
