@@ -29,6 +29,7 @@ that chance is not taken for heat.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -172,9 +173,11 @@ def read_heat(
         >>> 0.5 < read_heat(noise, still, 0.9).rho < 1.5  # noise alone, of variance 1 in every direction
         True
     """
-    rho, error, own, y = _worst(gradients, positions, momentum, 1.0 - momentum if first is None else first)
+    rho, error, own, curvatures = _worst(gradients, positions, momentum, 1.0 - momentum if first is None else first)
     heat, limit = max(rho, 0.0), 2.0 * (1.0 + momentum)
-    y = min(max(y, 0.0), 0.95 * limit)
+    least, middle = (min(max(y, 0.0), 0.95 * limit) for y in (min(curvatures), statistics.median(curvatures)))
+    # near the stability limit the law of independent batches amplifies what a fold errs by, that of epochs does nowhere
+    y = least if order == "independent" or steps_per_epoch is None else middle
     if order == "independent" or steps_per_epoch is None:
         return Heat(rho, error, own, y, heat / (1.0 - y / limit), "independent", 0.0)
     specified = 2.0 * heat * (1.0 - momentum) / max(steps_per_epoch, 1)
@@ -182,8 +185,8 @@ def read_heat(
     return Heat(rho, error, own, y, excess, "reshuffled", 0.0)
 
 
-def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float, float, float]:
-    """``rho``, its standard error, the chain's own move, and ``y``.
+def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float, float, list[float]]:
+    """``rho``, its standard error, the chain's own move, and ``y`` of every fold.
 
     Directions and Hessian come from all folds but one, and are judged on that one, in turn.
     """
@@ -206,7 +209,7 @@ def _worst(G: Tensor, X: Tensor, mu: float, first: float) -> tuple[float, float,
     # where the rest is the noise of batches and little else, its variance is the sharper reading
     series = zero if float(one.mean()) > 0.7 * float(zero.mean()) else one
     chunks = series[: len(series) // 8 * 8].reshape(8, -1).mean(1)
-    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(torch.cat(own).mean()), min(curvatures)
+    return float(series.mean()), float(chunks.std()) / math.sqrt(8), float(torch.cat(own).mean()), curvatures
 
 
 def _directions(differences: Sequence[Tensor]) -> Tensor:

@@ -39,7 +39,8 @@ class HeatGuard:
 
     Args:
         steps_per_epoch: batches in a pass over the data, where they are reshuffled in every epoch; the noise of an epoch then
-            sums to zero, and heats less. Without it batches count as independent, the worst case.
+            sums to zero, and heats less. Without it batches count as independent, the worst case. Leave it out where the
+            loss itself draws (dropout): no epoch sums that noise to zero, and its heat would be understated.
         order: ``"reshuffled"`` or ``"independent"``.
         above: excess of the variance, relative to the one asked for, from which it warns.
         share: of the time that the loop's thread computes, which it may take.
@@ -84,6 +85,7 @@ class HeatGuard:
         self.readings: list[Heat] = []
         self.has_warned = False
         self._lr: float | None = None
+        self._momentum: float | None = None
         self._restart()
 
     def _restart(self) -> None:
@@ -281,6 +283,7 @@ class HeatGuard:
             filled = (gradients != 0).any(0)  # small models fill few buckets
             rules = {(leaf.momentum, 1.0 - leaf.momentum if leaf.first is None else leaf.first) for leaf in seen}
             momentum, first = min(rules)
+            self._momentum = momentum
             heat = read_heat(
                 gradients[:, filled],
                 positions[:, filled],
@@ -319,8 +322,10 @@ class HeatGuard:
     def _warning(self, heat: Heat) -> str:
         """The warning for a reading, with numbers and what to do."""
         if heat.order == "independent" and self.steps_per_epoch is None:
+            memory = 1.0 / max(1.0 - (self._momentum or 0.0), 1e-9)
             law = (
-                "; for independent batches. With steps_per_epoch= the reshuffling of a DataLoader is taken into account"
+                "; as for independent batches, the worst case. Epochs reshuffled as by a DataLoader heat less, and "
+                f"far less where the momentum, here of {memory:.3g} steps, remembers an epoch: steps_per_epoch= counts that"
             )
         elif heat.order == "independent":
             law = "; for independent batches"
@@ -337,6 +342,6 @@ class HeatGuard:
         return (
             f"{self.who}: minibatches heat this chain. In the worst direction it samples about {1 + heat.excess:.2g} times the "
             f"variance asked for (the batches spend {heat.rho:.2g} +- {heat.standard_error:.1g} of the noise budget{law}). "
-            f"Use {rate}, larger batches, or all data; bc.suggest_lr gives a rate that heats little. "
-            f"heat_guard=None silences this.{total}"
+            f"Use {rate}, larger batches, or all data; bc.suggest_chain chooses rate, momentum, batch size and order so that "
+            f"they heat little. heat_guard=None silences this.{total}"
         )

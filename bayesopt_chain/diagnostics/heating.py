@@ -150,7 +150,7 @@ class Heating:
         if self.room.excess > 4.0:
             raise ValueError(
                 f"cool: the variance is {1 + self.room.excess:.3g} times too large in some direction, and a chain so hot has "
-                "been where the loss is no quadratic; run it with a smaller learning rate (bc.suggest_lr)"
+                "been where the loss is no quadratic; run it with what bc.suggest_chain advises"
             )
         shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
         if shapes != [tuple(rows.shape[1:]) for rows in self.room.directions]:

@@ -93,7 +93,7 @@ class Room:
             raise ValueError(
                 f"{who}: at the second draw {self.overlap:.0%} of the batches' noise lie in the directions of the first, "
                 "less than 80 %, so that what is taken away here is noise of another place (on networks it did nothing); take "
-                "a smaller learning rate (bc.suggest_lr), larger batches or a longer memory of the momentum"
+                "a smaller learning rate, larger batches or a longer memory of the momentum (bc.suggest_chain chooses)"
             )
 
     def require_batches(self, batches: Any) -> None:
@@ -141,7 +141,7 @@ def room_of(report: Any) -> Room | None:
     if room.left > room.tolerance:
         raise ValueError(
             f"inject_langevin_noise: room_for: the batches alone bring more noise than there is room for: the variance would "
-            f"still be {room.left:+.1%} off in some direction (tolerance {room.tolerance:.1%}); take a smaller learning rate "
-            "(bc.suggest_lr), larger batches or reshuffled ones"
+            f"still be {room.left:+.1%} off in some direction (tolerance {room.tolerance:.1%}); take a smaller learning rate, "
+            "larger batches or reshuffled ones (bc.suggest_chain chooses among them)"
         )
     return room

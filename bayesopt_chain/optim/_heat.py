@@ -7,6 +7,7 @@ constant gradient, and ``P = 1 / D`` the preconditioner of an adaptive rule as i
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,18 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.diagnostics.heat import Leaf
 from bayesopt_chain.optim._plan import Rule
 from bayesopt_chain.optim._refusals import temperature_of
+
+
+def say_unwatched(rule: Rule) -> None:
+    """Once an optimizer: that its guard does not look at parameters that are spread over ranks."""
+    if not any(temperature_of(rule._name, group) for group in rule.param_groups):
+        return
+    warnings.warn(
+        f"{rule._name}: the heat guard does not look at parameters that are spread over ranks (DTensors), since no rank sees the "
+        "noise of a whole gradient. Run the loop in one process with it first, or ask bc.diagnostics.heating; "
+        "heat_guard=None silences this",
+        stacklevel=4,
+    )
 
 
 def leaves_of(rule: Rule) -> Iterator[Leaf]:

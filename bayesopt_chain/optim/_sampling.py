@@ -342,6 +342,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             self._leaf_numbers()  # of the parameters themselves, not of their local parts
             if cache.shards is None and are_spread([group["params"] for group in self.param_groups]):
                 cache.shards = _shards.Shards()
+                if self.heat_guard is not None:
+                    _heat.say_unwatched(self)
         if cache.shards is None:
             return self._run()
         with torch.no_grad(), cache.shards.entered(self):

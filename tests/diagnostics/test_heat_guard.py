@@ -108,6 +108,15 @@ def test_batch_noise_is_read_within_a_factor_of_two(rho, mu):
     assert rho / 2 < read < rho * 2
 
 
+def test_where_the_epoch_is_told_the_excess_is_that_of_the_curvature_in_the_window():
+    """Half the noise of a well-specified model, whose curvature would give 1.0; fixed seeds, the mean of nine windows."""
+    rho, K, mu, lr = 2.65, 13, 0.9, 0.08
+    rows = [chain([1.0, 0.3, 0.1], lr, mu, rho * 2 * (1 - mu) / lr, 400, s) for s in range(9)]
+    read = sum(read_heat(*r, mu, steps_per_epoch=K).excess for r in rows) / 9
+    assert reshuffled_excess(rho, K, mu, lr) == pytest.approx(1.67, abs=0.01)
+    assert 1.67 / 1.4 < read < 1.67 * 1.4
+
+
 def loop(steps, batch, lr, *, heat_guard="warn", seed=0, clip=None, make=bc.optim.SGHMC, **kwargs):
     """A user's loop on linear regression; its weights, and what was warned about."""
     torch.manual_seed(seed)
@@ -141,6 +150,8 @@ def test_the_change_of_one_line_in_a_minibatch_loop_is_warned_about_once_with_nu
     _, said, _ = loop(400, 32, 0.1, heat_guard=eager())
     assert len(said) == 1
     assert "times the variance asked for" in said[0] and "Use lr" in said[0] and "larger batches" in said[0]
+    # it was not told of epochs, and knows how long the momentum remembers
+    assert "the worst case" in said[0] and "here of 10 steps" in said[0] and "suggest_chain" in said[0]
 
 
 def test_full_batches_and_cool_ones_are_silent():
