@@ -223,7 +223,7 @@ def wrong() -> dict[str, tuple[Expected, Callable]]:
         add(f"linear, far start {seed}", {"burn-in", "mixing", "heated", "modes"}, p, lambda: bc.sgld(0.004, temperature=T),
             params=far(seed), steps=2000, burn_in=0)  # fmt: skip
         add(f"linear, eight draws {seed}", {"short", "mixing", "burn-in", "modes"}, p, lambda: bc.sghmc(0.01, temperature=T),
-            steps=80, burn_in=0)  # fmt: skip
+            steps=80, burn_in=0, thinning=10)  # fmt: skip
         strong = lambda s=seed: regression(s, decay=1.0)  # noqa: E731
         add(f"linear, decay a thousand times too strong {seed}", {"prior"}, strong,
             lambda: bc.sgd(0.005, momentum=0.9, weight_decay=1000 / N, temperature=T), steps=4000)  # fmt: skip

@@ -177,10 +177,14 @@ def doctor(
     if read is not None and thermometer is not None:
         findings += _kinetic(read, thermometer, {f.kind for f in findings})
     if loss is not None and batches is not None and len(draws) >= 4:
+        known = {finding.kind for finding in findings}
+        # the mean of chains in several modes is in none of them
+        pooled = of is None and draws.chains is not None and "modes" not in known
         more, read = _with_loss(
-            draws, tx, loss, list(batches), read, numbers, of, mode, posterior_temperature, prior_sd, directions
+            draws, tx, loss, list(batches), read, numbers, pooled, mode, posterior_temperature, prior_sd, directions
         )
-        findings += more
+        # draws that have hardly moved have the temperature of their start, and a lower rate is the last thing they need
+        findings += [finding for finding in more if not ("short" in known and finding.kind == "heated")]
     findings += _audited(heating)
     return Diagnosis(_ranked(findings), numbers, traces, read)
 
@@ -200,7 +204,7 @@ def _with_loss(
     batches: list[Any],
     read: Temperatures | None,
     numbers: dict[str, float],
-    of: Callable[[Any], Tensor] | None,
+    pooled: bool,
     mode: Any,
     posterior_temperature: float,
     prior_sd: Mapping[str, float] | None,
@@ -215,9 +219,7 @@ def _with_loss(
     levels = judge.levels
     T = max(levels.values())
     findings = _against_loss.off_scale(loss, params, batches, T, posterior_temperature, numbers)
-    found = _against_loss.readings(
-        judge, draws, loss, batches, levels, directions=directions, pooled=of is None and draws.chains is not None
-    )
+    found = _against_loss.readings(judge, draws, loss, batches, levels, directions=directions, pooled=pooled)
     sizes = dict(_findings.named(draws))
     findings += _against_loss.temperature(found, numbers)
     findings += _against_loss.prior(found, sizes, prior_sd, numbers)

@@ -25,7 +25,7 @@ def start(chains):
     }
 
 
-def run(tx, *, loss=regression, batches=None, chains=4, steps=1600, burn_in=300, thinning=6, params=None, meter=True):
+def run(tx, *, loss=regression, batches=None, chains=4, steps=1000, burn_in=300, thinning=4, params=None, meter=True):
     torch.manual_seed(0)
     step = bc.parallel(bc.make_step(loss, tx), chains)
     params = start(chains) if params is None else params
@@ -147,6 +147,13 @@ def test_a_run_that_is_too_short_has_not_mixed():
     far = {name: 5 + x for name, x in start(4).items()}
     draws, meter = run(bc.sgld(1e-3, temperature=T), steps=300, burn_in=0, thinning=5, params=far)
     assert bc.diagnostics.doctor(draws, thermometer=meter).kinds == {"burn-in", "short"}
+
+
+def test_draws_that_have_hardly_moved_from_a_hot_start_are_not_called_heated():
+    tx = bc.sghmc(1e-4, temperature=T)  # a lower rate is the last thing that they need
+    draws, _ = run(tx, steps=300, burn_in=0, thinning=10, meter=False)
+    assert bc.diagnostics.doctor(draws).kinds & {"short"}
+    assert "heated" not in bc.diagnostics.doctor(draws, tx, regression, [(X, Y)]).kinds
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Parameters spread over ranks: their layout is known, and what needs whole ones refuses them by name."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,12 +119,19 @@ def refusals():
     said["bc.optim"] = message_of(optimizer.step)
     moved = any(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters()))
     held = all(type(p).__name__ == "DTensor" or hasattr(p, "placements") for p in optimizer.param_groups[0]["params"])
-    return links, said, fsdp, moved or not held
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = bc.optim.SGHMC(model.parameters(), 0.1, temperature=0.1, generator=generator)
+        for _ in range(2):
+            optimizer.step()
+    unwatched = [str(w.message) for w in caught if "heat guard" in str(w.message)]
+    return links, said, fsdp, moved or not held, unwatched
 
 
 def test_what_needs_whole_parameters_refuses_dtensors_by_name_before_anything_moves(tmp_path):
-    for links, said, fsdp, changed in run(refusals, 2, tmp_path):
+    for links, said, fsdp, changed, unwatched in run(refusals, 2, tmp_path):
         assert not changed
+        assert len(unwatched) == 1 and "spread over ranks (DTensors)" in unwatched[0]
         for case, text in links.items():
             assert text is not None and text.startswith("ValueError: chain: "), (case, text)
             assert "generator" in case or "['w'] is a DTensor" in text, (case, text)
