@@ -14,7 +14,7 @@ The truth is the temperature of the same chain over the one asked for, by the vi
 recursion written here (:func:`truth`) that all start at that mode; its standard error comes from the chains. A run is cold
 where two standard errors keep it below 1.3, and on full batches; hot where they keep it above 2; in between or unsure it does
 not count. What accumulation, trainers and a guard that is not told of epochs see is the plain loop's chain, whose truth they
-share. Seed 0 is what the guard's constants were looked at on; the other seeds were held out.
+share. The guard's constants were set on a table of seeds 0 to 3; what is written has seeds from 10 on, which were held out.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from benchmarks.cells import work_out
 from benchmarks.measure import environment, ratio, take_turns
 
 COLD, HOT = 1.3, 2.0
+FIRST = 10  # the first seed that the guard's constants were not looked at on
 STEPS = 1000  # the guard looks at steps 32 to 128 and 512 to 608, and on at once where it finds heat
 LEAST, MOST = 600, 1500  # steps of the chains that tell the truth
 CHAINS = {"linear": 48, "logistic": 48, "network": 48, "convolutions": 10}
@@ -310,7 +311,7 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
-def cases(seeds: int) -> list[Case]:
+def cases(seeds: int, first: int = FIRST) -> list[Case]:
     """All loops."""
     cold = [
         (0.1, 0.9),
@@ -341,15 +342,15 @@ def cases(seeds: int) -> list[Case]:
     out: list[Case] = []
     for kind, seed in itertools.product(("linear", "logistic", "network"), range(2 * seeds)):
         if kind != "network" or seed < seeds:
-            out += [Case(kind, *c, None, "independent", "", seed) for c in cold]
+            out += [Case(kind, *c, None, "independent", "", first + seed) for c in cold]
         if seed < seeds:
-            out += [Case(kind, *c, "", seed) for c in mixed]
+            out += [Case(kind, *c, "", first + seed) for c in mixed]
     for feature in ("accumulation", "bfloat16", "clipping", "dropout", "untold", *TRAINERS):
         trainer = feature in TRAINERS
-        out += [Case("network", *mixed[i], feature, 0) for i in ((0, 2) if trainer else (0, 2, 3, 5))]
+        out += [Case("network", *mixed[i], feature, first) for i in ((0, 2) if trainer else (0, 2, 3, 5))]
         if feature != "untold":
-            out += [Case("network", 0.1 if trainer else 0.3, 0.9, None, "independent", feature, 0)]
-    for seed in range(seeds):
+            out += [Case("network", 0.1 if trainer else 0.3, 0.9, None, "independent", feature, first)]
+    for seed in range(first, first + seeds):
         out += [Case("convolutions", share, 0.9, None, "independent", "", seed) for share in (0.02, 0.6)]
         out += [Case("convolutions", *c, "", seed) for c in mixed[:4]]
     return out
@@ -369,12 +370,6 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "hot runs": len(hot),
         "misses": [r["cell"] for r in hot if not r["warned"]],
         "neither": len(rows) - len(cold) - len(hot),
-        "held out": {
-            "cold": sum(r["seed"] > 0 for r in told),
-            "false alarms": sum(r["seed"] > 0 and r["warned"] for r in told),
-            "hot": sum(r["seed"] > 0 for r in hot),
-            "misses": sum(r["seed"] > 0 and not r["warned"] for r in hot),
-        },
     }
 
 
@@ -408,6 +403,7 @@ def cost(width: int, rounds: int = 9) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heat_guard", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=FIRST)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kinds", nargs="*", default=("linear", "logistic", "network", "convolutions"))
     parser.add_argument("--without-trainers", action="store_true", help="leave Lightning and Hugging Face out")
@@ -421,7 +417,7 @@ def main() -> None:
         out = args.out.with_name("heat_guard_cost.json")
         out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
         return
-    wanted = [c for c in cases(args.seeds) if c.kind in args.kinds]
+    wanted = [c for c in cases(args.seeds, args.first_seed) if c.kind in args.kinds]
     wanted = [c for c in wanted if not (args.without_trainers and c.feature in TRAINERS)]
     rows = work_out(
         run, sorted(wanted, key=lambda c: c.kind != "convolutions"), args.out, workers=args.workers, summary=table

@@ -25,7 +25,8 @@ from bayesopt_chain.loop.sources import Watched
 from bayesopt_chain.loop.step import Step
 
 SURE = 3.0  # standard errors of the mean of two windows
-BENT = 0.05  # share of the chain's own move that a Hessian which changes on the way may leave
+BENT = 1.5  # times the chain's own move: a Hessian known from one window may leave that much of it
+PATIENCE = 1  # windows too noisy to say either that may lie between two that are hot
 SUM = 1e4  # rho above which the loss is probably a sum over the data and no mean
 SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
 
@@ -35,7 +36,7 @@ class HeatGuard:
 
     :mod:`bayesopt_chain.optim` has one in every optimizer at T > 0. It looks at windows of 96 consecutive steps: the first
     as soon as it costs less than ``share`` of the time the run has taken, the next ones ever more rarely while all is well.
-    It warns when two windows in a row find the same: the first may have been burn-in.
+    It warns when two windows find the same, the second at once or after one that says neither: the first may have been burn-in.
 
     Args:
         steps_per_epoch: batches in a pass over the data, where they are reshuffled in every epoch; the noise of an epoch then
@@ -85,11 +86,13 @@ class HeatGuard:
         self.readings: list[Heat] = []
         self.has_warned = False
         self._lr: float | None = None
+        self._last: Heat | None = None  # the last window, if it was hot
+        self._patience = 0
         self._momentum: float | None = None
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._next, self._hot = 0, 32, 0
+        self._steps, self._next, self._last = 0, 32, None
         self._began: float | None = None
         self._spent = 0.0
         self._cost: float | None = None  # of a window, once one has been paid for
@@ -235,7 +238,7 @@ class HeatGuard:
         """
         if lr is not None and lr != self._lr and (self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr)):
             self._lr = lr
-            self._steps, self._next, self._hot = 0, 32, 0
+            self._steps, self._next, self._last = 0, 32, None
             self._close()
         self._steps += 1
         if self._sketch is None and self._steps < self._next and self._began is not None:
@@ -295,16 +298,20 @@ class HeatGuard:
             same = (norms - norms.median()).abs() < SAME_NORM * norms.median()
             self._judge(heat._replace(same_norm=float(same.double().mean())))
         self._cost = self._paid + time.thread_time() - began
-        self._next = self._steps + 1 if self._hot and not self.has_warned else 4 * self._steps
+        self._next = self._steps + 1 if self._last is not None and not self.has_warned else 4 * self._steps
         return self._close()
 
     def _judge(self, heat: Heat) -> None:
         self.readings.append(heat)
-        is_hot = heat.excess > self.above and heat.rho > heat.standard_error + BENT * heat.own
-        self._hot = self._hot + 1 if is_hot else 0
-        both = self.readings[-2:]
-        together = math.hypot(*(reading.standard_error for reading in both))
-        is_sure = self._hot >= 2 and sum(reading.rho for reading in both) > SURE * together
+        last, is_sure = self._last, False
+        if heat.excess > self.above and heat.rho > max(heat.standard_error, BENT * heat.own):
+            if last is not None:
+                is_sure = last.rho + heat.rho > SURE * math.hypot(last.standard_error, heat.standard_error)
+            self._last, self._patience = heat, PATIENCE
+        elif last is not None and self._patience and heat.rho + 2.0 * heat.standard_error > self.above:
+            self._patience -= 1  # it says neither: look again
+        else:
+            self._last = None
         if self.has_warned:
             return
         if heat.same_norm > 0.5:

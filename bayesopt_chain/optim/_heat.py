@@ -24,8 +24,8 @@ def say_unwatched(rule: Rule) -> None:
     if not any(temperature_of(rule._name, group) for group in rule.param_groups):
         return
     warnings.warn(
-        f"{rule._name}: the heat guard does not look at parameters that are spread over ranks (DTensors), since no rank sees the "
-        "noise of a whole gradient. Run the loop in one process with it first, or ask bc.diagnostics.heating; "
+        f"{rule._name}: the heat guard does not look at parameters that are spread over ranks (DTensors), since no rank sees "
+        "the noise of a whole gradient. Run the loop in one process with it first, or ask bc.diagnostics.heating; "
         "heat_guard=None silences this",
         stacklevel=4,
     )

@@ -13,7 +13,7 @@ from torch import nn
 import bayesopt_chain as bc
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
 from bayesopt_chain.diagnostics import heat_guard
-from bayesopt_chain.diagnostics.heat import Leaf, read_heat, reshuffled_excess
+from bayesopt_chain.diagnostics.heat import Heat, Leaf, read_heat, reshuffled_excess
 from bayesopt_chain.optim import _heat as optimizers
 
 N, WIDTH = 1000, 5
@@ -152,6 +152,31 @@ def test_the_change_of_one_line_in_a_minibatch_loop_is_warned_about_once_with_nu
     assert "times the variance asked for" in said[0] and "Use lr" in said[0] and "larger batches" in said[0]
     # it was not told of epochs, and knows how long the momentum remembers
     assert "the worst case" in said[0] and "here of 10 steps" in said[0] and "suggest_chain" in said[0]
+
+
+HOT, COLD = Heat(2.2, 0.3, 0.2, 0.0, 2.2, "independent", 0.0), Heat(0.1, 0.1, 0.1, 0.0, 0.1, "independent", 0.0)
+NEITHER, SWING = COLD._replace(rho=0.6, standard_error=0.9), HOT._replace(rho=30.0, own=40.0, excess=50.0)
+
+
+@pytest.mark.parametrize(
+    ("windows", "is_warned"),
+    [
+        ([HOT, HOT], True),
+        ([HOT, NEITHER, HOT], True),
+        ([HOT, COLD, HOT], False),
+        ([HOT, NEITHER, NEITHER, HOT], False),
+        ([HOT, SWING], False),
+        ([SWING, SWING, SWING], False),
+    ],
+)
+def test_two_hot_windows_are_needed_which_one_that_says_neither_may_part(windows, is_warned):
+    """``SWING``: what is left is less than the chain's own move, of which a window may know the Hessian badly."""
+    guard = eager()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for heat in windows:
+            guard._judge(heat)
+    assert guard.has_warned == is_warned
 
 
 def test_full_batches_and_cool_ones_are_silent():
