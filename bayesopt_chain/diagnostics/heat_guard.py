@@ -43,7 +43,8 @@ class HeatGuard:
             sums to zero, and heats less. Without it batches count as independent, the worst case. Leave it out where the
             loss itself draws (dropout): no epoch sums that noise to zero, and its heat would be understated.
         order: ``"reshuffled"`` or ``"independent"``.
-        above: excess of the variance, relative to the one asked for, from which it warns.
+        above: excess of the variance, relative to the one asked for, from which it warns: 0.7, so that twice the variance is
+            not missed.
         share: of the time that the loop's thread computes, which it may take.
         window: steps in a window.
         who: how the warning begins.
@@ -76,7 +77,7 @@ class HeatGuard:
         steps_per_epoch: int | None = None,
         order: str = "reshuffled",
         *,
-        above: float = 1.0,
+        above: float = 0.7,
         share: float = 0.015,
         window: int = 96,
         who: str = "bayesopt_chain",
