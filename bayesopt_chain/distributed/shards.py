@@ -393,6 +393,15 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
     return least.to(torch.bool)
 
 
+def mean_everywhere(x: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """The mean of a tensor over all ranks that hold parts of these leaves; one message for each axis of their mesh."""
+    x = x.clone()
+    for group in _groups([leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]):
+        dist.all_reduce(x, group=group)
+        x /= dist.get_world_size(group)
+    return x
+
+
 def agreed_key(key: Tensor, leaves: Sequence[Any]) -> Tensor:
     """The first rank's key, on all ranks that hold parts of these leaves."""
     return _first(key, [x.device_mesh for x in leaves if is_dtensor(x)])

@@ -103,8 +103,9 @@ def go(run: Run, store: Store) -> Draws:
         params, state, done = store.restore(run)
         progress = Progress(run, done)
         said = _Ended((params, state), done)
+        watch = Divergence(run, store.losses(done), state)
         try:
-            _steps(run, store, said, sigint, progress)
+            _steps(run, store, said, watch, sigint, progress)
             if said.rescue:
                 _rescue(store, said, common=True)
             else:
@@ -141,9 +142,8 @@ class _Ended:
         self.why, self.rescue = "", False
 
 
-def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: Progress) -> None:
+def _steps(run: Run, store: Store, said: _Ended, watch: Divergence, sigint: Interrupts, progress: Progress) -> None:
     """Make steps until the last one, or until something ends the run."""
-    watch = Divergence(run)
     params, state = said.last
     shared = (
         store.place is not None and store.place.sharded
@@ -156,14 +156,14 @@ def _steps(run: Run, store: Store, said: _Ended, sigint: Interrupts, progress: P
         start = params, state
         params, state, info = run.step(params, state, run.batches.next())
         it = Iteration(n, params, state, info, run.is_draw(n))
-        wrong = watch.why(it) if it.is_draw else ""
+        loss, wrong = watch.look(it) if it.is_draw else (None, "")
         sigint.raises = False
         if wrong:
             warnings.warn(f"sample: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=4)
             said.why, said.rescue = wrong, True
             return
         if it.is_draw:
-            store.add(_beside_its_weight(it, *start))
+            store.add(_beside_its_weight(it, *start), loss)
         said.last, said.done = (params, state), n
         progress.update(it)
         sigint.raises = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bayesopt_chain.runs import files
-from bayesopt_chain.runs.table import INDEX, sealed, writers_of
+from bayesopt_chain.runs.rescued import writers_of
+from bayesopt_chain.runs.table import INDEX, sealed
 from bayesopt_chain.runs.writing import LARGE, clear, held_by_one, merged_entry, merged_part, runs_of_small
 
 

@@ -5,8 +5,9 @@ of the draws so far, ``d`` the median of their distances from ``m``, a draw is o
 
     loss - m  >  100 (T P / 2 + d)
 
-and a run has diverged after three such draws in a row: one may be a minibatch of outliers. Nothing is said at ``T = 0`` or
-where the temperature is not known, before five draws have been made, or of a loss that falls, as from a cold start.
+and a chain has diverged after three such draws in a row: one may be a minibatch of outliers. Nothing is said at ``T = 0`` or
+where the temperature is not known, before five draws have been made, or of a loss that falls, as from a cold start. The
+history is a function of the losses of the draws: a run that goes on reads them, and ends where it would have ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.distributed.shards import everywhere, local
+from bayesopt_chain._torch import is_dtensor
+from bayesopt_chain.distributed.shards import local, mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.runs.run import Iteration, Run
 from bayesopt_chain.trees import all_finite
@@ -28,66 +30,87 @@ FACTOR, IN_A_ROW, FEWEST, MOST = 100.0, 3, 5, 64
 class Divergence:
     """Looks at every draw of a run.
 
+    Args:
+        run: whose draws these are.
+        losses: of the draws that it has made before, ``[S, chains]``.
+        state: after the last of them.
+
     Attributes:
         losses: of some draws, spread over the whole run: at most ``MOST``, one row of chains each.
+        row: for each chain, how many draws in a row are out of bounds.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, losses: Tensor | None = None, state: Any = None) -> None:
         self.run = run
         self.losses: list[Tensor] = []
-        self.stride, self.seen, self.row = 1, 0, 0
+        self.stride, self.seen = 1, 0
+        self.row: Tensor | None = None
+        before = [] if losses is None else list(losses.double().flatten(1).cpu())
+        for i, loss in enumerate(before):  # only the last draws can be in a row that goes on
+            if i > len(before) - IN_A_ROW:
+                self._exploded(0, loss, state)
+            self._keep(loss)
 
-    def why(self, it: Iteration) -> str:
-        """What is wrong with a draw, on any rank; nothing if it may be kept."""
+    def look(self, it: Iteration) -> tuple[Tensor | None, str]:
+        """The loss of a draw, which is the mean over the ranks that share its chain, and what is wrong with it on any of them.
+
+        Nothing is wrong with a draw that may be kept.
+        """
         loss = getattr(it.info, "loss", None)
-        loss = loss if isinstance(loss, Tensor) else None
+        loss = loss.detach() if isinstance(loss, Tensor) else torch.zeros(0, device="cpu")
+        loss = loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
         leaves = optree.tree_leaves(it.params)
-        values = [*map(local, leaves), *([] if loss is None else [local(loss)])]
-        if not bool(everywhere(all_finite(values), leaves)):
-            if loss is not None and not bool(torch.isfinite(local(loss)).all()):
-                return f"the loss of step {it.step} is {_shown(loss)}"
-            return f"the parameters after step {it.step} are not finite"
-        if loss is None or is_shared(leaves):
-            return ""
-        return self._exploded(it, loss.detach().double().reshape(-1).cpu())
+        ok = all_finite([*map(local, leaves), loss])
+        told = torch.cat([loss.double().reshape(-1), torch.where(ok, 0.0, torch.nan).reshape(1).to(loss.device)])
+        found = mean_everywhere(told, leaves).cpu()
+        mean = found[:-1].reshape(loss.shape).to(loss) if loss.numel() else None
+        if not bool(torch.isfinite(found[-1])):
+            if bool(torch.isfinite(found[:-1]).all()):
+                return mean, f"the parameters after step {it.step} are not finite"
+            return mean, f"the loss of step {it.step} is {_shown(found[:-1])}"
+        if mean is None:
+            return mean, ""
+        said = self._exploded(it.step, found[:-1], it.state)
+        self._keep(found[:-1])
+        return mean, said
 
-    def _exploded(self, it: Iteration, loss: Tensor) -> str:
-        said = ""
-        if len(self.losses) >= FEWEST:
-            history = torch.stack(self.losses)
-            median = history.median(0).values
-            width = (history - median).abs().median(0).values
-            out = loss - median > FACTOR * width
-            heat = self._heat(it) if bool(out.any()) else None
-            out = out & (loss - median > FACTOR * (width + heat)) if heat is not None and heat > 0 else out & False
-            self.row = self.row + 1 if bool(out.any()) else 0
-            if self.row >= IN_A_ROW:
-                i = int((loss - median).argmax())
-                chain = f" of chain {i}" if len(loss) > 1 else ""
-                said = (
-                    f"the loss{chain} of step {it.step} is {loss[i]:.4g}, where the median of this run is "
-                    f"{median[i]:.4g} and T P / 2 "
-                    f"is {heat:.3g}"
-                )
-        if self.seen % self.stride == 0 and not self.row:
+    def _exploded(self, step: int, loss: Tensor, state: Any) -> str:
+        """What is wrong with the losses of a draw, one for each chain, as those before it were."""
+        self.row = torch.zeros(len(loss), dtype=torch.int64, device="cpu") if self.row is None else self.row
+        if len(self.losses) < FEWEST:
+            return ""
+        history = torch.stack(self.losses)
+        median = history.median(0).values
+        width = (history - median).abs().median(0).values
+        out, heat = loss - median > FACTOR * width, None
+        if bool(out.any()):
+            heat = self._heat(state)
+            out = out & (loss - median > FACTOR * (width + heat)) if heat else torch.zeros_like(out)
+        self.row = torch.where(out, self.row + 1, 0)
+        if int(self.row.max()) < IN_A_ROW:
+            return ""
+        i = int(torch.where(self.row >= IN_A_ROW, loss - median, -torch.inf).argmax())
+        chain = f" of chain {i}" if len(loss) > 1 else ""
+        return (
+            f"the loss{chain} of step {step} is {loss[i]:.4g}, where the median of this run is {median[i]:.4g} and T P / 2 "
+            f"is {heat:.3g}"
+        )
+
+    def _keep(self, loss: Tensor) -> None:
+        """Keep the losses of every so many draws."""
+        if self.seen % self.stride == 0:
             self.losses.append(loss)
             if len(self.losses) > MOST:
                 self.losses, self.stride = self.losses[::2], 2 * self.stride
         self.seen += 1
-        return said
 
-    def _heat(self, it: Iteration) -> float | None:
+    def _heat(self, state: Any) -> float | None:
         """``T P / 2`` of one chain; ``None`` where the temperature is not known."""
-        temperature = temperature_of(self.run.step, it.state)
+        temperature = temperature_of(self.run.step, state)
         if temperature is None:
             return None
-        elements = sum(x.numel() for x in optree.tree_leaves(it.params)) // (self.run.chains or 1)
+        elements = sum(x.numel() for x in optree.tree_leaves(self.run.params)) // (self.run.chains or 1)
         return temperature * elements / 2
-
-
-def is_shared(leaves: list[Any]) -> bool:
-    """Whether ranks share these chains: what one of them says of a loss, another may not."""
-    return any(local(x) is not x for x in leaves)
 
 
 def temperature_of(step: Any, state: Any) -> float | None:
@@ -110,8 +133,7 @@ def temperature_of(step: Any, state: Any) -> float | None:
 
 
 def _shown(loss: Tensor) -> str:
-    loss = local(loss)
-    if loss.ndim == 0:
+    if loss.numel() == 1:
         return str(loss.item())
     bad = [i for i, ok in enumerate(torch.isfinite(loss).tolist()) if not ok]
     return f"not finite in chains {bad[:8]}{'...' if len(bad) > 8 else ''}"

@@ -11,7 +11,8 @@ import optree
 
 from bayesopt_chain.runs import checkpoint
 from bayesopt_chain.runs.columns import Shard, side_by_side
-from bayesopt_chain.runs.table import LEAF, Files, Group, Writer, grouped, read_index, writers_of
+from bayesopt_chain.runs.rescued import writers_of
+from bayesopt_chain.runs.table import LEAF, Files, Group, Writer, grouped, read_index
 
 
 class Opened(NamedTuple):

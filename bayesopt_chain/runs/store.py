@@ -27,6 +27,7 @@ from bayesopt_chain.runs.columns import Shard, side_by_side
 from bayesopt_chain.runs.files import checksums
 from bayesopt_chain.runs.identity import STATE, identity_of, keys_of, losses_of, require_same
 from bayesopt_chain.runs.place import Place
+from bayesopt_chain.runs.rescued import index_of, write_alone, writers_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
 from bayesopt_chain.runs.table import (
@@ -44,7 +45,6 @@ from bayesopt_chain.runs.table import (
     laid_out,
     read_index,
     sealed,
-    writers_of,
 )
 from bayesopt_chain.runs.writing import (
     LARGE,
@@ -118,15 +118,15 @@ class Store:
 
     # draws
 
-    def add(self, it: Iteration) -> None:
-        """Copy a draw."""
+    def add(self, it: Iteration, loss: Tensor | None) -> None:
+        """Copy a draw, with its loss on all ranks that share the chain."""
         if self.place is not None and not self.writes:
             return
         row = {LEAF + name: x.clone() for name, x in checkpoint.flat(it.params)[0].items()}
         row |= {BUFFER + name: x.detach().clone() for name, x in buffers_of(it.state).items()}
         row[STEP] = torch.tensor(it.step, device="cpu")
-        if torch.is_tensor(getattr(it.info, "loss", None)):
-            row[LOSS] = it.info.loss.detach().clone()
+        if loss is not None:
+            row[LOSS] = loss
         if torch.is_tensor(getattr(it.info, "weight", None)):
             row[WEIGHT] = it.info.weight.detach().clone()
         if self.held and row.keys() != self.held.keys():
@@ -145,6 +145,16 @@ class Store:
             groups = self._groups([*own, *[w for w in self._writers() if w.folder != self.path]])
             out = side_by_side(groups, self.like if self.place.sharded else None)
         return [*out, Shard(self.size, self._stacked())] if self.size else out
+
+    def losses(self, done: int) -> Tensor | None:
+        """The losses of the draws up to a step, ``[S, chains]``; ``None`` where none were kept."""
+
+        def read() -> Tensor | None:
+            shards = [s for s in self.shards() if LOSS in s.names()]
+            rows = [s.read(LOSS)[s.read(STEP) <= done] for s in shards]
+            return torch.cat([x.reshape(len(x), -1) for x in rows]) if rows else None
+
+        return self.told(read) if self.place is not None and done else None
 
     def _stacked(self) -> dict[str, Tensor]:
         return {name: torch.stack(rows) for name, rows in self.held.items()}
@@ -187,7 +197,7 @@ class Store:
         """All writers of the run; this one alone, where its chains have no numbers."""
         assert self.place is not None
         if self.place.chains is None and self.path != self.place.root:
-            return [Writer(self.path, read_index(self.path))] if (self.path / INDEX).exists() else []
+            return [Writer(self.path, index_of(self.path))] if (self.path / INDEX).exists() else []
         return writers_of(self.place.root)
 
     def _groups(self, writers: list[Writer], files: bool = True) -> list[Group]:
@@ -267,12 +277,13 @@ class Store:
 
     def _found(self) -> list[tuple[Path, dict[str, Any], int, slice | None]]:
         """The newest checkpoints of these chains: folder, files, step, and which of its chains."""
-        clear(self.path)
+        mine = None
         if (self.path / INDEX).exists():
-            mine = read_index(self.path)
+            mine = index_of(self.path)
             for segment in Writer(self.path, mine).segments():
                 segment.files.require()
             self.index = {**mine, "identity": losses_of(mine["identity"], self.identity)}
+        clear(self.path, mine)
         groups = self._groups(self._writers())
         if not any(group.step for group in groups):
             return []
@@ -392,11 +403,14 @@ class Store:
         """
         if self.place is None or not self.writes:
             return ""
-        if self.place.sharded and not common:
-            return "ranks that share DTensors write together, and this one was cut off alone"
+        alone = self.place.sharded and not common
         try:
             index = {**self.index, "complete": False, "why": why}
             kept = any(s["rescued"] and s["step"] >= step for s in self.index["shards"])
+            if alone:
+                if self.size and not kept:
+                    self._write_alone(index, step)
+                return ""
             if self.size and not kept:  # else an earlier interruption left as many of these draws, or more
                 index |= self.with_draws(step, rescued=True)
             if kept or self.size or self.index["checkpoint"] is not None:
@@ -404,6 +418,12 @@ class Store:
         except (OSError, ValueError) as err:
             return str(err)
         return ""
+
+    def _write_alone(self, index: dict[str, Any], step: int) -> None:
+        """Write what this rank holds of the draws, where it was cut off alone and can wait for nobody."""
+        assert self.place is not None
+        index["shards"] = [s for s in index["shards"] if not s["rescued"]]
+        write_alone(self.path, index, self.since, step, self._stacked(), self.place.number, self.place.size)
 
     def _commit(self, params: Any, state: Any, step: int, batches: ResumableBatches, complete: bool, why: str) -> None:
         assert self.place is not None
@@ -423,8 +443,6 @@ class Store:
         index = {**self.index, "shards": [s for s in self.index["shards"] if not s["rescued"]]}
         if self.size:
             columns = self._stacked()
-            if self.place.sharded and LOSS in columns:  # of ranks that each saw a part of the batch
-                columns[LOSS] = torch.stack(self.gathered(columns[LOSS].cpu())).mean(0)
             written = self._write(f"draws-{index['next']:06d}", columns, {})
             kinds = {n: [dtype, shape[1:]] for n, (dtype, shape) in written["columns"].items()}
             if index["columns"] not in ({}, kinds):

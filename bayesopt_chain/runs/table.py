@@ -55,15 +55,17 @@ class Files:
         columns: for every tensor its dtype and the shape of the whole.
         parts: the files: name, number of bytes, checksum of the header, and of the tensors of which the file holds a part,
             which one (``boxes``; ``None``: the file holds all of every tensor).
+        rescued: whether a file may hold more draws than are meant: a rank that was cut off later than others kept more.
     """
 
     folder: Path
     columns: dict[str, Any]
     parts: list[dict[str, Any]]
+    rescued: bool = False
     opened: dict[int, File] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "columns": self.columns, "parts": self.parts, "opened": {}}
+        return {**self.__dict__, "opened": {}}
 
     def paths(self) -> list[Path]:
         """Where the files are."""
@@ -101,6 +103,8 @@ class Files:
                     continue
                 x, box = file.entries.get(name), (boxes or {}).get(name)
                 held = tuple(shape) if box is None else tuple(sum(n for _, n in axis) for axis in box)
+                if x is not None and self.rescued and x.shape[:1] > held[:1]:
+                    held = (x.shape[0], *held[1:])
                 if x is None or x.dtype != DTYPES[dtype] or x.shape != held:
                     raise ValueError(f"load: {file.path} does not hold {name} as the index says")
             self.opened[i] = file
@@ -228,7 +232,9 @@ def segment_of(folder: Path, index: Mapping[str, Any], shard: Mapping[str, Any])
     """The draws of one entry of an index."""
     draws = drawn(index, shard["step"]) - drawn(index, shard["since"])
     columns = {name: [dtype, [draws, *shape]] for name, (dtype, shape) in index["columns"].items()}
-    return Segment(Files(folder, columns, shard["parts"]), shard["since"], shard["step"], draws, shard["rescued"])
+    return Segment(
+        Files(folder, columns, shard["parts"], shard["rescued"]), shard["since"], shard["step"], draws, shard["rescued"]
+    )
 
 
 class Group(NamedTuple):
@@ -257,12 +263,6 @@ def folder_of_segment(path: Path, segment: str | None) -> Path:
     if not isinstance(segment, str) or re.fullmatch(r"[A-Za-z0-9_.=-]{1,100}", segment) is None:
         raise ValueError(f"segment must be a name of letters, digits and '_.=-', got {segment!r}")
     return path / f"{SEGMENT}{segment}"
-
-
-def writers_of(path: Path) -> list[Writer]:
-    """All writers of a run that have an index."""
-    folders = [path, *sorted(p for p in path.glob("*") if FOLDER.fullmatch(p.name))]
-    return [Writer(folder, read_index(folder)) for folder in folders if (folder / INDEX).exists()]
 
 
 def grouped(writers: Sequence[Writer], chains: range, files: bool = True) -> list[Group]:

@@ -62,9 +62,9 @@ def whole(tree):
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tree.items()}
 
 
-def ranked(path, layout, steps=STEPS, inplace=False, seconds=30.0):
+def ranked(path, layout, steps=STEPS, inplace=False, seconds=30.0, burn_in=4):
     """What a rank's draws are, as a whole, and how they lie."""
-    draws = sampled(spread(layout), path, steps, inplace=inplace, seconds=seconds)
+    draws = sampled(spread(layout), path, steps, burn_in, inplace, seconds)
     lies = all(isinstance(x, DTensor) for x in draws.params.values())
     return whole(draws.params), draws.steps, draws.loss, draws.complete, lies, whole(draws[0])
 
@@ -263,6 +263,66 @@ def not_finite_on_one_rank(path):
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all(tmp_path):
     ranks = run(not_finite_on_one_rank, 2, tmp_path, None)
     assert [(complete, n) for complete, _, n in ranks] == [(False, 2)] * 2 and len({why for _, why, _ in ranks}) <= 2
+
+
+def cut_off(path, where):
+    """A run that an error ends: in a step of all ranks, or on one of them, which has a draw more than the other then."""
+
+    def fails(params, batch):
+        if where == "all" and batch == 3.0:  # steps 4, 9, ...
+            raise ZeroDivisionError("in the loss")
+        return loss(params, batch)
+
+    def callback(it):
+        if where == dist.get_rank() and it.step == 8:
+            raise ZeroDivisionError("in a callback")
+
+    def add(self, it, *more):
+        if where in (0, 1) and where != dist.get_rank() and it.step == 8:
+            raise ConnectionError("closed by peer")
+        return known(self, it, *more)
+
+    sampled(spread("fsdp"), path, 4, burn_in=0)
+    fails.__qualname__, fails.__module__ = loss.__qualname__, loss.__module__
+    known, store.Store.add = store.Store.add, add
+    with pytest.raises((ZeroDivisionError, ConnectionError)) as caught:
+        sampled(spread("fsdp"), path, 14, burn_in=0, fn=fails, callbacks=[callback])
+    draws = caught.value.draws
+    assert len(draws) == (7 if isinstance(where, int) and where != dist.get_rank() else 8)
+    return whole(draws[:7].params), str(getattr(caught.value, "__notes__", "on disk"))
+
+
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("where", ["all", 0])
+def test_draws_of_ranks_that_an_error_cut_off_are_on_disk(where, tmp_path):
+    path, want = tmp_path / "draws", sampled(start(), None, 14, burn_in=0)
+    ranks = run(cut_off, 2, tmp_path, path, where)
+    kept = bc.Draws.open(path)
+    n = len(kept)
+    assert n == (8 if where == "all" else 7) and not kept.complete and kept.steps.tolist() == list(range(1, n + 1))
+    kept.verify()
+    for held, note in [(kept.params, "on disk"), *ranks]:
+        assert "on disk" in note
+        assert all(torch.equal(held[name][:7], want.params[name][:7]) for name in held)
+    for params, steps, *_ in run(ranked, 3, tmp_path, path, "fsdp", 14, False, 30.0, 0):
+        assert steps.tolist() == list(range(1, 15)) and all(torch.equal(params[k], want.params[k]) for k in params)
+
+
+def exploding(path):
+    """A run beyond its limit of stability."""
+    tx = bc.with_stream(bc.sgld(2.1, temperature=1e-3), "philox")
+    torch.manual_seed(7)
+    params = spread("fsdp") if dist.is_initialized() else start()
+    with pytest.warns(UserWarning, match="diverged"):
+        draws = bc.sample(bc.make_step(loss, tx), params, tx.init(params), torch.tensor(0.0), steps=200, path=path)
+    return len(draws), draws.complete, draws.why
+
+
+def test_a_loss_of_dtensors_that_explodes_ends_the_run_where_that_of_one_process_ends(tmp_path):
+    want = exploding(None)
+    assert 10 < want[0] < 190 and "T P / 2" in want[2]
+    assert run(exploding, 2, tmp_path, tmp_path / "draws") == [want] * 2
+    assert bc.Draws.open(tmp_path / "draws").why == want[2]
 
 
 def two_chains_on_meshes_of_their_own(path):

@@ -122,6 +122,26 @@ def test_a_loss_that_explodes_ends_the_run(tmp_path, on_disk):
         assert bc.Draws.open(tmp_path).why == draws.why and len(bc.Draws.open(tmp_path)) == len(draws)
 
 
+@pytest.mark.filterwarnings("ignore:sample")
+@pytest.mark.parametrize("chains", [None, 3])
+@pytest.mark.parametrize("before", [1, 2, 40])
+def test_an_explosion_ends_a_run_where_it_would_have_ended_without_an_interruption(before, chains, tmp_path):
+    def run(steps, path=None):
+        tx, params = bc.sgld(1.05, temperature=0.01), {"w": torch.ones(3)}
+        step = bc.make_step(loss, tx)
+        if chains is not None:
+            step, params = bc.parallel(step, chains), bc.stack([params] * chains)
+        init = (lambda: tx.init(params)) if chains is None else (lambda: step.init(tx, params, seed=1))
+        torch.manual_seed(0)
+        return bc.sample(step, params, init(), None, steps=steps, path=path)
+
+    whole = run(400)
+    assert not whole.complete and 45 < len(whole) < 380
+    assert run(len(whole) + 1 - before, tmp_path).complete
+    again = run(400, tmp_path)
+    assert (len(again), again.why) == (len(whole), whole.why) and torch.equal(again.params["w"], whole.params["w"])
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.05])
 def test_cold_starts_and_runs_at_temperature_zero_explode_never(temperature):
