@@ -78,15 +78,15 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def _with_entry(index: dict[str, Any], folder: Path, found: list[File]) -> dict[str, Any]:
-    told = [file.said.get(ALONE) for file in found]
-    if not told or any(x is None or x["ranks"] != len(told) or x["since"] != told[0]["since"] for x in told):
+    told: list[dict[str, Any]] = [file.said[ALONE] for file in found if ALONE in file.said]
+    if not told or any(x["ranks"] != len(told) or x["since"] != told[0]["since"] for x in told):
         return index  # a commit under way, or not all ranks came so far
     since, step = told[0]["since"], min(x["step"] for x in told)
     draws = drawn(index, step) - drawn(index, since)
     if draws < 1:
         return index
     parts, seen = [], set[tuple[str, str]]()
-    for file, x in zip(found, told):
+    for file, x in zip(found, told, strict=True):
         boxes: dict[str, Any] = {}
         for name, (_, *rest) in x["boxes"].items():
             if (name, json.dumps(rest)) not in seen:  # else an earlier rank holds the same
