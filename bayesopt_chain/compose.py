@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,8 +205,7 @@ def with_stream(tx: GradientTransformation, stream: Stream) -> Chain:
             scale_by_neg_lr(0.1),
         )
     """
-    if stream not in STREAMS:
-        raise ValueError(f"with_stream: stream must be one of {STREAMS}, got {stream!r}")
+    kinds.require("with_stream", stream=(stream, kinds.one_of(*STREAMS)))
 
     def switched(link: Link) -> Link:
         inner = {name: with_stream(x, stream) for name, x in vars(link).items() if isinstance(x, Chain)}
@@ -238,6 +237,7 @@ def masked(link: GradientTransformation, mask: Any) -> Chain:
         >>> tx.update(grads, tx.init(params), params=params, inplace=False)[0]["w"]
         tensor([-0.1000])
     """
+    kinds.require("masked", mask=(mask, kinds.PREFIX))
     tx = chain(link)
     return type(tx)([replace(x, masks=(*x.masks, mask)) for x in tx.links])
 
@@ -253,7 +253,12 @@ class _Labelled:
     def __call__(self, tree: Any) -> Any:
         labels = self.labels(tree) if callable(self.labels) else self.labels
         leaves = optree.tree_leaves(tree, none_is_leaf=True)
-        unknown = {x for x, p in zip(broadcast_prefix(labels, tree), leaves) if p is not None and x not in self.known}
+        given = [x for x, p in zip(broadcast_prefix(labels, tree), leaves) if p is not None]
+        if any(not isinstance(x, Hashable) or hasattr(x, "__array__") for x in given):
+            raise TypeError(
+                f"partition: labels must be a tree of the keys of transformations, {list(self.known)}, got {given}"
+            )
+        unknown = set(given).difference(self.known)
         if unknown:
             raise ValueError(
                 f"partition: labels {sorted(map(str, unknown))} have no chain; transformations has {list(self.known)}"
@@ -281,6 +286,6 @@ def partition(transformations: Mapping[Any, GradientTransformation], labels: Any
         >>> import bayesopt_chain as bc
         >>> tx = bc.partition({"body": bc.sgd(0.1), "head": bc.sghmc(0.1, temperature=1e-3)}, {"conv": "body", "fc": "head"})
     """
-    kinds.require("partition", transformations=(transformations, kinds.MAPPING))
+    kinds.require("partition", transformations=(transformations, kinds.MAPPING), labels=(labels, kinds.PREFIX))
     known = tuple(transformations)
     return chain(*(masked(tx, _Labelled(labels, name, known)) for name, tx in transformations.items()))

@@ -192,12 +192,18 @@ BOOL = Kind(lambda x: isinstance(x, bool), "True or False")
 FUNCTION = Kind(lambda x: callable(x) and not isinstance(x, type), "a function")
 GENERATOR = Kind(lambda x: isinstance(x, torch.Generator), "a torch.Generator").or_none()
 INPUTS = Kind(lambda x: isinstance(x, str) or FUNCTION.fits(x), "a key of the batch, or a function of it").or_none()
+PREFIX = Kind(lambda x: not isinstance(x, type), "a tree like the parameters, a prefix of one, or a function to one")
 BATCHES = Kind(_is_iterable, "batches, such as a list or a DataLoader")
 BATCH_OR_BATCHES = Kind(
     lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
 )
 MAPPING = Kind(lambda x: isinstance(x, Mapping), "a dictionary")
 MODULE = Kind(lambda x: isinstance(x, nn.Module), "a torch.nn.Module")
+OPTIMIZER = Kind(lambda x: isinstance(x, torch.optim.Optimizer), "an optimizer of torch.optim or bc.optim")
+SCHEDULER = Kind(
+    lambda x: all(callable(getattr(x, name, None)) for name in ("step", "state_dict", "load_state_dict")),
+    "a scheduler of torch.optim.lr_scheduler",
+)
 NUMBER = Kind(_is_number, "a finite number", (int, float))
 POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a positive, finite number", (int, float))
 PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import optree
+from torch import Tensor
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
@@ -202,7 +203,9 @@ class Chain(GradientTransformation):
             for mask in x.masks
         }
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
-        shapes, dtypes = (tuple([getattr(p, name, None) for p in leaves]) for name in ("shape", "dtype"))
+        shapes, dtypes = (
+            tuple([getattr(p, name) if isinstance(p, Tensor) else None for p in leaves]) for name in ("shape", "dtype")
+        )
         layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
         plan = self.plan(State((), layout))
         plan.spec = spec

@@ -13,6 +13,7 @@ import optree
 from torch import Tensor
 from torch.utils import _pytree
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.distributed.shards import Pieces
 from bayesopt_chain.trees import broadcast_prefix, flattened
 
@@ -98,7 +99,12 @@ def unshared(new: State, old: State) -> State:
 
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
-    return {j for j, bit in enumerate(broadcast_prefix(mask(tree) if callable(mask) else mask, tree)) if bit}
+    bits = broadcast_prefix(mask(tree) if callable(mask) else mask, tree)
+    if wrong := [bit for bit in bits if not (isinstance(bit, (bool, int)) or getattr(bit, "ndim", None) == 0)]:
+        raise TypeError(
+            f"masked: mask must be a tree of True and False, or a function to one; it has {short(wrong[0])}"
+        )
+    return {j for j, bit in enumerate(bits) if bit}
 
 
 def warm_start(fresh: State, like: Any) -> State:

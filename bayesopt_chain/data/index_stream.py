@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.random.philox import philox
 from bayesopt_chain.tracing import is_transformed
 
@@ -113,10 +114,11 @@ class IndexStream:
             shuffled = kept[_permutation(self.seed, epoch // self.period, chain, len(kept))]
             return shuffled if self.table is None else herded(shuffled, self.table)
         given = self.order(kept, self.seed, epoch, chain)
-        if given.dtype != torch.int64 or not torch.equal(given.sort().values, kept):
+        found = isinstance(given, Tensor) and given.dtype == torch.int64 and given.shape == kept.shape
+        if not (found and torch.equal(given.sort().values, kept)):
             raise ValueError(
-                f"epochs: order gave a tensor {given.dtype} {list(given.shape)} for epoch {epoch} that is no permutation of "
-                f"the {len(kept)} rows it was given; return rows[permutation]"
+                f"epochs: order gave {short(given)} for epoch {epoch}, which is no permutation of the {len(kept)} rows it was "
+                "given; return rows[permutation]"
             )
         return given
 

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches, kinds, tracing
+from bayesopt_chain import batches, checks, kinds, tracing
 from bayesopt_chain.distributed.ranks import chains_of, require_one_axis
 from bayesopt_chain.loop.chain_keys import chain_draws
 from bayesopt_chain.loop.loss import joined, split
@@ -71,13 +71,17 @@ class Parallel:
 
         Raises:
             TypeError: a ``tx`` without ``init``; parameters that are not stacked tensors.
-            ValueError: a ``tx`` with a generator of its own, with a seed or on a mesh.
+            ValueError: parameters of another number of chains; a ``tx`` with a generator of its own, with a seed or on a mesh.
         """
         if not kinds.TX_OR_STEP.fits(tx) and not (self.each and callable(tx)):
             raise TypeError(
                 f"parallel: init takes (tx, params), tx being the chain's transformation, got {type(tx).__name__}"
             )
         kinds.require("parallel: init", params=(params, _STACKED), seed=(seed, kinds.SEED.or_none()))
+        if wrong := [x.shape for x in optree.tree_leaves(params) if len(x) != self.n]:
+            raise ValueError(
+                f"parallel: init takes params with the {self.n} chains of this rank on axis 0, got a leaf of {list(wrong[0])}"
+            )
         states = []
         drawing = chain_draws(self, seed)
         for i in range(self.n):
@@ -387,6 +391,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         A list of ``n`` states; the first has a new key too.
 
     Raises:
+        TypeError: a state that is no tree of tensors.
         ValueError: ``n`` below 1.
 
     Example:
@@ -397,6 +402,10 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         False
     """
     kinds.require("fork", n=(n, kinds.whole(1)), generator=(generator, kinds.GENERATOR))
+    if optree.tree_is_leaf(state, none_is_leaf=True) and not isinstance(state, Tensor):
+        raise TypeError(
+            f"fork: state must be the state of a chain, or a tree that holds such, got {checks.short(state)}"
+        )
     if n > _MOST_FORKS:
         raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 
@@ -406,4 +415,5 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
             return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))
         return entry.clone() if isinstance(entry, Tensor) else entry
 
-    return [optree.tree_map(renewed, state, is_leaf=is_keyed) for _ in range(n)]
+    tree: Any = state
+    return [optree.tree_map(renewed, tree, is_leaf=is_keyed) for _ in range(n)]

@@ -37,7 +37,7 @@ from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
-from bayesopt_chain.optim import _heat, _noise, _refusals, _shards
+from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_behind, add_in_front
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Numbers, Plan, Work, has_drawn, last_step
@@ -121,6 +121,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         steps_per_epoch: int | None = None,
         **kwargs: Any,
     ) -> None:
+        ours: dict[str, Any] = {
+            "temperature": temperature,
+            "generator": generator,
+            "stream": stream,
+            "keep_draws": keep_draws,
+        }
+        ours |= {"freeze_after": freeze_after, "heat_guard": heat_guard, "steps_per_epoch": steps_per_epoch}
+        with _arguments.said_with(lambda: f"{self._name}()"):
+            given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
+        _arguments.require(self._name, {**given, **ours})
         if stream is not None and stream not in _noise.STREAMS:
             raise ValueError(f"{self._name}: stream must be one of {_noise.STREAMS} or None, got {stream!r}")
         if freeze_after is not None and not self.adaptive:
@@ -144,7 +154,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._noise_defaults = {"temperature": temperature, "noise_stream": stream, "noise_kept": keep_draws, **learns}
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
-        super().__init__(params, *args, **kwargs)
+        shown = {k: v for k, v in given.items() if k != "params"}
+        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **shown})):
+            super().__init__(params, *args, **kwargs)
         if generator is not None:  # drawn at temperature 0 too, so that it is there when the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
@@ -158,6 +170,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             param_group: as in torch; besides torch's options it may hold ``temperature``.
 
         Raises:
+            TypeError: what is no group, or an option of another kind.
             ValueError: at T > 0, options that no noise is matched to, or a parameter twice.
 
         Example:
@@ -168,13 +181,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> [group["temperature"] for group in optimizer.param_groups]
             [0.5, 0.0]
         """
+        _arguments.require_group(f"{self._name}.add_param_group", param_group)
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
         options = {**self.defaults, **param_group}
         is_noisy = _refusals.temperature_of(self._name, options) > 0.0
         if is_noisy:
             self._check_group(options)
-        super().add_param_group(param_group)
+        with _arguments.said_with(lambda: f"{self._name}.add_param_group(param_group)"):
+            super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
         group.setdefault("noise_count", 0)
@@ -223,6 +238,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["noise_key"] == before
             False
         """
+        _arguments.require(f"{self._name}.fork", {"generator": generator})
         require_named_chain(f"{self._name}.fork", generator)
         key = _noise.shared_key(generator, self.param_groups)
         for group in self.param_groups:
@@ -250,6 +266,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             state_dict: of this class, or of the class of ``torch.optim`` that it extends.
 
         Raises:
+            TypeError: what is no state dict of an optimizer.
             ValueError: as in torch, groups of other sizes.
 
         Example:
@@ -261,6 +278,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["temperature"]
             (0.05, 0.5)
         """
+        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
         for mine, theirs in zip(self.param_groups, saved):

@@ -20,6 +20,7 @@ from bayesopt_chain.distributed.shards import add, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.weighted import Weighted
+from bayesopt_chain.optim import _arguments
 from bayesopt_chain.optim._ranks import OnRanks
 
 MakeChain = Callable[[dict[str, Any]], GradientTransformation]
@@ -53,9 +54,11 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, make_chain: MakeChain, **defaults: Any) -> None:
+        _arguments.require(self._name, {"params": params, "make_chain": make_chain, **defaults})
         self._make_chain = make_chain
         self._chains: list[_Built] = []
-        super().__init__(params, defaults)
+        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **defaults})):
+            super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with a chain of their own.
@@ -71,6 +74,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.1, 0.01]
         """
+        _arguments.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         try:
             self._chains.append(_Built(self._make_chain, self.param_groups[-1]))

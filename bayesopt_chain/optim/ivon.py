@@ -26,7 +26,7 @@ from bayesopt_chain._torch import is_dtensor, local_of
 from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
-from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim import _arguments, _noise
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 
@@ -88,6 +88,9 @@ class IVON(OnRanks, torch.optim.Optimizer):
         clip_radius: float = math.inf,
         generator: torch.Generator | None = None,
     ) -> None:
+        given: dict[str, Any] = {"lr": lr, "temperature": temperature, "betas": betas, "weight_decay": weight_decay}
+        given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
+        _arguments.require(self._name, {"params": params, "generator": generator, **given})
         for name, value in (("temperature", temperature), ("init_hessian", init_hessian), ("clip_radius", clip_radius)):
             if not value > 0.0:
                 raise ValueError(f"{self._name}: {name} must be positive, got {value}")
@@ -97,13 +100,13 @@ class IVON(OnRanks, torch.optim.Optimizer):
             raise ValueError(f"{self._name}: lr and weight_decay must not be negative, got {lr} and {weight_decay}")
         require_named_chain(self._name, generator)
         self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
-        given = {"lr": lr, "temperature": temperature, "betas": tuple(betas), "weight_decay": weight_decay}
-        given |= {"init_hessian": init_hessian, "rescale_lr": rescale_lr, "clip_radius": clip_radius}
+        given["betas"] = tuple(betas)
         self._means: list[tuple[Tensor, Tensor]] | None = (
             None  # local parameters and their means, while a draw is in them
         )
         self._has_draw = False  # whether one was made since the last step
-        super().__init__(params, {**given, "noise_count": 0})
+        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
+            super().__init__(params, {**given, "noise_count": 0})
         key = _noise.shared_key(generator, self.param_groups)
         for group in self.param_groups:
             group["noise_key"] = key
@@ -122,6 +125,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
             >>> optimizer.state[b]["hessian"].shape
             torch.Size([3])
         """
+        _arguments.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if len(self.param_groups) > 1 and "noise_key" in self.param_groups[0]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain._torch import is_flattened
 from bayesopt_chain.distributed.ranks import gather_objects, world
 from bayesopt_chain.distributed.replicated import is_replicated
@@ -151,6 +151,13 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         >>> sorted(params), info.loss.shape
         (['bias', 'weight'], torch.Size([]))
     """
+    kinds.require(
+        "as_step",
+        model=(model, kinds.MODULE),
+        optimizer=(optimizer, kinds.OPTIMIZER),
+        loss=(loss, kinds.FUNCTION),
+        scheduler=(scheduler, kinds.SCHEDULER.or_none()),
+    )
     return ModelStep(model, optimizer, loss, scheduler)
 
 

@@ -8,6 +8,7 @@ same versions and threads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
+from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.runs.place import Place, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
@@ -38,6 +40,9 @@ def iterate(
     thinning: int = 1,
 ) -> Iterator[Iteration]:
     """The steps of a run, one after the other; :func:`sample` is this with the draws kept.
+
+    As there, a draw that is not finite ends the run, and so does a loss that explodes: the iterator stops in front of that
+    draw, with a warning.
 
     Args:
         step, params, state, batches: as in :func:`sample`.
@@ -62,9 +67,14 @@ def iterate(
     """
     _check(step, steps, burn_in, thinning)
     run = Run(step, params, state, ResumableBatches(batches), steps, burn_in, thinning, None, (), False)
+    watch = Divergence(run)
     for n in range(1, steps + 1):
         params, state, info = step(params, state, run.batches.next())
-        yield Iteration(n, params, state, info, run.is_draw(n))
+        it = Iteration(n, params, state, info, run.is_draw(n))
+        if it.is_draw and (wrong := watch.look(it)[1]):
+            warnings.warn(f"iterate: {wrong}; the run has diverged and ends here. Lower lr", stacklevel=2)
+            return
+        yield it
 
 
 def sample(

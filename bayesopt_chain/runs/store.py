@@ -72,6 +72,7 @@ class Store:
     Attributes:
         place: where a run on disk is; ``None`` in memory.
         size: the number of draws that are held in memory.
+        writes: whether this rank writes draws.
     """
 
     def __init__(self, run: Run, place: Place | None = None, interval: float = 30.0) -> None:
@@ -81,6 +82,7 @@ class Store:
         self.held: dict[str, list[Tensor]] = {}
         self.size = 0
         self.lock = None
+        self.writes = place is not None and (place.sharded or place.is_first)
         if place is None:
             return
         self.identity = identity_of(run, place.total if place.chains is not None else run.chains)
@@ -104,11 +106,6 @@ class Store:
         self.bytes = max(1, sum(local(x).nbytes for x in self.like.values()))
         self.committed = self.asked = time.monotonic()
         self.ask_at = self.asked_at = 0  # steps
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes draws."""
-        return self.place is not None and (self.place.sharded or self.place.is_first)
 
     @property
     def path(self) -> Path:
