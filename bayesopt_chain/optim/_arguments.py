@@ -62,7 +62,7 @@ _KINDS = {
     "history_size": kinds.WHOLE,
     "ns_steps": kinds.WHOLE,
     "ns_coefficients": Kind(_are_real, "a tuple of real numbers"),
-    "clip_radius": Kind(lambda x: _is_real(x) or (isinstance(x, float) and x == math.inf), "a real number, or inf", (int, float, Tensor)),
+    "clip_radius": Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
     "make_chain": kinds.FUNCTION,
     "beta2_decay": NUMBER,
 }
