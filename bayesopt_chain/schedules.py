@@ -74,6 +74,8 @@ def scalar(value: Any, device: torch.device) -> Tensor:
     """What a schedule returned, 0-d, float64; a number is filled in on the device, which a graph can record."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
+    if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+        raise TypeError(f"a schedule (lr, temperature, ...) must return a number or a 0-d tensor, got {value!r:.80}")
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 

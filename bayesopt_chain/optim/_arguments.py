@@ -8,7 +8,6 @@ every argument is looked at first, whichever class takes it, and what torch refu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,24 +17,31 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.checks import short
+from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
+
+LARGEST = 1e15  # of a hyperparameter: beyond it the squares of float32 are infinite, and torch's own steps end in NaN
+
+
+def _is_one(x: Any) -> bool:
+    """Whether something is a real number, NaN and infinities among them, or a real tensor with one element and a value."""
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not (x.is_complex() or x.is_meta or x.is_sparse or x.dtype == torch.bool)
+    if type(x).__module__ == "numpy":
+        return getattr(x, "ndim", 1) == 0 and x.dtype.kind in "iuf"
+    return isinstance(x, float) or (isinstance(x, int) and not isinstance(x, bool) and abs(x) < 10**300)
 
 
 def _is_real(x: Any) -> bool:
-    """Whether something is a real number, or a real tensor with one element and a value."""
-    if isinstance(x, Tensor):
-        return x.numel() == 1 and not (x.is_complex() or x.is_meta or x.is_sparse) and bool(torch.isfinite(x))
-    if type(x).__module__ == "numpy":
-        return getattr(x, "ndim", 1) == 0 and math.isfinite(x)
-    return isinstance(x, (int, float)) and abs(x) < 10**300
+    return _is_one(x) and abs(float(x)) <= LARGEST
 
 
 def _are_real(x: Any) -> bool:
     return isinstance(x, (tuple, list)) and all(a is None or _is_real(a) for a in x)
 
 
-NUMBER = Kind(_is_real, "a finite real number, or a tensor with one", (int, float, Tensor))
-FLAG = kinds.BOOL.or_none()
+NUMBER = Kind(_is_real, "a real number of at most 1e15, or a tensor with one", (int, float, Tensor))
+PAIR = Kind(lambda x: _are_real(x) and len(x) == 2, "a pair of real numbers, or of None", (tuple, list))
 _PARAMS = Kind(
     lambda x: (
         hasattr(x, "__iter__") and not isinstance(x, (str, bytes, Mapping, Tensor, type)) and getattr(x, "ndim", 1) > 0
@@ -46,14 +52,20 @@ _KINDS = {
     "params": _PARAMS,
     "generator": kinds.GENERATOR,
     "betas": Kind(lambda x: _are_real(x) and len(x) in (2, 3), "a tuple of real numbers"),
-    "etas": Kind(_are_real, "a pair of real numbers"),
-    "step_sizes": Kind(_are_real, "a pair of real numbers"),
-    "eps": Kind(lambda x: _is_real(x) or _are_real(x), "a real number, or a pair of them"),
-    "line_search_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a line search, or None"),
+    "etas": PAIR,
+    "step_sizes": PAIR,
+    "eps": NUMBER,
+    "Adafactor.eps": PAIR,
+    "line_search_fn": Kind(lambda x: x is None or (isinstance(x, str) and x == "strong_wolfe"), "'strong_wolfe' or None", (str,)),
     "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
     "stream": Kind(lambda x: x is None or isinstance(x, str), "the name of a stream, or None"),
     "heat_guard": Kind(
-        lambda x: x is None or not isinstance(x, (Tensor, type)), "'warn', None or a bc.diagnostics.HeatGuard"
+        lambda x: x is None or isinstance(x, (str, HeatGuard)), "'warn', None or a bc.diagnostics.HeatGuard"
+    ),
+    "IVON.temperature": Kind(lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"),
+    "temperature": Kind(_is_one, "a number, or a tensor with one"),
+    "alpha": Kind(
+        lambda x: _is_real(x) and abs(float(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
     "freeze_after": kinds.WHOLE.or_none(),
     "steps_per_epoch": kinds.WHOLE.or_none(),
@@ -61,20 +73,25 @@ _KINDS = {
     "max_iter": kinds.WHOLE,
     "history_size": kinds.WHOLE,
     "ns_steps": kinds.WHOLE,
-    "ns_coefficients": Kind(_are_real, "a tuple of real numbers"),
+    "ns_coefficients": Kind(lambda x: _are_real(x) and len(x) == 3, "three real numbers", (tuple, list)),
     "clip_radius": Kind(lambda x: _is_real(x) or (isinstance(x, float) and x > 0), "a real number, or inf"),
     "make_chain": kinds.FUNCTION,
     "beta2_decay": NUMBER,
 }
 _NUMBERS = (
-    "lr", "momentum", "dampening", "weight_decay", "temperature", "alpha", "rho", "lambd", "t0", "lr_decay", "d",
+    "lr", "momentum", "dampening", "weight_decay", "rho", "lambd", "t0", "lr_decay", "d",
     "initial_accumulator_value", "momentum_decay", "tolerance_grad", "tolerance_change", "init_hessian",
 )  # fmt: skip
 _FLAGS = (
-    "foreach", "fused", "maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws", "centered",
+    "maximize", "capturable", "differentiable", "nesterov", "amsgrad", "keep_draws", "centered",
     "decoupled_weight_decay", "rescale_lr",
 )  # fmt: skip
-_KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, FLAG)}
+_KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, kinds.BOOL)}
+_KINDS |= dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none())
+    **dict.fromkeys(_NUMBERS, NUMBER),
+    **dict.fromkeys(_FLAGS, kinds.BOOL),
+    **dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none()),
+}
 
 
 def require(who: str, given: Mapping[str, Any]) -> None:
@@ -88,7 +105,8 @@ def require(who: str, given: Mapping[str, Any]) -> None:
         TypeError, ValueError: naming the argument.
     """
     for name, value in given.items():
-        if (kind := _KINDS.get(name)) is not None:
+        own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # that of this class
+        if (kind := _KINDS.get(own, _KINDS.get(name))) is not None:
             kinds.require(who, **{name: (value, kind)})
 
 
@@ -103,6 +121,22 @@ def require_group(who: str, group: Any) -> None:
             f"{who}: param_group must be a dictionary with 'params', a parameter or a list of them, got {short(group)}"
         )
     require(who, {name: value for name, value in group.items() if name != "params"})
+
+
+def require_moves(who: str, options: Mapping[str, Any]) -> None:
+    """Refuse ``differentiable=True`` with parameters that autograd forbids to change in place.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    params = options["params"]
+    given = [params] if isinstance(params, Tensor) else params if isinstance(params, Sequence) else []
+    tensors = [x[1] if isinstance(x, tuple) and len(x) == 2 else x for x in given]
+    if options.get("differentiable") and any(isinstance(p, Tensor) and p.is_leaf and p.requires_grad for p in tensors):
+        raise ValueError(
+            f"{who}: differentiable=True with parameters that are leaves which require grad, and which autograd lets nobody "
+            "change in place: give it tensors that were computed, such as [p.clone() for p in params]"
+        )
 
 
 def require_state_dict(who: str, state_dict: Any) -> None:

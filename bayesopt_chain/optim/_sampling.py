@@ -188,6 +188,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         is_noisy = _refusals.temperature_of(self._name, options) > 0.0
         if is_noisy:
             self._check_group(options)
+        _arguments.require_moves(self._name, options)
         with _arguments.said_with(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]

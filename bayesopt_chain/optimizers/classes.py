@@ -15,6 +15,8 @@ import optree
 import torch
 import torchopt
 
+from bayesopt_chain import kinds
+from bayesopt_chain.checks import short
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.optimizers import functional
@@ -90,9 +92,15 @@ def _require_one_rank(optimizer: torchopt.Optimizer | torchopt.MetaOptimizer) ->
             require_named_chain(f"bc.{name}", link.generator, f"take {torchs} with")
 
 
+LARGEST = 1e15  # of a hyperparameter: beyond it the squares of float32 are infinite
+_PARAMS = kinds.Kind(
+    lambda x: isinstance(x, (list, tuple)) and kinds.TREE.fits(x), "tensors, one at least, in a list or an iterator"
+)
+
+
 def optimizer_class(namesake: type, build: Callable) -> type:
     """A class like ``namesake`` whose transformation is made by ``build``."""
-    is_meta = issubclass(namesake, torchopt.MetaOptimizer)
+    is_meta, name = issubclass(namesake, torchopt.MetaOptimizer), namesake.__name__
     base = _MetaOptimizer if is_meta else _Optimizer
     theirs = inspect.signature(namesake.__init__)
     ours = [p for name, p in inspect.signature(build).parameters.items() if name in ("temperature", "freeze_after")]
@@ -102,12 +110,19 @@ def optimizer_class(namesake: type, build: Callable) -> type:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         _, target, *_ = bound.arguments.values()
+        if is_meta:
+            kinds.require(name, module=(target, kinds.MODULE))
+        else:
+            target = target if isinstance(target, (list, tuple)) or not kinds.BATCHES.fits(target) else tuple(target)
+            kinds.require(name, params=(target, _PARAMS))
         settings = dict(list(bound.arguments.items())[2:])
+        for word, value in settings.items():
+            if isinstance(value, (int, float)) and abs(value) > LARGEST:
+                raise ValueError(f"{name}: {word} must be at most {LARGEST:g}, got {short(value)}")
         base.__init__(self, target, build(**settings))
 
     __init__.__signature__ = signature
     template = META if is_meta else DOC
-    name = namesake.__name__
     doc = template.format(name=name, function=build.__name__, torchs=TORCHS.get(name, name))
     return type(
         namesake.__name__,

@@ -115,7 +115,7 @@ class Store:
 
     # draws
 
-    def add(self, it: Iteration, loss: Tensor | None) -> None:
+    def add(self, it: Iteration, loss: Tensor | None = None) -> None:
         """Copy a draw, with its loss on all ranks that share the chain."""
         if self.place is not None and not self.writes:
             return
