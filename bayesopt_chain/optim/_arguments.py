@@ -56,7 +56,7 @@ _KINDS = {
     "step_sizes": PAIR,
     "eps": NUMBER,
     "Adafactor.eps": PAIR,
-    "line_search_fn": Kind(lambda x: x is None or (isinstance(x, str) and x == "strong_wolfe"), "'strong_wolfe' or None", (str,)),
+    "line_search_fn": kinds.one_of("strong_wolfe").or_none(),
     "adjust_lr_fn": Kind(lambda x: x is None or isinstance(x, str), "the name of a rule, or None"),
     "stream": Kind(lambda x: x is None or isinstance(x, str), "the name of a stream, or None"),
     "heat_guard": Kind(
@@ -88,10 +88,6 @@ _FLAGS = (
 )  # fmt: skip
 _KINDS |= {**dict.fromkeys(_NUMBERS, NUMBER), **dict.fromkeys(_FLAGS, kinds.BOOL)}
 _KINDS |= dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none())
-    **dict.fromkeys(_NUMBERS, NUMBER),
-    **dict.fromkeys(_FLAGS, kinds.BOOL),
-    **dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none()),
-}
 
 
 def require(who: str, given: Mapping[str, Any]) -> None:

@@ -109,7 +109,8 @@ def optimizer_class(namesake: type, build: Callable) -> type:
     def __init__(self, *args, **kwargs) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        _, target, *_ = bound.arguments.values()
+        given = list(bound.arguments.values())
+        target: Any = given[1]
         if is_meta:
             kinds.require(name, module=(target, kinds.MODULE))
         else:

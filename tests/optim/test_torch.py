@@ -268,7 +268,7 @@ def test_a_bad_temperature_is_an_error_before_anything_moves(bad):
     [
         (dict(momentum=1.0), "momentum must lie"),
         (dict(momentum=0.9, dampening=1.0), "dampening must be below 1"),
-        (dict(lr=float("nan")), "lr must be non-negative and finite"),
+        (dict(lr=float("nan")), "lr must be a real number"),
         (dict(lr=torch.tensor(0.1, requires_grad=True), differentiable=True), "lr that requires grad"),
     ],
 )
