@@ -161,6 +161,17 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
     return optree.tree_unflatten(structure, shaped)
 
 
+def is_bit(entry: Any) -> bool:
+    """Whether an entry of a mask can be true or false: a number, or a 0-d tensor or array.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if isinstance(entry, (bool, int)) or getattr(entry, "ndim", None) == 0:
+        return True
+    raise TypeError(f"masked: mask must be a tree of True and False, or a function to one; it has {entry!r:.80}")
+
+
 def all_finite(leaves: Iterable[Any]) -> Tensor:
     """Whether no entry of any tensor is NaN or infinite, as a 0-d boolean tensor; what is no tensor does not matter."""
     found: Tensor | None = None

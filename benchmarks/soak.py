@@ -2,18 +2,19 @@
 
     python -m benchmarks.soak --kills 400            SIGKILL at random moments
     python -m benchmarks.soak --interrupts 30        two Ctrl-Cs, 20 to 300 ms apart
-    python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown
+    python -m benchmarks.soak --damages 1000         a file flipped, zeroed, cut or grown; goes on where it was stopped
     python -m benchmarks.soak --large 20             so many GB of draws, read in --memory GiB
 
 A killed run must end as the run that nobody killed; between two kills every file is compared with its checksums. Two Ctrl-Cs
 lose no finished draw. Of a damaged file no draw is wrong, and the error names it. The large run is summarised, predicted with
 and given to ArviZ in a process whose memory is limited, and the bytes that it reads are counted. Results go to
-``benchmarks/results/soak.json``, after every killed run and every pair of Ctrl-Cs.
+``benchmarks/results/soak.json``, after every killed run, every pair of Ctrl-Cs and every 50 damages.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
@@ -55,11 +56,17 @@ def interrupted(count: int, seed: int) -> Iterator[dict[str, Any]]:
             yield {"pairs": pairs, "of": count, "lost": lost, "slowest end, seconds": round(slowest, 1)}
 
 
-def damaged(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Damaged files."""
-    with tempfile.TemporaryDirectory() as folder:
-        wrong, unnamed = every_damage_is_seen(Path(folder), count, seed)
-    yield {"files": count, "wrong": wrong, "unnamed": unnamed}
+def damaged(count: int, seed: int, some: int = 50) -> Iterator[dict[str, Any]]:
+    """Damaged files, so many at a time: the figures so far, those of the record among them where it has the same seed."""
+    known = json.loads(RESULTS.read_text()).get("damages", {}) if RESULTS.exists() else {}
+    goes_on = known.get("seed") == seed and known.get("files", count) < count
+    done, wrong, unnamed = (known[name] if goes_on else 0 for name in ("files", "wrong", "unnamed"))
+    while done < count:
+        now = min(some, count - done)
+        with tempfile.TemporaryDirectory() as folder:
+            bad, nameless = every_damage_is_seen(Path(folder), now, seed + done)
+        done, wrong, unnamed = done + now, wrong + bad, unnamed + nameless
+        yield {"files": done, "of": count, "seed": seed, "wrong": wrong, "unnamed": unnamed}
 
 
 def large(gigabytes: float, memory: float, folder: str | None) -> Iterator[dict[str, Any]]:

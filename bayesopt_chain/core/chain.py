@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import optree
-from torch import Tensor
 from torchopt.base import EmptyState, GradientTransformation, IdentityGradientTransformation
 
 from bayesopt_chain import checks
@@ -204,7 +203,8 @@ class Chain(GradientTransformation):
         }
         where = tuple([tuple(sorted(here.intersection(*(masks[id(m)] for m in x.masks)))) for x in self.links])
         shapes, dtypes = (
-            tuple([getattr(p, name) if isinstance(p, Tensor) else None for p in leaves]) for name in ("shape", "dtype")
+            tuple([getattr(p, name) if hasattr(p, "requires_grad") else None for p in leaves])
+            for name in ("shape", "dtype")
         )
         layout = Layout(self.kinds, paths_of(params), shapes, dtypes, where, whole and shards.pieces_of(whole))
         plan = self.plan(State((), layout))

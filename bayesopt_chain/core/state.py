@@ -13,9 +13,8 @@ import optree
 from torch import Tensor
 from torch.utils import _pytree
 
-from bayesopt_chain.checks import short
 from bayesopt_chain.distributed.shards import Pieces
-from bayesopt_chain.trees import broadcast_prefix, flattened
+from bayesopt_chain.trees import broadcast_prefix, flattened, is_bit
 
 
 class Layout(NamedTuple):
@@ -99,12 +98,9 @@ def unshared(new: State, old: State) -> State:
 
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
-    bits = broadcast_prefix(mask(tree) if callable(mask) else mask, tree)
-    if wrong := [bit for bit in bits if not (isinstance(bit, (bool, int)) or getattr(bit, "ndim", None) == 0)]:
-        raise TypeError(
-            f"masked: mask must be a tree of True and False, or a function to one; it has {short(wrong[0])}"
-        )
-    return {j for j, bit in enumerate(bits) if bit}
+    return {
+        j for j, bit in enumerate(broadcast_prefix(mask(tree) if callable(mask) else mask, tree)) if is_bit(bit) and bit
+    }
 
 
 def warm_start(fresh: State, like: Any) -> State:

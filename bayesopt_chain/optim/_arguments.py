@@ -33,7 +33,11 @@ def _is_one(x: Any) -> bool:
 
 
 def _is_real(x: Any) -> bool:
-    return _is_one(x) and abs(float(x)) <= LARGEST
+    return _is_one(x) and abs(_value(x)) <= LARGEST
+
+
+def _value(x: Any) -> float:
+    return float(x.detach() if isinstance(x, Tensor) else x)
 
 
 def _are_real(x: Any) -> bool:
@@ -65,7 +69,7 @@ _KINDS = {
     "IVON.temperature": Kind(lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"),
     "temperature": Kind(_is_one, "a number, or a tensor with one"),
     "alpha": Kind(
-        lambda x: _is_real(x) and abs(float(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
+        lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
     "freeze_after": kinds.WHOLE.or_none(),
     "steps_per_epoch": kinds.WHOLE.or_none(),
