@@ -7,7 +7,7 @@ compute in double precision. Needs scikit-learn: the extra ``sklearn``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ class _Posterior(BaseEstimator):
         steps: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        prior_precision: float | None = None,
+        prior_precision: float | Literal["held out"] | None = None,
         held_out: float = 0.15,
-        temperatures: Sequence[float] = (0.3, 1.0),
+        temperatures: Sequence[float] = (1.0,),
         method: str = "sghmc",
         random_state: Any = None,
     ) -> None:

@@ -42,9 +42,9 @@ def posterior_ensemble(
     steps: int | None = None,
     batch_size: int | None = None,
     lr: float | None = None,
-    prior_precision: float | None = None,
+    prior_precision: float | Literal["held out"] | None = None,
     held_out: float = 0.15,
-    temperatures: Sequence[float] = (0.3, 1.0),
+    temperatures: Sequence[float] = (1.0,),
     seed: int = 0,
     path: str | Path | None = None,
     progress: bool = True,
@@ -66,14 +66,16 @@ def posterior_ensemble(
         likelihood: of :mod:`bayesopt_chain.likelihoods`. Of ``gaussian`` noise of a known variance the number given is not
             used: training takes 0.02 of the targets' variance, and the variance of predictions is found on held-out data.
         members: how many networks, at least 1. Default 4.
-        steps: of the first training of each member. Default: 300 passes over the data, from 2,000 to 20,000 steps.
+        steps: of the first training of each member. Default: 300 passes over the data, from 4,000 to 20,000 steps.
         batch_size: of training. Default: that of a loader or ``bc.epochs``; else all data up to 128, and beyond that the power
             of two nearest to N / 16, from 32 to 256.
         lr: of Adam. Default: the largest of 0.01, 0.003 and 0.001 that is within 5 % of the best descent in a trial on one
             network for a tenth of the steps.
-        prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). Default: 1.
+        prior_precision: of each trained weight, of a Gaussian prior about 0, in all (not per datum). "held out": members
+            begin with 1, and train on with stronger priors while held-out data ask for it. Default: "held out" for
+            ``method="sghmc"``, 1 for the others.
         held_out: share of the data in each of the two folds, above 0 and at most 0.4. Default 0.15.
-        temperatures: of the levels above the mode, in units of the posterior's, ``1 / N``, ascending. Default 0.3 and 1.
+        temperatures: of the levels above the mode, in units of the posterior's, ``1 / N``, ascending. Default: 1 alone.
         seed: of the starts, orders and streams: a whole number from 0.
         path: a directory. A call that was killed at any point goes on from there with the same results, bit for bit; a complete
             one returns at once. Another call under the same path is refused, naming what differs.
@@ -120,7 +122,14 @@ def posterior_ensemble(
             raise ValueError(f"{who}{name}={number!r}: pass a whole number of at least {least}")
     if lr is not None:
         checks.positive(f"{who}lr", lr)
-    if prior_precision is not None:
+    searched = prior_precision == "held out" or (prior_precision is None and method == "sghmc")
+    if searched and method == "ivon":
+        raise ValueError(
+            f"{who}prior_precision='held out' is not for method='ivon', whose prior is in its rule: pass a number"
+        )
+    if isinstance(prior_precision, str) and not searched:
+        raise ValueError(f"{who}prior_precision={prior_precision!r}: pass a positive number, 'held out', or nothing")
+    if prior_precision is not None and not searched:
         checks.positive(f"{who}prior_precision", prior_precision)
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
         raise ValueError(f"{who}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
@@ -140,9 +149,9 @@ def posterior_ensemble(
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     pair = [order[:fold].sort().values, order[fold : 2 * fold].sort().values]
     folds = [pair[0] if i < members / 2 else pair[1] for i in range(members)]
-    precision = 1.0 if prior_precision is None else float(prior_precision)
-    # what the bar foresees: pilot and modes, the levels twice
-    bar = Progress(int(1.3 * steps + len(levels) * 2 * max(20, 0.08 * steps)), progress)
+    precision = 1.0 if searched or prior_precision is None else float(prior_precision)
+    # what the bar foresees: pilot and modes, one prior that is tried, the levels twice
+    bar = Progress(int((1.45 if searched else 1.3) * steps + len(levels) * 2 * max(20, 0.1 * steps)), progress)
     size = min(size, n - fold)
     problem = Problem(held, trained, networks, members, size, precision, folds, seed, bar).vmappable()
     chosen = {
@@ -157,6 +166,7 @@ def posterior_ensemble(
     about = {
         **chosen,
         "method": method,
+        "searched": searched,
         "lr": lr,
         "data": checksum((held.inputs, held.targets)),
         "starts": checksum(networks.params),
@@ -174,6 +184,7 @@ def posterior_ensemble(
             stages,
             {**chosen, "method": method, "lr": found["lr"]},
             dict(found["passes"]),
+            searched,
         )
         return METHODS[method](plan)
     finally:

@@ -8,7 +8,7 @@ With K batches an epoch and momentum mu, the rate of member m, whose energy per 
 
 halved for a member that diverges, or whose mean loss ends above its mode's by more than ``3 T P / (2 n) + 1``: in equilibrium
 the excess is ``T P / (2 n)``, for P parameters and n data. A level with ``T P / (2 N)`` above 30 nats is left out: that far
-from the mode no short chain is a posterior's. Each level takes 0.08 of the training's passes, at least 20 steps.
+from the mode no short chain is a posterior's. Each level takes 0.1 of the training's passes, at least 20 steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.samplers.langevin import sghmc
 
-SHARE, LEAST_STEPS, DRAWS = 0.08, 20, 10
+SHARE, LEAST_STEPS, DRAWS = 0.1, 20, 10
 LIMIT = 30.0  # nats of T P / 2 a datum
 HALVINGS = 8
 FIRST_PRODUCTS, MORE_PRODUCTS = 6, 2

@@ -73,8 +73,9 @@ class LaplaceEnsemble(Ensemble):
 
 
 def laplace(plan: Plan) -> Ensemble:
-    """Stages 1 to 3, and a fit of every mode."""
-    problem, found = plan.problem, train(plan)
+    """Training, and a fit of every mode."""
+    plan, found = train(plan)
+    problem = plan.problem
     made = finished(plan, found, [held_of(found, found.pilots)], [found.modes], [], {})
     params, buffers = found.modes.last()
     leaves, spec = batches.flatten((problem.data.inputs, problem.data.targets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from bayesopt_chain.ensemble.held import Held
 from bayesopt_chain.ensemble.ladder import LIMIT, excess, ladder, size_of
 from bayesopt_chain.ensemble.modes import modes
 from bayesopt_chain.ensemble.pilot import pilot
+from bayesopt_chain.ensemble.prior import strengthen
 from bayesopt_chain.ensemble.problem import Level, Problem
 from bayesopt_chain.ensemble.report import Report
 from bayesopt_chain.ensemble.scale import best, settled
@@ -35,6 +37,7 @@ class Plan(NamedTuple):
     stages: Stages
     chosen: dict[str, Any]
     spent: dict[str, float]
+    searched: bool = False  # whether held-out data choose the prior's precision
 
 
 class Trained(NamedTuple):
@@ -61,14 +64,30 @@ class Trained(NamedTuple):
     checkpoints: dict[int, float]
 
 
-def train(plan: Plan) -> Trained:
-    """Stages 1 to 3."""
+def train(plan: Plan) -> tuple[Plan, Trained]:
+    """Stages 1 to 4; the plan that is returned has the prior's precision of chains at a temperature."""
     problem, stages = plan.problem, plan.stages
     run = stages.once("pilot", lambda: pilot(problem, plan.lr, plan.steps, stages.folder("pilot")))
     checkpoints = Level(run["params"], run["buffers"], run["loss"])
     held = Held.of(problem)
     found = stages.once("stop", lambda: stop(held, checkpoints, run["steps"]))
     pilots = checkpoints.at(found["checkpoint"])
+    passes = {**plan.spent, **run["passes"], **found["passes"]}
+    said = _prepared(plan, found, held.size)
+    base = problem.prior_precision
+    if plan.searched:
+        ended = checkpoints.at(len(run["steps"]) - 1)
+        prior = stages.once(
+            "prior",
+            lambda: strengthen(problem, held, ended, pilots, lr=plan.lr, steps=plan.steps, stages=stages),
+        )
+        passes |= prior["passes"]
+        if prior["moved"]:
+            problem = replace(problem, prior_precision=prior["precision"])
+            moved = {k: {n: x[None] for n, x in prior[k].items()} for k in ("params", "buffers")}
+            pilots = Level(moved["params"], moved["buffers"], ended.loss)
+            found = {**found, "factor": prior["factor"], "early": False, "step": plan.steps}
+        said.append(_strengthened(prior))
     done = stages.once(
         "modes",
         lambda: modes(problem, pilots, found["step"], lr=plan.lr, steps=plan.steps, path=stages.folder("modes")),
@@ -81,33 +100,52 @@ def train(plan: Plan) -> Trained:
     likelihood = problem.likelihood
     if likelihood.has_noise_scale:
         likelihood = likelihood.scaled(1 / found["factor"])
-    said = [
-        f"rate: Adam at {plan.lr:g}"
-        + (", the largest that descends as well as the best tried." if plan.spent else "."),
-        f"pilot: {plan.steps} steps in batches of {problem.batch_size}, each member without one of two folds of {held.size}.",
-        f"stop: at step {found['step']}, "
-        + (f"better than the end by {found['z']:.1f} standard errors." if found["early"] else "the end of training."),
+    said.append(
         "modes: "
         + (
             "new members trained on all data up to there."
             if done["anew"]
             else "trained on with all data at 0.3 of the rate."
-        ),
-    ]
-    passes = {**plan.spent, **run["passes"], **found["passes"], **done["passes"]}
+        )
+    )
+    passes |= done["passes"]
     scores = dict(zip(run["steps"], found["scores"]))
-    return Trained(pilots, at_modes, held, found, likelihood, said, passes, scores)
+    trained = problem.prior_precision
+    if problem.likelihood.has_noise_scale and trained != base:
+        problem = replace(problem, prior_precision=max(base, trained / found["factor"]))
+    plan = plan._replace(problem=problem, chosen={**plan.chosen, "prior_precision": problem.prior_precision})
+    return plan, Trained(pilots, at_modes, held, found, likelihood, said, passes, scores)
+
+
+def _prepared(plan: Plan, found: dict[str, Any], fold: int) -> list[str]:
+    """What the first stages did, a sentence each."""
+    size = plan.problem.batch_size
+    return [
+        f"rate: Adam at {plan.lr:g}"
+        + (", the largest that descends as well as the best tried." if plan.spent else "."),
+        f"pilot: {plan.steps} steps in batches of {size}, each member without one of two folds of {fold}.",
+        f"stop: at step {found['step']}, "
+        + (f"better than the end by {found['z']:.1f} standard errors." if found["early"] else "the end of training."),
+    ]
+
+
+def _strengthened(prior: dict[str, Any]) -> str:
+    """What held-out data said of the prior, in a sentence."""
+    tried = ", ".join(f"{score:.3f} at {precision:g}" for precision, score in prior["tried"])
+    kept = "trained on with" if prior["moved"] else "left at"
+    return f"prior: {kept} precision {prior['precision']:g}; held-out scores {tried}."
 
 
 def ensemble(plan: Plan) -> Ensemble:
-    """Stages 1 to 3 and 6: a deep ensemble with held-out stop and scale."""
-    found = train(plan)
+    """Training and scale: a deep ensemble with held-out stop and scale."""
+    plan, found = train(plan)
     return finished(plan, found, [held_of(found, found.pilots)], [found.modes], [], {})
 
 
 def sghmc(plan: Plan) -> Ensemble:
     """All stages."""
-    problem, stages, found = plan.problem, plan.stages, train(plan)
+    plan, found = train(plan)
+    problem, stages = plan.problem, plan.stages
     arguments = (found.likelihood, plan.temperatures, plan.epochs)
 
     def climb(name: str, start: Level, held_out: bool, most: int, vectors: Any) -> dict[str, Any]:
@@ -149,7 +187,7 @@ def finished(
     climbed: list[dict[str, Any]],
     spent: dict[str, float],
 ) -> Ensemble:
-    """Stages 5 and 6, and the report.
+    """Stacking, scale, and the report.
 
     Args:
         plan, found: what was done.

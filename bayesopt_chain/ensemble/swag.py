@@ -23,8 +23,8 @@ SHARE, ITERATES, DRAWS, MOMENTUM, OF_LIMIT = 0.3, 20, 20, 0.9, 0.3
 
 
 def swag(plan: Plan) -> Ensemble:
-    """Stages 1 to 3, Gaussians around every mode, and the scale."""
-    found = train(plan)
+    """Training, Gaussians around every mode, and the scale."""
+    plan, found = train(plan)
     walked = [
         plan.stages.once(name, lambda start=start, out=out, name=name: walk(plan, start, found.likelihood, out, name))
         for name, start, out in (("swag of pilots", found.pilots, True), ("swag of modes", found.modes, False))

@@ -21,12 +21,15 @@ RECORD = Path(__file__).parents[1] / "results" / "leaderboard_ablations.json"
 # arguments of the call, and constants of its stages by file
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recipe": ({}, {}),
-    "one level, twice as long": ({"temperatures": (1.0,)}, {"ladder.SHARE": 0.16}),
-    "chains four times as long": ({}, {"ladder.SHARE": 0.32}),
+    "prior precision 1": ({"prior_precision": 1.0}, {}),
+    "prior precision 25": ({"prior_precision": 25.0}, {}),
+    "no chains": ({"method": "ensemble", "prior_precision": "held out"}, {}),
+    "no chains, prior precision 1": ({"method": "ensemble"}, {}),
+    "levels .3 and 1": ({"temperatures": (0.3, 1.0)}, {}),
+    "chains four times as long": ({}, {"ladder.SHARE": 0.4}),
+    "first step of the prior 5": ({}, {"prior.FIRST": 5.0}),
     "no early stop": ({}, {"stop.SURE": math.inf}),
     "equal pseudo-data": ({}, {"stack.PSEUDO_DATA": 0.0}),
-    "prior precision 10": ({"prior_precision": 10.0}, {}),
-    "no chains": ({"method": "ensemble"}, {}),
 }
 
 

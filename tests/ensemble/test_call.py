@@ -227,6 +227,8 @@ def test_adapters_are_drawn_anew_as_their_library_draws_them():
         ({"temperatures": 0.5}, "temperatures=0.5"),
         ({"method": "magic"}, "method='magic'"),
         ({"lr": -1.0}, "lr"),
+        ({"prior_precision": "evidence"}, "'held out'"),
+        ({"prior_precision": "held out", "method": "ivon"}, "pass a number"),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(change, says):
@@ -280,7 +282,7 @@ def test_the_passes_that_are_counted_are_those_that_were_made():
 
 def test_the_report_is_printed_and_drawn(fitted):
     said = str(fitted.report)
-    for word in ("pilot:", "stop:", "modes:", "ladder:", "stack:", "scale:", "Cost:", "doctor"):
+    for word in ("pilot:", "stop:", "prior:", "modes:", "ladder:", "stack:", "scale:", "Cost:", "doctor"):
         assert word in said
     assert len(fitted.report.plot().axes) == 3
 
@@ -320,3 +322,23 @@ def test_the_hottest_level_can_be_shown_to_the_doctor(fitted):
     draws = fitted.draws()
     assert draws.chains == 2
     assert bc.diagnostics.doctor(draws, of=lambda p: p["2.bias"]).numbers["chains"] == 2
+
+
+def test_a_prior_that_is_given_is_the_one_that_chains_sample_under():
+    x = inputs()
+    kept = {**SMALL, "temperatures": (1.0,)}
+    e = bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), prior_precision=7.0, **kept)
+    assert e.report.chosen["prior_precision"] == e.problem.prior_precision == 7.0
+    assert "prior" not in e.report.passes
+
+
+def test_held_out_data_choose_the_prior_of_any_method():
+    """Noise for targets: the prior is strengthened, and in units of the noise in force it is what training had."""
+    x, y = inputs(), torch.randn(N, 1, generator=torch.Generator().manual_seed(1))
+    noise = bc.likelihoods.gaussian()
+    kept = {**SMALL, "steps": 100, "prior_precision": "held out"}
+    e = bc.posterior_ensemble(maker(), (x, y), noise, method="ensemble", **kept)
+    said = next(s for s in e.report.said if s.startswith("prior:"))
+    trained = float(said.split("precision ")[1].split(";")[0])
+    assert trained >= 25
+    assert e.report.chosen["prior_precision"] == pytest.approx(max(1, trained / e.report.chosen["noise factor"]))

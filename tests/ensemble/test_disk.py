@@ -44,7 +44,7 @@ def test_a_call_killed_before_or_behind_every_stage_goes_on_bit_for_bit(tmp_path
 
     monkeypatch.setattr(on_disk.Stages, "once", counted)
     call(tmp_path / "counted")
-    assert names == ["rate", "pilot", "stop", "modes", "ladder of pilots", "ladder of modes"]
+    assert names == ["rate", "pilot", "stop", "prior", "modes", "ladder of pilots", "ladder of modes"]
     for stage in list(names):
         path = tmp_path / stage.replace(" ", "-")
 
@@ -60,9 +60,11 @@ def test_a_call_killed_before_or_behind_every_stage_goes_on_bit_for_bit(tmp_path
         assert torch.equal(call(path).predict(data()[0]).log_prob(data()[1]), wanted), stage
 
 
-@pytest.mark.parametrize("at", [10, pytest.param(23, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "at", [10, 22, pytest.param(26, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.slow)]
+)
 def test_a_call_killed_within_a_stage_goes_on_bit_for_bit(tmp_path, monkeypatch, wanted, at):
-    """Steps 10 (pilots), 23 (modes) and 40 (the level of the pilots)."""
+    """Steps 10 (pilots), 22 (the prior), 26 (the next prior, or the modes) and 50 (a level)."""
     from bayesopt_chain.ensemble import progress
 
     seen = []

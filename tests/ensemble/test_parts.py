@@ -12,10 +12,12 @@ from bayesopt_chain.ensemble.held import Held, log_scores
 from bayesopt_chain.ensemble.ladder import guarded
 from bayesopt_chain.ensemble.members import members_of
 from bayesopt_chain.ensemble.plan import NOISE, training_likelihood
-from bayesopt_chain.ensemble.problem import Problem
+from bayesopt_chain.ensemble.prior import strengthen
+from bayesopt_chain.ensemble.problem import Level, Problem
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.scale import best, for_all_members, grid_for, squared_error
 from bayesopt_chain.ensemble.stack import stack_weights
+from bayesopt_chain.ensemble.stages import Stages
 from bayesopt_chain.ensemble.stop import ONE
 
 
@@ -182,3 +184,47 @@ def test_the_squared_error_of_missing_targets_is_that_of_the_others():
     lik = bc.likelihoods.weighted(bc.likelihoods.gaussian(0.25))
     y = torch.tensor([[1.0], [float("nan")], [3.0]])
     assert float(squared_error(lik, torch.zeros(3, 1), (y, y.isfinite()))) == pytest.approx((1 + 9) / 2 / 0.25)
+
+
+def noisy(signal):
+    """Forty data of twenty inputs; the target is the first input, or noise."""
+    x = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1] if signal else torch.randn(40, 1, generator=torch.Generator().manual_seed(1))
+    likelihood = training_likelihood(bc.likelihoods.gaussian(), y)
+    folds = [torch.arange(10)] * 2 + [torch.arange(10, 20)] * 2
+    networks = members_of(lambda: torch.nn.Linear(20, 1), 4, 0, "cpu")
+    return Problem(Data(x, y, 40), likelihood, networks, 4, 40, 1.0, folds, 0, Progress(0, False))
+
+
+def ridge(p, precision, held_out=True):
+    """The modes of all members in closed form: ``(X^T X / v + precision)^-1 X^T y / v``, with a bias."""
+    v, weights, biases = float(p.likelihood.variance_of_noise), [], []
+    for rows in p.rows(held_out) or [None] * p.count:
+        x, y = p.data.take(rows)
+        x = torch.cat([x, torch.ones(len(x), 1)], 1).double()
+        w = torch.linalg.solve(x.T @ x / v + precision * torch.eye(21), x.T @ y.double() / v)
+        weights.append(w[:20].T.float())
+        biases.append(w[20].float())
+    return Level({"weight": torch.stack(weights)[None], "bias": torch.stack(biases)[None]}, {}, torch.zeros(1, 4))
+
+
+def test_a_prior_is_strengthened_where_targets_are_noise_and_left_where_they_are_not():
+    for signal in (False, True):
+        p = noisy(signal)
+        held, start = Held.of(p), ridge(p, 1.0)
+        found = strengthen(p, held, start, start, lr=0.05, steps=400, stages=Stages(None, {}))
+        assert found["moved"] != signal and (found["precision"] == 1.0) == signal
+        scores = [score for _, score in found["tried"]]
+        if not signal:
+            assert found["precision"] >= 25 and max(scores) > scores[0]
+            # the cycle arrives at the mode of the precision that it ends with
+            mode = ridge(p, found["precision"]).params["weight"][0]
+            torch.testing.assert_close(found["params"]["weight"], mode, rtol=0, atol=0.01)
+
+
+def test_a_prior_that_is_no_better_than_an_early_stop_is_left():
+    p = noisy(False)
+    held = Held.of(p)
+    early = ridge(p, 1.0, held_out=False)  # knows the folds: no prior is as good
+    found = strengthen(p, held, ridge(p, 1.0), early, lr=0.05, steps=200, stages=Stages(None, {}))
+    assert len(found["tried"]) > 2 and not found["moved"]
