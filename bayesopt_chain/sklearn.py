@@ -75,7 +75,7 @@ class _Posterior(BaseEstimator):
             steps=self.steps,
             batch_size=self.batch_size,
             lr=self.lr,
-            prior_precision=self.prior_precision,
+            prior_precision=self.prior_precision,  # pyright: ignore[reportArgumentType]
             held_out=self.held_out,
             temperatures=self.temperatures,
             method=self.method,  # pyright: ignore[reportArgumentType]

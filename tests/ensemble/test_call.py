@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesopt_chain as bc
+from bayesopt_chain.ensemble import recipe
 from bayesopt_chain.ensemble.members import members_of
 
 N = 48
@@ -332,13 +333,19 @@ def test_a_prior_that_is_given_is_the_one_that_chains_sample_under():
     assert "prior" not in e.report.passes
 
 
-def test_held_out_data_choose_the_prior_of_any_method():
-    """Noise for targets: the prior is strengthened, and in units of the noise in force it is what training had."""
-    x, y = inputs(), torch.randn(N, 1, generator=torch.Generator().manual_seed(1))
-    noise = bc.likelihoods.gaussian()
-    kept = {**SMALL, "steps": 100, "prior_precision": "held out"}
-    e = bc.posterior_ensemble(maker(), (x, y), noise, method="ensemble", **kept)
-    said = next(s for s in e.report.said if s.startswith("prior:"))
-    trained = float(said.split("precision ")[1].split(";")[0])
-    assert trained >= 25
-    assert e.report.chosen["prior_precision"] == pytest.approx(max(1, trained / e.report.chosen["noise factor"]))
+@pytest.mark.parametrize(("factor", "wanted"), [(5.0, 20.0), (200.0, 1.0)])
+def test_chains_have_the_prior_of_training_in_units_of_their_noise(monkeypatch, factor, wanted):
+    """100 at the noise of training is 20 at five times that noise, and no less than at first."""
+
+    def found(problem, held, ended, stopped, **_):
+        params, buffers = ended.last()
+        moved = {"precision": 100.0, "moved": True, "params": params, "buffers": buffers, "factor": factor}
+        return {**moved, "tried": [(1.0, -2.0), (100.0, -1.0)], "passes": {"prior": 0.5}}
+
+    monkeypatch.setattr(recipe, "strengthen", found)
+    x, noise = inputs(), bc.likelihoods.gaussian()
+    kept = {**SMALL, "prior_precision": "held out", "method": "ensemble"}
+    e = bc.posterior_ensemble(maker(), (x, x[:, :1]), noise, **kept)
+    assert e.report.chosen["prior_precision"] == e.problem.prior_precision == wanted
+    assert e.report.chosen["noise factor"] == factor and e.report.passes["prior"] == 0.5
+    assert any("precision 100; held-out scores -2.000 at 1, -1.000 at 100" in s for s in e.report.said)
