@@ -1,4 +1,4 @@
-"""Runs cells (task, seed), each contestant of them recorded as soon as it is done, and writes the table.
+"""Runs cells (task, seed), each contestant of them recorded as soon as it is done, and writes the table, also for the pages.
 
 python -m benchmarks.leaderboard --data                          # write the tables of data to files
 python -m benchmarks.leaderboard --workers 16 --record FILE      # run what the record lacks; the tasks developed on
@@ -56,9 +56,11 @@ def main() -> None:
                 print(*running[future], "done", flush=True)
     if folder.exists():  # cells of a run that was cut short are in the table too
         _join(folder, given.record)
-    from benchmarks.leaderboard.table import table
+    from benchmarks.leaderboard.table import markdown, table
 
-    print(table(json.loads(given.record.read_text())))
+    record = json.loads(given.record.read_text()) if given.record.exists() else {"protocol": PROTOCOL, "cells": {}}
+    given.record.with_suffix(".md").write_text(markdown(record))
+    print(table(record))
 
 
 def _join(folder: Path, record: Path) -> None:

@@ -34,6 +34,7 @@ def cell(name: str, seed: int, done: dict[str, Any], file: str, only: list[str])
         "posterior_ensemble": lambda: c.posterior_ensemble(task, seed),
         "deep_ensemble": lambda: c.deep_ensemble(task, seed),
         "equal_ensemble": equal,
+        "prior_ensemble": lambda: c.prior_ensemble(task, seed),
         "multiswag": lambda: c.multiswag(task, seed),
         "last_layer_laplace": lambda: c.last_layer_laplace(task, module()),
         "kronecker_laplace": lambda: c.kronecker_laplace(task, module()),

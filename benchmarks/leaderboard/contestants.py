@@ -66,6 +66,11 @@ def deep_ensemble(task: Task, seed: int) -> Result:
     return ours(task, seed, method="ensemble")
 
 
+def prior_ensemble(task: Task, seed: int) -> Result:
+    """A deep ensemble whose prior held-out data choose, as the posterior ensemble's: what is left is the chains'."""
+    return ours(task, seed, method="ensemble", prior_precision="held out")
+
+
 def multiswag(task: Task, seed: int) -> Result:
     return ours(task, seed, method="swag")
 

@@ -66,7 +66,7 @@ def table(record: dict[str, Any]) -> str:
                 values = [s[c] for s in runs.values() if c in s]
                 means.append(f"{sum(values) / len(values):>10.4g}" if values else f"{'':>10}")
             lines.append(f"{who:<22}" + "".join(means))
-    for who in ("posterior_ensemble", "deep_ensemble", "multiswag"):
+    for who in ("posterior_ensemble", "prior_ensemble", "deep_ensemble", "multiswag"):
         lines += ["", f"{who} minus {REFERENCE} (corrected 95 % intervals; + worse beyond the margin, * better)"]
         for score in ("nll", "crps"):
             for name, (mean, half, reference) in paired(record, who, REFERENCE, score).items():
@@ -76,3 +76,58 @@ def table(record: dict[str, Any]) -> str:
     counted = record.get("about", {}).get("lines", {})
     lines += ["", "lines of user code: " + ", ".join(f"{who} {n}" for who, n in counted.items())]
     return "\n".join(lines)
+
+
+def verdict(mean: float, half: float, margin: float) -> str:
+    """What an interval of a difference says, smaller being better.
+
+    Example:
+        >>> from benchmarks.leaderboard.table import verdict
+        >>> [verdict(m, 0.01, 0.02) for m in (-0.05, 0.0, 0.015, 0.05)]
+        ['better', 'equal', 'undecided', 'worse']
+    """
+    if mean + half < 0:
+        return "better"
+    if mean - half > margin:
+        return "worse"
+    return "equal" if mean + half < margin else "undecided"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The differences from the ensemble of equal cost, the goal, and every contestant's mean, for a page."""
+    if not record["cells"]:
+        return "No task has been run with this version.\n"
+    held_out, tasks = record["protocol"]["held out"], by_task(record)
+    lines = ["| task | | score | seeds | posterior ensemble | ensemble of equal cost | difference | |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    said: dict[str, list[str]] = defaultdict(list)
+    for name, contestants in tasks.items():
+        for score in ("nll", "crps"):
+            found = paired(record, "posterior_ensemble", REFERENCE, score).get(name)
+            if found is None:
+                continue
+            mean, half, reference = found
+            what = verdict(mean, half, 0.02 if score == "nll" else 0.02 * reference)
+            said[name].append(what)
+            kind = "held out" if name in held_out else "developed on"
+            seeds = len(set(contestants["posterior_ensemble"]) & set(contestants[REFERENCE]))
+            width = f" +- {half:.3f}" if half < math.inf else ""
+            lines.append(
+                f"| {name} | {kind} | {score.upper()} | {seeds} | {reference + mean:.3f} | {reference:.3f} "
+                f"| {mean:+.3f}{width} | {what} |"
+            )
+    good = [name for name, words in said.items() if set(words) <= {"better", "equal"}]
+    won = [name for name, words in said.items() if set(words) == {"better"}]
+    goal = len(good) == len(said) and 2 * len(won) >= len(said) > 0
+    lines += [
+        "",
+        f"Within the margins on {len(good)} of {len(said)} tasks and surely better on {len(won)}: the goal of the",
+    ]
+    lines[-1] += f" protocol is {'met' if goal else 'not met'} by these runs."
+    whos = list(dict.fromkeys(who for contestants in tasks.values() for who in contestants))
+    lines += ["", "Means of the negative log likelihood over the seeds:", ""]
+    lines += ["| | " + " | ".join(tasks) + " |", "| --- |" + " --- |" * len(tasks)]
+    for who in whos:
+        values = [[s["nll"] for s in contestants.get(who, {}).values()] for contestants in tasks.values()]
+        lines.append(f"| {who} | " + " | ".join(f"{sum(v) / len(v):.3f}" if v else "" for v in values) + " |")
+    return "\n".join(lines) + "\n"

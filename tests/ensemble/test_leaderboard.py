@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.leaderboard import cells, contestants
 from benchmarks.leaderboard.scores import calibration_error, scored
-from benchmarks.leaderboard.table import interval, paired, table
+from benchmarks.leaderboard.table import interval, markdown, paired, table
 from benchmarks.leaderboard.tasks import Task
 
 
@@ -75,3 +75,20 @@ def test_lines_are_those_of_the_body():
         return y
 
     assert contestants.lines(three) == 3
+
+
+def test_the_page_says_better_equal_worse_and_whether_the_goal_is_met():
+    def cells(name, difference):
+        return {
+            f"{name}-{s}": {"posterior_ensemble": {"nll": s + difference}, "equal_ensemble": {"nll": float(s)}}
+            for s in range(3)
+        }
+
+    protocol = {"level": 0.95, "held out": ["b"]}
+    better = markdown({"protocol": protocol, "cells": {**cells("a", -0.5), **cells("b", 0.01)}})
+    assert "| a | developed on | NLL | 3 | 0.500 | 1.000 | -0.500 +- 0.000 | better |" in better
+    assert "| b | held out | NLL | 3 | 1.010 | 1.000 | +0.010 +- 0.000 | equal |" in better
+    assert "Within the margins on 2 of 2 tasks and surely better on 1" in better and "is met" in better
+    worse = markdown({"protocol": protocol, "cells": {**cells("a", -0.5), **cells("b", 0.5)}})
+    assert "| worse |" in worse and "is not met" in worse
+    assert markdown({"protocol": protocol, "cells": {}}).startswith("No task")
