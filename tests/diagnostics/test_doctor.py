@@ -44,27 +44,19 @@ def cosine(count):
     return 0.02 + 0.06 * (1 + torch.cos(count.double() * torch.pi / 500))
 
 
-HEALTHY = {
-    "sgld": lambda: bc.sgld(0.3, temperature=T),
+HEALTHY = {  # seven more are in ``python -m benchmarks.doctor``
     "sghmc": lambda: bc.sghmc(0.1, temperature=T),
-    "small lr": lambda: bc.sghmc(0.02, temperature=T),
-    "little momentum": lambda: bc.sghmc(0.3, 0.5, temperature=T),
-    "nesterov": lambda: bc.sgd(0.05, momentum=0.9, nesterov=True, temperature=T),
     "schedule": lambda: bc.sghmc(cosine, temperature=T),
     "nesterov, schedule": lambda: bc.sgd(cosine, momentum=0.9, nesterov=True, temperature=T),
     "weight decay": lambda: bc.sgd(0.1, momentum=0.9, weight_decay=0.1, temperature=T),
-    "preconditioned": lambda: bc.chain(
-        bc.scale_by_preconditioner({"w": torch.tensor([0.5, 1.0, 2.0]), "b": 1.0}), bc.sghmc(0.1, temperature=T)
-    ),
     "adam, frozen": lambda: bc.adam(0.02, temperature=T, eps=0.3, freeze_after=300),
-    "dampening": lambda: bc.sgd(0.2, momentum=0.9, dampening=0.5, temperature=T),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_nothing_is_found_in_a_healthy_run(kind):
-    """Fixed seeds. By chance R-hat of 4 x 250 draws exceeds 1.1 and a temperature 1.1 by 3 errors in under one run of 1000."""
+    """Fixed seeds. By chance R-hat of 4 x 175 draws exceeds 1.1 and a temperature 1.1 by 3 errors in under one run of 1000."""
     tx = HEALTHY[kind]()
     draws, meter = run(tx)
     found = bc.diagnostics.doctor(draws, tx, regression, [(X, Y)], thermometer=meter, posterior_temperature=200 * T)
