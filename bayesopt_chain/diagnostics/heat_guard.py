@@ -24,11 +24,29 @@ from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
 from bayesopt_chain.loop.sources import Watched
 from bayesopt_chain.loop.step import Step
 
-SURE = 3.0  # standard errors of the mean of two windows
+SURE = 3.0  # standard errors of two windows together
 BENT = 1.5  # times the chain's own move: a Hessian known from one window may leave that much of it
-PATIENCE = 1  # windows too noisy to say either that may lie between two that are hot
 SUM = 1e4  # rho above which the loss is probably a sum over the data and no mean
 SAME_NORM = 1e-5  # relative difference below which two gradient norms are one: clipped
+
+
+def together(first: Heat, second: Heat) -> Heat:
+    """Two windows as one: means with weights of one over the squared standard error.
+
+    Args:
+        first, second: windows of one run.
+
+    Returns:
+        Their mean, with its standard error; what is no number is that of the second.
+
+    Example:
+        >>> one = Heat(2.0, 0.3, 0.0, 0.0, 2.0, "independent", 0.0)
+        >>> round(together(one, one._replace(rho=0.5, excess=0.5, standard_error=0.9)).rho, 2)
+        1.85
+    """
+    a, b = (1.0 / max(heat.standard_error, 1e-12) ** 2 for heat in (first, second))
+    mean = {name: (a * getattr(first, name) + b * getattr(second, name)) / (a + b) for name in ("rho", "own", "excess")}
+    return second._replace(**mean, standard_error=(a + b) ** -0.5)
 
 
 class HeatGuard:
@@ -36,7 +54,7 @@ class HeatGuard:
 
     :mod:`bayesopt_chain.optim` has one in every optimizer at T > 0. It looks at windows of 96 consecutive steps: the first
     as soon as it costs less than ``share`` of the time the run has taken, the next ones ever more rarely while all is well.
-    It warns when two windows find the same, the second at once or after one that says neither: the first may have been burn-in.
+    It warns where two windows in a row say so together and the second does not contradict: the first may have been burn-in.
 
     Args:
         steps_per_epoch: batches in a pass over the data, where they are reshuffled in every epoch; the noise of an epoch then
@@ -87,8 +105,7 @@ class HeatGuard:
         self.readings: list[Heat] = []
         self.has_warned = False
         self._lr: float | None = None
-        self._last: Heat | None = None  # the last window, if it was hot
-        self._patience = 0
+        self._last: Heat | None = None  # the last window, if it may have been hot
         self._momentum: float | None = None
         self._restart()
 
@@ -304,15 +321,13 @@ class HeatGuard:
 
     def _judge(self, heat: Heat) -> None:
         self.readings.append(heat)
-        last, is_sure = self._last, False
-        if heat.excess > self.above and heat.rho > max(heat.standard_error, BENT * heat.own):
-            if last is not None:
-                is_sure = last.rho + heat.rho > SURE * math.hypot(last.standard_error, heat.standard_error)
-            self._last, self._patience = heat, PATIENCE
-        elif last is not None and self._patience and heat.rho + 2.0 * heat.standard_error > self.above:
-            self._patience -= 1  # it says neither: look again
-        else:
-            self._last = None
+        last, self._last = self._last, heat if heat.rho + 2.0 * heat.standard_error > self.above else None
+        both = None if last is None or self._last is None else together(last, heat)
+        is_sure = (
+            both is not None
+            and both.excess > self.above
+            and both.rho > max(SURE * both.standard_error, BENT * both.own)
+        )
         if self.has_warned:
             return
         if heat.same_norm > 0.5:
@@ -323,9 +338,9 @@ class HeatGuard:
                 "acts rarely, or leave clipping out at temperature > 0",
                 stacklevel=2,
             )
-        elif is_sure:
+        elif both is not None and is_sure:
             self.has_warned = True
-            warnings.warn(self._warning(heat), stacklevel=2)
+            warnings.warn(self._warning(both), stacklevel=2)
 
     def _warning(self, heat: Heat) -> str:
         """The warning for a reading, with numbers and what to do."""
