@@ -12,7 +12,10 @@ times as dear at 100 classes, and has no derivative where eigenvalues meet.)
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +29,27 @@ REACH = 8.5  # standard deviations; a normal variable lies outside with probabil
 BUDGET = 2048  # nodes of a product rule
 
 
-@lru_cache(maxsize=16)
+Table = TypeVar("Table", bound=Callable[..., Any])
+
+
+def constant(make: Table) -> Table:
+    """Make a table once for its arguments, as if nothing else were going on.
+
+    The first to ask may be inside a transformation of ``torch.func``, in inference mode or under a default device, and what was
+    made there would be of no use outside. All of these hold for one thread: the table is made in another.
+    """
+
+    @lru_cache(maxsize=16)
+    @wraps(make)
+    def made(*given: Any) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make, *given).result()
+
+    found: Any = made
+    return found
+
+
+@constant
 def fine_grid(points: int = FEW) -> tuple[Tensor, Tensor]:
     """Nodes and weights ``[points]``, float64, for means over a standard normal."""
     z = torch.linspace(-REACH, REACH, points, dtype=torch.float64)
@@ -41,7 +64,7 @@ def points_for(deviation_over_width: float) -> int:
     return min(MANY, (FEW - 1) * 2**doublings + 1)
 
 
-@lru_cache(maxsize=16)
+@constant
 def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights, ``[nodes]`` each, for means over a standard normal (Golub and Welsch, 1969)."""
     off = torch.arange(1, nodes, dtype=torch.float64).sqrt()
@@ -49,7 +72,7 @@ def gauss_hermite(nodes: int) -> tuple[Tensor, Tensor]:
     return values, vectors[0].square()
 
 
-@lru_cache(maxsize=4)
+@constant
 def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights, ``[nodes]`` each, for integrals over [0, 1]."""
     k = torch.arange(1, nodes, dtype=torch.float64)
@@ -58,7 +81,7 @@ def gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
     return (values + 1) / 2, vectors[0].square()
 
 
-@lru_cache(maxsize=16)
+@constant
 def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
     """Nodes ``[N, dimensions]`` and positive weights ``[N]`` for means over standard normals, exact to third order at least."""
     per_axis = min(int(BUDGET ** (1 / dimensions) + 1e-9), 32)
@@ -70,7 +93,7 @@ def cubature(dimensions: int) -> tuple[Tensor, Tensor]:
     return every, torch.cartesian_prod(*[weights] * dimensions).reshape(-1, dimensions).prod(-1)
 
 
-@lru_cache(maxsize=16)
+@constant
 def sobol_normals(dimensions: int, pairs: int = PAIRS) -> Tensor:
     """The first half of ``2 pairs`` antithetic points of a standard normal, ``[pairs, dimensions]``; always the same."""
     uniform = SobolEngine(min(dimensions, SobolEngine.MAXDIM), scramble=True, seed=1).draw(pairs, dtype=torch.float64)

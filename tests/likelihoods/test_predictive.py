@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bayesopt_chain import likelihoods, predict
+from bayesopt_chain.likelihoods import _quadrature
 from bayesopt_chain.likelihoods._incomplete_beta import incomplete_beta
 
 MEAN = torch.tensor([[0.3], [-1.0]], dtype=torch.float64)
@@ -183,3 +184,36 @@ def test_likelihoods_are_pickled():
     ):
         twin = pickle.loads(pickle.dumps(likelihood))
         assert type(twin) is type(likelihood) and twin.name == likelihood.name
+
+
+TABLES = {"fine_grid": (129,), "gauss_hermite": (5,), "gauss_legendre": (6,), "cubature": (3,), "sobol_normals": (4, 8)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("inside", ["inference mode", "a derivative", "a mapped derivative", "another device"])
+def test_tables_that_are_first_asked_for_inside_something_serve_outside(name, inside):
+    table = getattr(_quadrature, name)
+
+    def values():
+        found = table(*TABLES[name])
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+    def total(x):
+        return (values() * x).sum()
+
+    wanted, one = values().clone(), torch.ones((), dtype=torch.float64)
+    table.cache_clear()
+    if inside == "inference mode":
+        with torch.inference_mode():
+            values()
+    elif inside == "a derivative":
+        torch.testing.assert_close(torch.func.grad(total)(one), wanted.sum())
+    elif inside == "a mapped derivative":
+        torch.testing.assert_close(torch.vmap(torch.func.grad(total))(one[None])[0], wanted.sum())
+    else:
+        with torch.device("meta"):
+            values()
+    factor = one.clone().requires_grad_()
+    (values() * factor).square().sum().backward()  # what autograd saves may be no inference tensor
+    torch.testing.assert_close(factor.grad, 2 * wanted.square().sum())
+    assert torch.equal(values(), wanted)
