@@ -207,7 +207,7 @@ SCHEDULER = Kind(
 NUMBER = Kind(_is_number, "a finite number", (int, float))
 POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a positive, finite number", (int, float))
 PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")
-FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)), "the path of a directory")
+FOLDER = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "", "the path of a directory")
 SEED = whole(0)
 SEQUENCE = Kind(lambda x: isinstance(x, Sequence) and not isinstance(x, (str, bytes)), "a list")
 PARAMS = Kind(_is_real_tree, "a tree of real tensors with values: parameters")

@@ -16,6 +16,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
@@ -155,6 +156,7 @@ def sample(
             f"sample: leaf {where} of (params, state) is on the device meta, and has no values: call init under "
             "torch.device('cpu'), or another default device than meta"
         )
+    kinds.require("sample", path=(path, kinds.FOLDER.or_none()))
     for callback in require_iterable("sample", "callbacks", callbacks, "a sequence of functions of an Iteration"):
         require_callable("sample", "callbacks", callback, "a sequence of functions of an Iteration")
     for callback in callbacks:

@@ -340,7 +340,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index.get("crc") != crc_of(json.dumps(body, sort_keys=True)):
             raise ValueError("it does not match its checksum")
         require_sound(index)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, IndexError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, IndexError, OSError) as err:
         raise ValueError(f"{file} is damaged: {str(err)[:200]}; restore it from a copy") from None
     return index
 

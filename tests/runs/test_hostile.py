@@ -159,6 +159,24 @@ def test_a_hostile_index_with_a_right_checksum_ends_in_an_error_that_names_it(na
             read(tmp_path)
 
 
+def test_a_directory_in_the_place_of_an_index_and_a_path_without_a_name_are_refused(tmp_path):
+    (tmp_path / "index.json").mkdir()
+    for read in (everything, sampled):
+        with pytest.raises(ValueError, match=r"index\.json is damaged"):
+            read(tmp_path)
+    with pytest.raises((TypeError, ValueError), match="path must be the path of a directory"):
+        sampled("")
+
+
+def test_what_the_ranks_kept_alone_is_not_believed_either(tmp_path):
+    want = sampled(tmp_path).params["w"]
+    folder = tmp_path / f"draws-{read_index(tmp_path)['next']:06d}"
+    folder.mkdir()
+    (folder / "rank-00000.safetensors").write_bytes(b"junk")
+    with pytest.warns(UserWarning, match=f"draws that the ranks kept in .*{folder.name}"):
+        assert torch.equal(bc.Draws.open(tmp_path).params["w"], want)
+
+
 def test_a_file_of_another_run_under_the_right_name_is_refused(tmp_path):
     sampled(tmp_path / "one")
     torch.manual_seed(5)
