@@ -204,6 +204,9 @@ SCHEDULER = Kind(
     lambda x: all(callable(getattr(x, name, None)) for name in ("step", "state_dict", "load_state_dict")),
     "a scheduler of torch.optim.lr_scheduler",
 )
+NETWORKS = Kind(
+    lambda x: MODULE.fits(x) or FUNCTION.fits(x), "a torch.nn.Module, or a function without arguments that makes one"
+)
 NUMBER = Kind(_is_number, "a finite number", (int, float))
 POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a positive, finite number", (int, float))
 PATH = Kind(lambda x: isinstance(x, (str, os.PathLike)) and str(x) not in ("", "."), "the path of a file")
@@ -230,9 +233,27 @@ DRAWS = Kind(
     "the first axis",
 )
 SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
+DATA = Kind(
+    lambda x: isinstance(x, (Tensor, Mapping)) or hasattr(x, "batches") or _is_iterable(x),
+    "inputs, a batch, or batches such as a list or a DataLoader",
+)
+LIKELIHOOD = Kind(
+    lambda x: not isinstance(x, type) and hasattr(x, "nll") and hasattr(x, "log_prob"),
+    "one of bc.likelihoods, called, such as bc.likelihoods.categorical()",
+)
+SAMPLED = Kind(
+    lambda x: hasattr(x, "chains") and hasattr(x, "params") and not isinstance(x, type),
+    "bc.Draws, such as bc.sample returns, or bc.Draws.from_trees of a list of parameters",
+)
+SCALAR = Kind(
+    lambda x: _is_number(x) or (isinstance(x, Tensor) and not x.ndim and x.is_floating_point() and not x.is_meta),
+    "a finite number or a real 0-d tensor",
+    (int, float, Tensor),
+)
 PRECISION = Kind(
     lambda x: not isinstance(x, type) and hasattr(x, "quad") and hasattr(x, "solve"), "one of bayesopt_chain.precision"
 )
+INDEX = Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number")
 TEXT = Kind(lambda x: isinstance(x, str), "a text")
 THERMOMETER = Kind(
     lambda x: not isinstance(x, type) and hasattr(x, "estimates"), "a bc.diagnostics.Thermometer that watched the run"

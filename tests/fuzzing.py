@@ -150,6 +150,8 @@ def params():
 
 TX = bc.sgld(0.1, temperature=0.1)
 STEP = bc.make_step(loss, TX)
+VI = bc.vi.mean_field(bc.adam(0.1), temperature=0.1)
+EKF = bc.ekf.dense()
 DATA = torch.linspace(-1.0, 1.0, 36).reshape(12, 3)
 BATCHES = list(DATA.split(3))
 DRAWS = bc.Draws.from_trees([{"w": torch.full((3,), float(i)) + torch.sin(torch.arange(3.0) * i)} for i in range(16)])
@@ -176,6 +178,7 @@ def collector():
     return keep
 
 
+@functools.cache
 def fitted():
     return bc.fit_laplace(MODEL, LIKELIHOOD, PAIRS, tune=None)
 
@@ -184,8 +187,73 @@ def posterior():
     return fitted().posterior
 
 
+@functools.cache
+def regressed():
+    """A network's last layer under Gaussian noise."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).eval()
+    return bc.fit_laplace(model, bc.likelihoods.gaussian(), [(DATA, DATA[:, :1])], tune=None)
+
+
+@functools.cache
+def several():
+    """A small ensemble of a line, with draws above T = 0."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bc.posterior_ensemble(
+            torch.nn.Linear(3, 1),
+            (DATA, DATA[:, :1]),
+            bc.likelihoods.gaussian(),
+            members=2,
+            steps=20,
+            lr=0.01,
+            progress=False,
+        )
+
+
+@functools.cache
+def foretold():
+    return several().predict(DATA)
+
+
+def _kept():
+    path = Path(tempfile.mkdtemp()) / "x"
+    several().save(path)
+    return path
+
+
+def accumulated():
+    """The state of Laplace's approximation after a batch."""
+    forward = lambda p, batch: batch[0] @ p["w"]  # noqa: E731
+    estimate = bc.curvature.ggn(forward, bc.likelihoods.gaussian(), "dense")
+    tx = bc.laplace()
+    return tx.update(params(), tx.init(params()), curvature=estimate(params(), (DATA, DATA[:, 0])))[1]
+
+
+def averaged():
+    """The state of weight averaging after three steps."""
+    tx, state, p = bc.swag(2), bc.swag(2).init(params()), params()
+    for k in range(3):
+        move = {"w": torch.arange(3.0) * (k + 1)}
+        _, state = tx.update(move, state, params=p, inplace=False)
+    return state
+
+
 def noise():
     return bc.diagnostics.gradient_noise(lambda p, b: loss(p, b), params(), BATCHES, max_batches=4)
+
+
+def stepping():
+    """What callbacks are given in a step."""
+    return next(iter(bc.iterate(STEP, params(), TX.init(params()), None, steps=1)))
+
+
+@functools.cache
+def cooled():
+    """A report with room for the heat of the batches."""
+    product = bc.diagnostics.hessian_product(loss, params(), BATCHES)
+    tx = bc.sghmc(0.001, 0.5, temperature=0.1)
+    return bc.diagnostics.heating(tx, noise(), order="independent", steps_per_epoch=4, curvature=product, again=noise())
 
 
 def stepped(make, **options):
@@ -330,9 +398,81 @@ CALLS = {
                  "subset": "last_layer", "tune": None, "tune_noise": True, "prior_precision": 1.0, "validation": None,
                  "inputs": None},
     ),
-    "FittedLaplace.predict": (lambda **k: fitted().predict(**k), lambda: {"data": DATA}),
+    "FittedLaplace.predict": (
+        lambda **k: fitted().predict(**k), lambda: {"data": DATA, "method": "probit", "samples": 3, "generator": None}
+    ),
+    "FittedLaplace.predictive": (lambda **k: fitted().predictive(**k), lambda: {"data": DATA}),
+    "FittedLaplace.outputs": (
+        lambda **k: regressed().outputs(**k),
+        lambda: {"data": DATA, "joint": False, "prior_precision": 1.0, "likelihood_scale": 1.0},
+    ),
+    "FittedLaplace.functional_samples": (
+        lambda **k: fitted().functional_samples(**k), lambda: {"data": DATA, "samples": 2, "generator": None}
+    ),
+    "FittedLaplace.log_evidence_at": (
+        lambda **k: regressed().log_evidence_at(**k), lambda: {"prior_precision": 1.0, "likelihood_scale": 1.0}
+    ),
+    "FittedLaplace.load_state_dict": (
+        lambda **k: fitted().load_state_dict(**k) and None, lambda: {"state": fitted().state_dict()}
+    ),
+    "FittedLaplace.refit": (
+        lambda **k: fitted().refit(**k) and None, lambda: {"loader": PAIRS, "progress": False}
+    ),
+    **{
+        f"{of}.{name}": (lambda make=make, name=name, **k: getattr(make(), name)(**k), sound)
+        for of, make in (("Prediction", lambda: regressed().predictive(DATA)), ("EnsemblePrediction", lambda: foretold()))
+        for name, sound in (
+            ("log_prob", lambda: {"targets": DATA[:, :1]}),
+            ("crps", lambda: {"targets": DATA[:, :1]}),
+            ("quantile", lambda: {"level": 0.5}),
+            ("interval", lambda: {"level": 0.5}),
+            ("sample", lambda: {"samples": 2, "generator": None}),
+        )
+    },
+    "Prediction.expected_mean": (lambda **k: regressed().predictive(DATA).expected_mean(**k), lambda: {"method": None}),
+    "EnsemblePrediction.average": (lambda **k: foretold().average(**k), lambda: {"values": foretold().outputs}),
+    "EnsemblePrediction.cdf": (lambda **k: foretold().cdf(**k), lambda: {"values": DATA[:, :1]}),
+    "EnsemblePrediction.of": (
+        lambda **k: ensemble.EnsemblePrediction.of(**k).mean,
+        lambda: {"likelihood": bc.likelihoods.gaussian(), "outputs": torch.ones(2, 3, 1),
+                 "log_weights": torch.full((2,), 0.5).log()},
+    ),
+    "Ensemble.draws": (lambda **k: several().draws(**k), lambda: {"level": 0}),
+    "Ensemble.more": (lambda **k: several().more(**k) and None, lambda: {"steps": 60}),
+    "Ensemble.open": (
+        lambda **k: ensemble.Ensemble.open(**k) and None,
+        lambda: {"path": _kept(), "make_model": torch.nn.Linear(3, 1), "likelihood": bc.likelihoods.gaussian(), "data": None},
+    ),
+    "Ensemble.predict": (lambda **k: several().predict(**k).mean, lambda: {"data": DATA}),
+    "Ensemble.save": (lambda **k: several().save(**k), lambda: {"path": Path(tempfile.mkdtemp()) / "x"}),
+    "Ensemble.to_arviz": (lambda **k: several().to_arviz(**k) and None, lambda: {"level": 0}),
     "Gaussian.sample": (lambda **k: posterior().sample(**k), lambda: {"shape": (2,), "generator": None}),
     "Gaussian.log_prob": (lambda **k: posterior().log_prob(**k), lambda: {"tree": posterior().mean}),
+    "Gaussian.log_evidence": (lambda **k: posterior().log_evidence(**k), lambda: {"log_joint": 1.0}),
+    "Laplace.posterior": (
+        lambda **k: bc.laplace().posterior(**k),
+        lambda: {"state": accumulated(), "params": params(), "prior_precision": 1.0, "prior": None, "temperature": None,
+                 "likelihood_scale": 1.0},
+    ),
+    "Laplace.log_evidence": (
+        lambda **k: bc.laplace().log_evidence(**k),
+        lambda: {"state": accumulated(), "params": params(), "log_likelihood": -1.0, "prior_precision": 1.0,
+                 "likelihood_scale": 1.0},
+    ),
+    "Swag.mean": (bc.swag(2).mean, lambda: {"state": averaged(), "params": params()}),
+    "Swag.posterior": (bc.swag(2).posterior, lambda: {"state": averaged(), "params": params()}),
+    "VariationalTransform.sample": (VI.sample, lambda: {"state": VI.init(params()), "params": params()}),
+    "VariationalTransform.posterior": (VI.posterior, lambda: {"state": VI.init(params()), "params": params()}),
+    "VariationalTransform.negative_elbo": (
+        VI.negative_elbo,
+        lambda: {"state": VI.init(params()), "loss": torch.tensor(1.0), "draw": VI.sample(VI.init(params()), params())},
+    ),
+    "KalmanFilter.posterior": (EKF.posterior, lambda: {"state": EKF.init(params()), "params": params()}),
+    "KalmanFilter.predict": (EKF.predict, lambda: {"state": EKF.init(params()), "params": params()}),
+    "KalmanFilter.log_evidence": (EKF.log_evidence, lambda: {"state": EKF.init(params())}),
+    "KalmanFilter.smooth": (
+        EKF.smooth, lambda: {"history": [(params(), EKF.init(params()))], "transition_noise": None}
+    ),
     "swag": (
         lambda **k: bc.swag(**k).init(params()), lambda: {"rank": 2, "start": 0, "every": 1, "variance_floor": 1e-30}
     ),
@@ -405,6 +545,23 @@ CALLS = {
     ),
     "diagnostics.Thermometer": (
         lambda **k: bc.diagnostics.Thermometer(**k) and None, lambda: {"tx": TX, "order": "independent", "warn_above": 0.1}
+    ),
+    "diagnostics.HeatGuard.require": (lambda **k: bc.diagnostics.HeatGuard().require(**k), lambda: {"tx": TX}),
+    "diagnostics.HeatGuard.attached": (lambda **k: bc.diagnostics.HeatGuard().attached(**k) and None, lambda: {"step": STEP}),
+    "diagnostics.HeatGuard.look": (
+        lambda **k: bc.diagnostics.HeatGuard(share=math.inf).look(**k), lambda: {"leaves": list, "lr": 0.1}
+    ),
+    "diagnostics.HeatGuard.watch": (
+        lambda **k: bc.diagnostics.HeatGuard(share=math.inf).watch(**k),
+        lambda: {"tx": TX, "params": params(), "state": TX.init(params()), "grads": params()},
+    ),
+    "diagnostics.HeatGuard.__call__": (lambda **k: bc.diagnostics.HeatGuard()(**k), lambda: {"it": stepping()}),
+    "diagnostics.Thermometer.__call__": (lambda **k: bc.diagnostics.Thermometer(TX)(**k), lambda: {"it": stepping()}),
+    "diagnostics.Heating.cool": (
+        lambda **k: cooled().cool(**k), lambda: {"draws": {"w": torch.randn(8, 3)}}
+    ),
+    "diagnostics.LrBias.bias": (
+        bc.diagnostics.LrBias(*[torch.ones(2)] * 4).bias, lambda: {"order": 2}
     ),
     "diagnostics.HeatGuard": (
         lambda **k: bc.diagnostics.HeatGuard(**k) and None,

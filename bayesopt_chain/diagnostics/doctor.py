@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.diagnostics import _against_loss, _findings
 from bayesopt_chain.diagnostics._findings import RANK, Finding
 from bayesopt_chain.diagnostics.heating import Heating
@@ -99,6 +100,21 @@ class Diagnosis(NamedTuple):
         return figure
 
 
+@kinds.takes(
+    draws=kinds.SAMPLED,
+    tx=kinds.TX_OR_OPTIMIZER,
+    thermometer=kinds.THERMOMETER,
+    heating=kinds.instance(Heating, "a report of bc.diagnostics.heating, or None"),
+    of=kinds.FUNCTION,
+    mode=kinds.PLACE,
+    posterior_temperature=kinds.POSITIVE,
+    prior_sd=kinds.Kind(
+        lambda x: isinstance(x, Mapping) and all(map(kinds.POSITIVE.fits, x.values())),
+        "a dictionary of positive numbers by the leaves' names",
+    ),
+    level=kinds.real("(0, 1)"),
+    directions=kinds.WHOLE,
+)
 def doctor(
     draws: Draws,
     tx: Any = None,

@@ -133,6 +133,7 @@ class HeatGuard:
 
     # of a chain: make_step(heat_guard=guard), bc.sample(callbacks=[guard])
 
+    @kinds.takes()
     def require(self, tx: Any) -> None:
         """Refuse a chain that this guard cannot read.
 

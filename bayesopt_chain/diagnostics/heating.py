@@ -115,6 +115,7 @@ class Heating:
         known = isinstance(self.room, Room) and self.room.overlap is not None
         return self.room.overlap if known else math.nan  # pyright: ignore
 
+    @kinds.takes()
     def cool(self, draws: Any) -> Any:
         """Take the heat of the batches out of draws that are there already, by an affine map about their mean.
 
@@ -152,6 +153,8 @@ class Heating:
                 f"cool: the variance is {1 + self.room.excess:.3g} times too large in some direction, and a chain so hot has "
                 "been where the loss is no quadratic; run it with what bc.suggest_chain advises"
             )
+        if not kinds.TREE.fits(draws) or not all(x.ndim and x.is_floating_point() for x in optree.tree_leaves(draws)):
+            raise TypeError(f"cool: draws must be a tree of real tensors [n, *leaf.shape], got {short(draws)}")
         shapes = [tuple(x.shape[1:]) for x in optree.tree_leaves(draws)]
         if shapes != [tuple(rows.shape[1:]) for rows in self.room.directions]:
             raise ValueError(

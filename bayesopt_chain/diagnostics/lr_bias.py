@@ -44,6 +44,7 @@ class LrBias(NamedTuple):
     difference: Tensor
     standard_error: Tensor
 
+    @kinds.takes(order=kinds.WHOLE)
     def bias(self, order: int = 1) -> Tensor:
         """The estimated error of the mean at ``lr``.
 

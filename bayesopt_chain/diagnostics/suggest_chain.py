@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.data.index_stream import Order, Rule
 from bayesopt_chain.diagnostics._advice import Advice, Family, Row, Search, report
@@ -143,6 +143,21 @@ class ChainSuggestion:
         return "\n".join([head, *map(str, self.settings), *self.notes])
 
 
+PLACE_OR_MODULE = kinds.Kind(
+    lambda x: kinds.MODULE.fits(x) or kinds.PLACE.fits(x), f"{kinds.PLACE.words}, or a module", kinds.PLACE.of
+)
+
+
+@kinds.takes(
+    params=PLACE_OR_MODULE,
+    data=kinds.ANY,
+    batch_sizes=kinds.SEQUENCE,
+    orders=kinds.SEQUENCE,
+    momenta=kinds.SEQUENCE,
+    epochs=kinds.POSITIVE,
+    margin=kinds.real("(0, 1]"),
+    rank_by=kinds.one_of("epoch", "second"),
+)
 def suggest_chain(
     make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
@@ -207,15 +222,8 @@ def suggest_chain(
         >>> draws = bc.sample(bc.make_step(loss, found.tx), found.params, found.tx.init(found.params), found.batches, steps=500)
     """
     name = "suggest_chain"
-    checks.positive(f"{name}: tolerance", tolerance)
-    checks.number(f"{name}: margin", margin, "(0, 1]")
-    checks.number(f"{name}: rank", rank, "[1, inf)", integer=True)
     for momentum in momenta:
         checks.number(f"{name}: momenta", momentum, "[0, 1)")
-    if epochs is not None:
-        checks.positive(f"{name}: epochs", epochs)
-    if rank_by not in ("epoch", "second"):
-        raise ValueError(f"{name}: rank_by must be 'epoch' or 'second', got {rank_by!r}")
     loss, params, draws = of_module(name, loss, params)
     tree, size, known_batch, known_order = of_data(name, data)
     sizes = sorted({*(batch_sizes or known_batch or {max(1, size // K) for K in (4, 12, 40, 120)}), size})

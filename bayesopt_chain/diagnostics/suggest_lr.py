@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from bayesopt_chain import batches as batch_trees
-from bayesopt_chain import checks
+from bayesopt_chain import kinds
 from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.diagnostics._advice import Advice, Family, Search
@@ -33,6 +33,7 @@ from bayesopt_chain.diagnostics.suggest_chain import (
     FAR,
     MARGIN,
     MOMENTA,
+    PLACE_OR_MODULE,
     SHARE,
     ChainSuggestion,
     maker,
@@ -44,6 +45,14 @@ from bayesopt_chain.diagnostics.suggest_chain import (
 from bayesopt_chain.optimizers.functional import sgd
 
 
+@kinds.takes(
+    params=PLACE_OR_MODULE,
+    batches=kinds.BATCH_OR_BATCHES,
+    order=kinds.one_of(*get_args(Order)),
+    steps_per_epoch=kinds.real("[1, inf]"),
+    epochs=kinds.POSITIVE,
+    margin=kinds.real("(0, 1]"),
+)
 def suggest_lr(
     make_tx: Callable[..., Any],
     loss: Callable[[Any, Any], Any],
@@ -100,8 +109,6 @@ def suggest_lr(
         (3.8, True)
     """
     name = "suggest_lr"
-    checks.positive(f"{name}: tolerance", tolerance)
-    checks.number(f"{name}: margin", margin, "(0, 1]")
     loss, params, draws = of_module(name, loss, params)
     source, batch, known = _source(name, batches, max_batches, steps_per_epoch, seed)
     if batch < source.size:

@@ -146,7 +146,7 @@ class Temperatures(NamedTuple):
         return "\n".join(lines)
 
 
-@kinds.takes(tx=kinds.TX_OR_OPTIMIZER, thermometer=kinds.THERMOMETER)
+@kinds.takes(draws=kinds.SAMPLED, tx=kinds.TX_OR_OPTIMIZER, thermometer=kinds.THERMOMETER)
 def temperatures(
     draws: Draws | None = None,
     tx: Any = None,
@@ -264,6 +264,7 @@ class Thermometer:
         self._paths: tuple[str, ...] = ()
         self._before: tuple[int, list[list[Any]]] | None = None
 
+    @kinds.takes(it=kinds.Kind(lambda x: hasattr(x, "is_draw"), "a step as bc.iterate gives it"))
     def __call__(self, it: Iteration) -> None:
         """Look at a step."""
         with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesopt_chain import kinds
 from bayesopt_chain.ensemble.data import Data, read
 from bayesopt_chain.ensemble.ladder import Sghmc
 from bayesopt_chain.ensemble.members import members_of
@@ -46,6 +47,7 @@ class Ensemble:
     report: Report
     problem: Problem
 
+    @kinds.takes(data=kinds.DATA)
     def predict(self, data: Any) -> EnsemblePrediction:
         """The predictive distribution of new targets.
 
@@ -84,6 +86,7 @@ class Ensemble:
         sizes = [len(level.loss) * level.loss.shape[1] for level in self.levels]
         return torch.cat([torch.full((n,), float(w) / n).log() for n, w in zip(sizes, self.weights)])
 
+    @kinds.takes(level=kinds.INDEX)
     def draws(self, level: int = -1) -> Draws:
         """The draws of one level, its members as chains, for diagnostics.
 
@@ -102,11 +105,14 @@ class Ensemble:
             >>> e.draws(0).params["weight"].shape
             torch.Size([1, 2, 1, 1])
         """
+        if not -len(self.levels) <= level < len(self.levels):
+            raise ValueError(f"draws: level must be below {len(self.levels)}, the number of levels, got {level}")
         mine = self.levels[level]
         trees = [{k: x[i] for k, x in mine.params.items()} for i in range(len(mine.loss))]
         made = Draws.from_trees(trees, chains=mine.loss.shape[1])
         return made.with_buffers(mine.buffers) if mine.buffers else made
 
+    @kinds.takes()
     def more(self, steps: int) -> Ensemble:
         """More draws of the hottest level, from where its chains stand.
 
@@ -170,6 +176,7 @@ class Ensemble:
         )
         return replace(self, levels=[*self.levels[:-1], both])
 
+    @kinds.takes(path=kinds.PATH)
     def save(self, path: str | Path) -> None:
         """Write the ensemble to one file, without module, likelihood and data.
 
@@ -209,6 +216,7 @@ class Ensemble:
         os.replace(temporary, path)
 
     @classmethod
+    @kinds.takes(path=kinds.PATH, make_model=kinds.NETWORKS, likelihood=kinds.LIKELIHOOD, data=kinds.ANY)
     def open(
         cls,
         path: str | Path,
@@ -269,6 +277,7 @@ class Ensemble:
         report = Report(**state["report"])
         return cls(levels, state["weights"], state["factor"], likelihood, report, problem)
 
+    @kinds.takes(level=kinds.INDEX)
     def to_arviz(self, level: int = -1, **names: Any) -> Any:
         """The draws of one level as ArviZ inference data, its members as chains (needs the extra ``diagnostics``).
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods import Likelihood, Predictive
 
 
@@ -32,6 +33,7 @@ class EnsemblePrediction(Predictive):
     asked: Likelihood
 
     @classmethod
+    @kinds.takes(likelihood=kinds.LIKELIHOOD, outputs=kinds.TENSOR, log_weights=kinds.TENSOR)
     def of(cls, likelihood: Likelihood, outputs: Tensor, log_weights: Tensor) -> EnsemblePrediction:
         """The mixture of a likelihood over outputs.
 
@@ -105,6 +107,7 @@ class EnsemblePrediction(Predictive):
         self.asked.require(self.raw[0], targets, wait=True)
         return super().log_prob(targets)
 
+    @kinds.takes()
     def sample(self, samples: int = 100, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new targets; those of one sample are of one network at all inputs.
 
@@ -125,8 +128,6 @@ class EnsemblePrediction(Predictive):
             >>> p.sample(4).shape
             torch.Size([4, 3, 1])
         """
-        if samples < 1:
-            raise ValueError(f"sample: samples={samples}: pass at least 1")
         index = torch.multinomial(self.log_weights.exp().cpu(), samples, replacement=True, generator=generator)
         labels = self.asked.draw(self.raw[index.to(self.raw.device)].flatten(0, 1), generator)
         return labels.reshape(samples, self.raw.shape[1], *labels.shape[1:])

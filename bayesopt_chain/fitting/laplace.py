@@ -90,6 +90,7 @@ class FittedLaplace:
     model: Model
     seen: Pass
 
+    @kinds.takes(data=kinds.DATA, method=kinds.TEXT)
     def predict(
         self,
         data: Any,
@@ -145,6 +146,7 @@ class FittedLaplace:
         """Of targets given outputs, with the noise in force."""
         return self.model.likelihood.scaled(self.likelihood_scale)
 
+    @kinds.takes(data=kinds.DATA, joint=kinds.BOOL, prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
     def outputs(
         self, data: Any, *, joint: bool = False, prior_precision: Any = None, likelihood_scale: Any = None
     ) -> Outputs:
@@ -189,6 +191,7 @@ class FittedLaplace:
         mean, covariance = zip(*parts)
         return Outputs(torch.cat(mean), torch.cat(covariance))
 
+    @kinds.takes(data=kinds.DATA)
     def functional_samples(self, data: Any, *, samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draws of whole functions from the linearised posterior, at new inputs.
 
@@ -226,6 +229,7 @@ class FittedLaplace:
         assert isinstance(found, Prediction)
         return found
 
+    @kinds.takes(prior_precision=kinds.ANY, likelihood_scale=kinds.SCALAR)
     def log_evidence_at(self, prior_precision: Any, likelihood_scale: Any = 1.0) -> Tensor:
         """The log evidence under another prior and noise, for a search or a prior of your own.
 
@@ -269,6 +273,7 @@ class FittedLaplace:
             "likelihood_scale": self.likelihood_scale,
         }
 
+    @kinds.takes(state=kinds.MAPPING)
     def load_state_dict(self, state: Mapping[str, Any]) -> FittedLaplace:
         """The fit with this state; this one, which says the module, subset, structure and likelihood, stays as it is.
 
@@ -290,6 +295,7 @@ class FittedLaplace:
         seen = Pass(*(state[name] for name in ("precision", "gradient", "log_likelihood", "squares", "entries")))
         return at(model, seen, state["prior_precision"], state["likelihood_scale"])
 
+    @kinds.takes(loader=kinds.DATA)
     def refit(self, loader: Iterable, *, progress: bool = False) -> FittedLaplace:
         """The posterior of the data so far and new data, at the same parameters, prior and noise (online Laplace).
 

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import predict
+from bayesopt_chain import kinds, predict
 from bayesopt_chain.batches import flatten
 from bayesopt_chain.curvature._checks import Checks
 from bayesopt_chain.fitting.batches import as_pair
@@ -106,6 +106,7 @@ class Prediction:
         self.likelihood.require(self.outputs.mean, targets, wait=True)
         return self._of(lambda p, y: p.log_prob(y), targets)
 
+    @kinds.takes(level=kinds.real("(0, 1)"))
     def quantile(self, level: float) -> Tensor:
         """The value below which a new target lies with probability ``level``.
 
@@ -120,6 +121,7 @@ class Prediction:
         """
         return self._of(lambda p: p.quantile(level))
 
+    @kinds.takes(level=kinds.real("(0, 1)"))
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The central interval that holds a new target with probability ``level`` (counts: at least).
 
@@ -132,8 +134,6 @@ class Prediction:
         Raises:
             ValueError: as :meth:`quantile`.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"interval: level must lie between 0 and 1, got {level}")
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def crps(self, targets: Any) -> Tensor:
@@ -152,6 +152,7 @@ class Prediction:
         self.likelihood.require(self.outputs.mean, targets, wait=True)
         return self._of(lambda p, y: p.crps(y), targets)
 
+    @kinds.takes()
     def sample(self, samples: int = 100, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new targets. Those of one datum's outputs belong together; different data are drawn independently.
 
@@ -169,6 +170,7 @@ class Prediction:
         labels = self.likelihood.draw(drawn.flatten(0, 1), generator)
         return labels.reshape(*drawn.shape[:2], *labels.shape[1:])
 
+    @kinds.takes(method=kinds.TEXT)
     def expected_mean(self, method: str | None = None) -> Tensor:
         """The mean by one of the likelihood's own rules, such as "probit"; see :class:`bayesopt_chain.likelihoods.Likelihood`.
 

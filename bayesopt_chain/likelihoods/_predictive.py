@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._quadrature import gauss_legendre
 
 NODES = 200  # of each of the two integrals of a score
@@ -152,6 +153,7 @@ class Predictive:
         return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype))
 
     @torch.no_grad()
+    @kinds.takes(level=kinds.real("(0, 1)"))
     def quantile(self, level: float) -> Tensor:
         """The smallest value y with ``P(Y <= y) >= level``, ``[N, *positions]``; not differentiated.
 
@@ -188,6 +190,7 @@ class Predictive:
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
         return (low + high) / 2
 
+    @kinds.takes(level=kinds.real("(0, 1)"))
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The central interval that holds a target with probability ``level`` (of counts: at least).
 

@@ -74,6 +74,7 @@ class Gaussian(NamedTuple):
         require_finite(self.precision.entries(), "the posterior's precision")
         return self._replace(precision=self.precision.factorised())
 
+    @kinds.takes(shape=_SHAPE)
     def sample(self, shape: tuple[int, ...] = (), *, generator: torch.Generator | None = None) -> Tree:
         """Independent draws.
 
@@ -88,11 +89,11 @@ class Gaussian(NamedTuple):
         Raises:
             ValueError: a precision that is not positive definite.
         """
-        kinds.require("Gaussian.sample", shape=(shape, _SHAPE), generator=(generator, kinds.GENERATOR))
         precision = self.precision.factorised()
         noise = _white(self.mean, shape, generator)
         return optree.tree_map(torch.add, precision.sqrt_solve(noise), self.mean)
 
+    @kinds.takes(tree=kinds.TREE)
     def log_prob(self, tree: Tree) -> Tensor:
         """The normalised log density, in nats.
 
@@ -123,6 +124,7 @@ class Gaussian(NamedTuple):
         """The diagonal of the covariance, a tree like the mean."""
         return self.precision.factorised().inverse_diag()
 
+    @kinds.takes(log_joint=kinds.SCALAR)
     def log_evidence(self, log_joint: float | Tensor) -> Tensor:
         """Laplace's approximation of the log evidence, in nats, for a Bayesian posterior (``temperature=None``).
 

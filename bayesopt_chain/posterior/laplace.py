@@ -29,7 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.distributed.shards import whole
@@ -107,6 +107,7 @@ class Accumulate(Link):
 class Laplace(PosteriorTransformation):
     """What :func:`laplace` returns: a transformation whose state, alone or within a chain's, makes a posterior."""
 
+    @kinds.takes(params=kinds.PARAMS, prior_precision=kinds.ANY, prior=kinds.POSTERIOR, likelihood_scale=kinds.SCALAR)
     def posterior(
         self,
         state: Any,
@@ -168,6 +169,14 @@ class Laplace(PosteriorTransformation):
             likelihood_scale=likelihood_scale,
         )
 
+    @kinds.takes(
+        params=kinds.PARAMS,
+        log_likelihood=kinds.SCALAR,
+        prior_precision=kinds.ANY,
+        prior=kinds.POSTERIOR,
+        prior_mean=kinds.ANY,
+        likelihood_scale=kinds.SCALAR,
+    )
     def log_evidence(
         self,
         state: Any,

@@ -23,6 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.arguments import checked
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import Leaves, TensorOps
@@ -115,6 +116,7 @@ class Collect(Link):
 class Swag(PosteriorTransformation):
     """What :func:`swag` returns: a transformation whose state, alone or within a chain's, has a mean and a posterior."""
 
+    @kinds.takes(params=kinds.PARAMS)
     def mean(self, state: Any, params: Any) -> Any:
         """The stochastic weight average.
 
@@ -134,6 +136,7 @@ class Swag(PosteriorTransformation):
         means = [torch.where(mine.collected > 0, m, p.detach()) for m, p in zip(mine.mean, leaves)]
         return optree.tree_unflatten(structure, means)
 
+    @kinds.takes(params=kinds.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian of the iterates, around their mean, of the type that ``bc.laplace`` gives.
 

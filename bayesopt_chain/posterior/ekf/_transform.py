@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.arguments import Range, checked_as, with_options
 from bayesopt_chain.core.link import Link, LinkContext, Traits
 from bayesopt_chain.core.op import TensorOps
@@ -274,6 +274,7 @@ class KalmanFilter(PosteriorTransformation):
     Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
+    @kinds.takes(params=kinds.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
@@ -357,6 +358,7 @@ class KalmanFilter(PosteriorTransformation):
             )
         return mine.log_evidence
 
+    @kinds.takes(history=kinds.SEQUENCE, transition_noise=kinds.SEQUENCE)
     def smooth(
         self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None
     ) -> list[Gaussian]:

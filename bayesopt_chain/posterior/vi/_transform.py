@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain import checks
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.compose import chain
 from bayesopt_chain.core.link import LinkContext, OnShards
 from bayesopt_chain.core.op import TensorOps
@@ -240,6 +240,9 @@ class Variational(Drawing):
         """What a step from this state says about itself."""
         return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
 
+    @kinds.takes(
+        loss=kinds.SCALAR, draw=kinds.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
+    )
     def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
         """``loss - T H[q]``, and the prior at the draw."""
         if (self.weight_decay or self.prior is not None) and draw is None:
@@ -376,6 +379,7 @@ class DrawingTransformation(PosteriorTransformation):
         drawn = dict(zip(here, draw.params))
         return draw._replace(params=optree.tree_unflatten(spec, [drawn.get(i) for i in range(len(leaves))]))
 
+    @kinds.takes(params=kinds.PARAMS)
     def posterior(self, state: Any, params: Any) -> Gaussian:
         """The Gaussian posterior around ``params``, of the type that ``bc.laplace`` gives.
 
