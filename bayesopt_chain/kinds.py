@@ -18,7 +18,8 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
@@ -120,6 +121,24 @@ def takes(**own: Kind) -> Callable[[Function], Function]:
     return decorate
 
 
+@contextmanager
+def blaming(who: str, name: str) -> Iterator[None]:
+    """Say of what torch refuses inside which argument it came with: a model that cannot take these inputs.
+
+    Example:
+        >>> with blaming("predict", "data"):
+        ...     torch.zeros(2, 3) @ torch.zeros(2)
+        Traceback (most recent call last):
+        ValueError: predict: data: the model cannot take it (size mismatch, got input (2), mat (2x3), vec (2))
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, AttributeError) as err:
+        raise ValueError(f"{who}: {name}: the model cannot take it ({err})") from err
+
+
 def whole(least: int) -> Kind:
     """Whole numbers from ``least`` on."""
     return Kind(
@@ -165,7 +184,17 @@ def _is_tree(x: Any) -> bool:
 
 
 def _is_real_tree(x: Any) -> bool:
-    return _is_tree(x) and all(leaf.is_floating_point() and not leaf.is_meta for leaf in optree.tree_leaves(x))
+    return _is_tree(x) and all(
+        leaf.is_floating_point() and not leaf.is_meta and leaf.layout is torch.strided for leaf in optree.tree_leaves(x)
+    )
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_meta and not x.is_complex() and x.layout is torch.strided
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and not x or isinstance(x, Tensor) and not _is_dense(x)
 
 
 def _is_place(x: Any) -> bool:
@@ -221,6 +250,7 @@ TX = Kind(
     lambda x: not isinstance(x, type) and callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
     "a gradient transformation",
 )
+VALUES = Kind(_is_dense, "a dense, real tensor")
 WHOLE = whole(1)
 TX_OR_OPTIMIZER = Kind(
     lambda x: TX.fits(x) or (hasattr(x, "thermal_leaves") and not isinstance(x, type)),
@@ -234,7 +264,7 @@ DRAWS = Kind(
 )
 SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
 DATA = Kind(
-    lambda x: isinstance(x, (Tensor, Mapping)) or hasattr(x, "batches") or _is_iterable(x),
+    lambda x: isinstance(x, Mapping) or hasattr(x, "batches") or (_is_iterable(x) and not _is_empty(x)),
     "inputs, a batch, or batches such as a list or a DataLoader",
 )
 LIKELIHOOD = Kind(

@@ -224,6 +224,8 @@ def spread(value: Any, like: Tree, name: str) -> list[Tensor]:
     """
     leaves, structure = optree.tree_flatten(like)
     is_number = isinstance(value, (int, float))
+    if is_number and 1e300 < abs(value) != math.inf:
+        raise ValueError(f"{name} must be a number that fits into a float, got {value!r:.40}")
     if is_number or (isinstance(value, Tensor) and value.numel() == 1):
         return [as_tensor(value, wide(leaf.dtype), leaf.device).reshape(()) for leaf in leaves]
     tree: Tree = value

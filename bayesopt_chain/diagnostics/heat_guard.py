@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bayesopt_chain import kinds, tracing
 from bayesopt_chain._torch import foreach_norm, is_dtensor
+from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics import _heat_of_chain as of_chain
 from bayesopt_chain.diagnostics.heat import Heat, Leaf, Sketch, read_heat
 from bayesopt_chain.loop.sources import Watched
@@ -170,6 +171,8 @@ class HeatGuard:
             1
         """
         tensors: list[Any] = optree.tree_leaves(grads)
+        if not all([isinstance(x, Tensor) for x in tensors]):
+            raise TypeError(f"HeatGuard.watch: grads must be a tree of tensors like params, got {short(grads)}")
         if not tracing.is_plain(*tensors) or any(map(is_dtensor, tensors)):
             raise ValueError(
                 "heat_guard: the gradients of a step that is captured, runs under vmap or is sharded cannot be looked at one "
@@ -255,7 +258,11 @@ class HeatGuard:
             lr: the learning rate, for the advice; where it changes by more than a tenth the guard begins anew. ``None``
                 where it is not known.
         """
-        if lr is not None and lr != self._lr and (self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr)):
+        if (
+            isinstance(lr, (int, float))
+            and lr != self._lr
+            and (self._lr is None or abs(lr - self._lr) > 0.1 * abs(self._lr))
+        ):
             self._lr = lr
             self._steps, self._next, self._last = 0, 32, None
             self._close()

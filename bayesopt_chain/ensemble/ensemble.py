@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
+from bayesopt_chain.batches import flatten
+from bayesopt_chain.checks import short
 from bayesopt_chain.ensemble.data import Data, read
 from bayesopt_chain.ensemble.ladder import Sghmc
 from bayesopt_chain.ensemble.members import members_of
@@ -71,7 +73,8 @@ class Ensemble:
             >>> e.predict(torch.zeros(3, 1)).quantile(0.9).shape
             torch.Size([3, 1])
         """
-        parts = [self._outputs(as_pair(batch)[0]) for batch in batches_of(data)]
+        with kinds.blaming("Ensemble.predict", "data"):
+            parts = [self._outputs(_inputs(batch)) for batch in batches_of(data)]
         if not parts:
             raise ValueError("predict: data has no batches")
         outputs = torch.cat(parts, 1)
@@ -245,6 +248,8 @@ class Ensemble:
             Traceback (most recent call last):
             FileNotFoundError: ...
         """
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
         state = torch.load(path, weights_only=True)
         if state.get("format") != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
@@ -308,6 +313,15 @@ class Ensemble:
         if not self.likelihood.has_noise_scale:
             return self.likelihood
         return self.likelihood.scaled(1 / self.report.chosen["noise factor"])
+
+
+def _inputs(batch: Any) -> Any:
+    """The inputs of a batch: tensors with the data on axis 0."""
+    inputs = as_pair(batch)[0]
+    leaves = flatten(inputs)[0]
+    if not leaves or not all(kinds.VALUES.fits(x) and x.ndim for x in leaves):
+        raise TypeError(f"predict: data must be tensors with the data on axis 0, got {short(inputs)}")
+    return inputs
 
 
 def _noise(likelihood: Likelihood) -> Any:

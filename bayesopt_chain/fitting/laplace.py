@@ -123,19 +123,20 @@ class FittedLaplace:
         self.model.require_seen(data)
         likelihood = self.likelihood
         how = method_for(method, likelihood)
-        parts = [
-            predicted(
-                self.model.forward,
-                self.posterior,
-                self.model.seen_by_head(batch),
-                likelihood,
-                how,
-                samples,
-                generator,
-                self.model.checks,
-            )
-            for batch in batches_of(data)
-        ]
+        with kinds.blaming("FittedLaplace.predict", "data"):
+            parts = [
+                predicted(
+                    self.model.forward,
+                    self.posterior,
+                    self.model.seen_by_head(batch),
+                    likelihood,
+                    how,
+                    samples,
+                    generator,
+                    self.model.checks,
+                )
+                for batch in batches_of(data)
+            ]
         if not parts:
             raise ValueError("predict: data has no batches")
         tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -182,10 +183,11 @@ class FittedLaplace:
             prior = self.prior_precision if prior_precision is None else prior_precision
             scale = self.likelihood_scale if likelihood_scale is None else likelihood_scale
             posterior = self._posterior_and_evidence(prior, scale)[0]
-        parts = [
-            linearized_by(self.model.checks, self.model.forward, posterior, self.model.seen_by_head(batch), joint)
-            for batch in batches_of(data)
-        ]
+        with kinds.blaming("FittedLaplace.outputs", "data"):
+            parts = [
+                linearized_by(self.model.checks, self.model.forward, posterior, self.model.seen_by_head(batch), joint)
+                for batch in batches_of(data)
+            ]
         if not parts or (joint and len(parts) > 1):
             raise ValueError(f"outputs: data has {len(parts)} batches: pass {'one' if joint else 'at least one'}")
         mean, covariance = zip(*parts)

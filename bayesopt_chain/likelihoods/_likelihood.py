@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import short
 from bayesopt_chain.likelihoods._predictive import Predictive
 from bayesopt_chain.likelihoods._quadrature import fine_grid, normal_nodes, points_for
 from bayesopt_chain.likelihoods._roots import Elementwise, OutputRoot
@@ -409,6 +410,8 @@ class Likelihood(ABC):
         if outputs.ndim == 0 or outputs.shape[0] == 0:
             raise ValueError(f"the {self.name} likelihood got outputs {tuple(outputs.shape)}: the batch is empty")
         labels, weights = self.labels(targets), self.weights(targets)
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"the {self.name} likelihood got targets that are no tensor: {short(labels)}")
         positions = self.grouping(outputs.shape[1:]).positions
         wanted = (outputs.shape[0], *positions)
         for what, value in (("targets", labels), ("weights", weights)):

@@ -74,6 +74,7 @@ class Predictive:
         self._noise = noise  # where the variance at a node holds more than the noise
         self.of = likelihood if of is None else of  # whose targets these are: their weights, labels and checks
 
+    @kinds.takes(values=kinds.VALUES)
     def average(self, values: Tensor) -> Tensor:
         """The weighted mean over the nodes, ``sum_s w_s values_s``.
 
@@ -90,6 +91,11 @@ class Predictive:
             >>> predictive.average(predictive.outputs)
             tensor([[1.]])
         """
+        if values.shape[:1] != self.log_weights.shape or not values.is_floating_point():
+            raise ValueError(
+                f"average: values must be {len(self.log_weights)} rows of real numbers, one a node, got shape "
+                f"{tuple(values.shape)}, {values.dtype}"
+            )
         return torch.tensordot(self.log_weights.to(values.dtype).exp(), values, dims=1)
 
     @property
@@ -150,6 +156,7 @@ class Predictive:
             >>> likelihoods.gaussian(0.5).predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 0.5)).cdf(torch.zeros(1, 1))
             tensor([[0.5000]])
         """
+        self._require_values("cdf", "values", values)
         return self.average(self.likelihood.cdf(self.outputs, values).to(self.outputs.dtype))
 
     @torch.no_grad()
@@ -172,8 +179,6 @@ class Predictive:
             >>> likelihoods.poisson().predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 1e-6)).quantile(0.9)
             tensor([[2.]])
         """
-        if not 0 < level < 1:
-            raise ValueError(f"quantile: level must lie between 0 and 1, got {level}")
         support = self._ordered("quantile")
         low, high = self._bracket(level)
         if support.is_discrete:
@@ -210,8 +215,6 @@ class Predictive:
             >>> predictive.interval(0.95)
             (tensor([[-1.9600]]), tensor([[1.9600]]))
         """
-        if not 0 < level < 1:
-            raise ValueError(f"interval: level must lie between 0 and 1, got {level}")
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def crps(self, targets: Tensor) -> Tensor:
@@ -238,6 +241,8 @@ class Predictive:
         """
         support = self._ordered("crps")
         labels, weights = self.of.labels(targets), self.of.weights(targets)
+        self._require_values("crps", "targets", labels)
+        labels = labels.to(self.outputs.dtype) if labels.is_floating_point() else labels
         closed = getattr(self.likelihood, "mixture_crps", None)
         if closed is not None:
             score = closed(self.outputs, self.log_weights, labels)
@@ -246,6 +251,18 @@ class Predictive:
         else:
             score = self._integrated_score(labels, support)
         return score if weights is None else score * weights.to(score.dtype)
+
+    def _require_values(self, who: str, name: str, values: Any) -> None:
+        """Refuse what is no value for every target."""
+        kinds.require(who, **{name: (values, kinds.VALUES)})
+        if (
+            values.dtype == torch.bool
+            or any(a not in (1, b) for a, b in zip(values.shape[::-1], self._shape[::-1]))
+            or values.ndim > len(self._shape)
+        ):
+            raise ValueError(
+                f"{who}: {name} must be numbers of shape {self._shape}, got shape {tuple(values.shape)}, {values.dtype}"
+            )
 
     def _ordered(self, what: str) -> Any:
         if self.likelihood.support is None:

@@ -26,7 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import kinds
+from bayesopt_chain import checks, kinds
 from bayesopt_chain.trees import Tree
 
 MEMORY = 20  # pairs of steps and changes of slope that L-BFGS remembers
@@ -44,6 +44,15 @@ class Trial(NamedTuple):
     slope: float
 
 
+def _is_start(x: Any) -> bool:
+    leaves = optree.tree_leaves(x)
+    return bool(leaves) and all(kinds.NUMBER.fits(y) or kinds.PARAMS.fits(y) for y in leaves)
+
+
+START = kinds.Kind(_is_start, "a tree of positive numbers, or of real tensors", (dict, list, tuple, float, int, Tensor))
+
+
+@kinds.takes(log_evidence=kinds.FUNCTION, start=START)
 def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, steps: int = 100) -> Tree:
     """Maximise a log evidence over positive hyperparameters.
 
@@ -66,7 +75,6 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
         >>> round(best.item(), 6)
         3.0
     """
-    kinds.require("tune_by_evidence", log_evidence=(log_evidence, kinds.FUNCTION), steps=(steps, kinds.WHOLE))
     given, structure = optree.tree_flatten(start)
     values = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in given]
     values = [value.detach() for value in values]
@@ -83,7 +91,13 @@ def tune_by_evidence(log_evidence: Callable[[Tree], Tensor], start: Tree, *, ste
     def evaluate(x: Tensor) -> Value:
         logs = x.clone().requires_grad_()
         with torch.enable_grad():
-            value = -log_evidence(optree.tree_map(torch.exp, tree(logs)))
+            value = log_evidence(optree.tree_map(torch.exp, tree(logs)))
+            if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+                raise ValueError(
+                    "log_evidence must return a 0-d tensor that depends on the hyperparameters, which are like start; it "
+                    f"returned {checks.short(value)}"
+                )
+            value = -value
             (slope,) = torch.autograd.grad(value, logs, materialize_grads=True)
         resolution[0] = torch.finfo(value.dtype).eps
         return float(value.detach()), slope

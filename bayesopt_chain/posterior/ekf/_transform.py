@@ -268,6 +268,12 @@ def evidence(
     return gained, batch.count
 
 
+HISTORY = kinds.Kind(
+    lambda x: kinds.SEQUENCE.fits(x) and len(x) > 0 and all(isinstance(pair, tuple) and len(pair) == 2 for pair in x),
+    "a list of pairs (params, state), of init and after every update",
+)
+
+
 class KalmanFilter(PosteriorTransformation):
     """What the functions of :mod:`bayesopt_chain.posterior.ekf` return.
 
@@ -299,6 +305,7 @@ class KalmanFilter(PosteriorTransformation):
         mean = optree.tree_map(torch.Tensor.detach, params)
         return Gaussian(mean, structure.precision(mine, params)).factorised()
 
+    @kinds.takes(params=kinds.PARAMS)
     def predict(self, state: Any, params: Any) -> Draw:
         """Where the mean is when the next batch comes: the point at which gradient and curvature are taken.
 
@@ -358,7 +365,7 @@ class KalmanFilter(PosteriorTransformation):
             )
         return mine.log_evidence
 
-    @kinds.takes(history=kinds.SEQUENCE, transition_noise=kinds.SEQUENCE)
+    @kinds.takes(history=HISTORY, transition_noise=kinds.SEQUENCE)
     def smooth(
         self, history: Sequence[tuple[Any, Any]], *, transition_noise: Sequence[Any] | None = None
     ) -> list[Gaussian]:
@@ -410,8 +417,8 @@ class KalmanFilter(PosteriorTransformation):
         counts = [int(state.updates) for state in states]
         if steps < 0 or len(noises) != steps or counts != list(range(counts[0], counts[0] + len(counts))):
             raise ValueError(
-                f"{link.name}: smooth needs (params, state) after every update and the noise of each, got {len(history)} "
-                f"states after updates {counts[:8]} and {len(noises)} noises"
+                f"{link.name}: smooth needs in history (params, state) after every update, and in transition_noise the noise of "
+                f"each, got {len(history)} states after updates {counts[:8]} and {len(noises)} noises"
             )
         for tree, state in zip(trees, states):
             require_these(structure.shapes(state), tree, str(link))

@@ -358,6 +358,7 @@ class DrawingTransformation(PosteriorTransformation):
     Its methods take the state of this transformation, or of a chain that has it as a link.
     """
 
+    @kinds.takes(params=kinds.PARAMS)
     def sample(self, state: Any, params: Any) -> Draw:
         """Draw parameters from the posterior, to take the loss's gradient at.
 
