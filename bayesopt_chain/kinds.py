@@ -194,7 +194,7 @@ def _is_dense(x: Any) -> bool:
 
 
 def _is_empty(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and not x or isinstance(x, Tensor) and not _is_dense(x)
+    return (isinstance(x, (list, tuple)) and not x) or (isinstance(x, Tensor) and not _is_dense(x))
 
 
 def _is_place(x: Any) -> bool:

@@ -56,6 +56,8 @@ def r_hat(draws: Draws | Any, *, superchains: Sequence[int] | None = None) -> An
             f"r_hat: superchains must give each of the {n} chains the number of its superchain, as many chains to each, got "
             f"{ids!r:.80}"
         )
+    numbers = sorted({*ids})
+    ids = [numbers.index(i) for i in ids]  # ArviZ counts them from 0
     return _each(draws, "r_hat", lambda x: array_stats.rhat_nested(x, superchain_ids=ids, chain_axis=-2, draw_axis=-1))
 
 

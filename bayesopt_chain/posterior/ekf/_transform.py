@@ -417,8 +417,8 @@ class KalmanFilter(PosteriorTransformation):
         counts = [int(state.updates) for state in states]
         if steps < 0 or len(noises) != steps or counts != list(range(counts[0], counts[0] + len(counts))):
             raise ValueError(
-                f"{link.name}: smooth needs in history (params, state) after every update, and in transition_noise the noise of "
-                f"each, got {len(history)} states after updates {counts[:8]} and {len(noises)} noises"
+                f"{link.name}: smooth needs in history (params, state) after every update, and in transition_noise the "
+                f"noise of each, got {len(history)} states after updates {counts[:8]} and {len(noises)} noises"
             )
         for tree, state in zip(trees, states):
             require_these(structure.shapes(state), tree, str(link))
