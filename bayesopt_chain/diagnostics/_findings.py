@@ -180,7 +180,10 @@ def watched(draws: Draws, of: Callable[[Any], Tensor] | None) -> Tensor:
         rows: list[Tensor] = []
         for draw in draws:
             each = [draw] if draws.chains is None else [optree.tree_map(lambda x, i=i: x[i], draw) for i in range(n)]
-            rows.append(torch.stack([of(params).detach().reshape(-1) for params in each]))
+            found = [of(params) for params in each]
+            if not all(isinstance(x, Tensor) for x in found):
+                raise TypeError(f"doctor: of must return a tensor, got {type(found[0]).__name__}")
+            rows.append(torch.stack([x.detach().reshape(-1) for x in found]))
         values = torch.stack(rows).double()
     return values[..., (values != values[:1]).any(0).any(0)].cpu()
 
