@@ -363,6 +363,28 @@ def solved(
     return posterior._replace(mean=mean), gain
 
 
+SUBSET = kinds.Kind(
+    lambda x: not isinstance(x, (type, Tensor)) and not hasattr(x, "__array__"),
+    "'all', 'last_layer', a list of names, a function of a name, or bc.fitting.subnetwork(...)",
+)
+
+
+@kinds.takes(
+    module_or_forward=kinds.ANY,
+    likelihood=kinds.ANY,
+    loader=kinds.BATCHES,
+    params=kinds.TREE,
+    structure=kinds.TEXT,
+    subset=SUBSET,
+    tune=kinds.TEXT.or_none(),
+    tune_noise=kinds.BOOL,
+    prior_precision=kinds.ANY,
+    validation=kinds.BATCHES,
+    inputs=kinds.INPUTS,
+    outputs=kinds.INPUTS,
+    curvature=kinds.TEXT,
+    prior_mean=kinds.ANY,
+)
 def fit_laplace(
     module_or_forward: nn.Module | Callable[[Tree, Any], Tensor],
     likelihood: Likelihood,
@@ -441,12 +463,10 @@ def fit_laplace(
             f"fit_laplace: likelihood is {getattr(likelihood, '__name__', type(likelihood).__name__)}, not a likelihood: pass "
             "one of bc.likelihoods, called, such as bc.likelihoods.categorical(); of a loss bc.likelihoods.custom(...)"
         )
-    kinds.require(
-        "fit_laplace",
-        loader=(loader, kinds.BATCHES),
-        params=(params, kinds.TREE.or_none()),
-        inputs=(inputs, kinds.INPUTS),
-    )
+    if isinstance(module_or_forward, torch.nn.Module) and not (params is None or isinstance(params, Mapping)):
+        raise TypeError(
+            f"fit_laplace: params of a module must be a dictionary by its parameters' names, got {checks.short(params)}"
+        )
     if structure not in STRUCTURES:
         raise ValueError(f"fit_laplace: structure={structure!r}: pass one of {', '.join(STRUCTURES)}")
     if tune not in ("evidence", "validation", None):
@@ -460,8 +480,6 @@ def fit_laplace(
     batches = peeked(loader)
     if curvature not in ESTIMATORS:
         raise ValueError(f"fit_laplace: curvature={curvature!r}: pass one of {', '.join(map(repr, ESTIMATORS))}")
-    if temperature is not None:
-        checks.positive("fit_laplace: temperature", temperature)
     variance = None
     if isinstance(subset, Subnetwork) and subset.rule == "largest_variance":
         if iter(loader) is loader:

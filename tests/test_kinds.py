@@ -1,0 +1,105 @@
+"""One line checks all arguments of a function, by what their names mean in the whole library."""
+
+import inspect
+
+import pytest
+import torch
+
+from bayesopt_chain import kinds
+
+
+@kinds.takes(chains=kinds.whole(2), way=kinds.one_of("up", "down"))
+def walked(loss, params, *, steps=3, chains=2, way=None, **rest):
+    """Walk."""
+    return steps
+
+
+W = {"w": torch.ones(2)}
+
+
+def test_what_fits_goes_through_with_defaults_and_keywords_that_have_no_kind():
+    assert walked(lambda p: 0.0, W, way="up", colour="red") == 3
+    assert walked(print, params=W, steps=5) == 5
+
+
+def test_a_default_fits_even_where_its_kind_does_not_have_it():
+    assert walked(print, W, way=None) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": None}, "walked: loss must be a function, got None"),
+        ({"params": {"w": 1.0}}, "walked: params must be a tree of dense, real, finite tensors"),
+        ({"params": {"w": torch.tensor(float("nan"))}}, "walked: params must be"),
+        ({"steps": True}, "walked: steps must be a whole number, at least 1, got True"),
+        ({"chains": 1}, "walked: chains must be a whole number, at least 2, got 1"),
+        ({"way": "left"}, "walked: way must be 'up' or 'down', got 'left'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name_and_what_came(given, words):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        walked(**{"loss": print, "params": W, **given})
+    assert str(refusal.value).startswith(words)
+
+
+def test_arguments_by_position_are_checked_too():
+    with pytest.raises(TypeError, match="walked: loss"):
+        walked(3, W)
+
+
+def test_missing_and_unknown_arguments_are_pythons_own_errors():
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        walked(print)
+
+
+def test_signature_and_docstring_stay():
+    assert list(inspect.signature(walked).parameters) == ["loss", "params", "steps", "chains", "way", "rest"]
+    assert walked.__doc__ == "Walk."
+
+
+def test_methods_and_constructors_are_named_by_their_class():
+    class Box:
+        @kinds.takes(size=kinds.WHOLE)
+        def __init__(self, size):
+            self.size = size
+
+        @kinds.takes(by=kinds.POSITIVE)
+        def grown(self, by):
+            return self.size * by
+
+    assert Box(2).grown(1.5) == 3.0
+    with pytest.raises(ValueError, match=r"Box: size must be a whole number, at least 1, got 0"):
+        Box(0)
+    with pytest.raises(ValueError, match=r"Box.grown: by must be a positive, finite number, got -1"):
+        Box(2).grown(-1)
+
+
+def test_an_argument_without_a_kind_is_found_when_the_function_is_defined():
+    with pytest.raises(TypeError, match="has an argument colour without a kind"):
+
+        @kinds.takes()
+        def painted(colour):
+            return colour
+
+    with pytest.raises(TypeError, match="has no argument colour"):
+
+        @kinds.takes(colour=kinds.ANY)
+        def plain(steps):
+            return steps
+
+
+def test_nothing_is_read_of_tensors_that_are_hidden():
+    @kinds.takes()
+    def at(params):
+        return params["w"].sum()
+
+    assert torch.vmap(lambda w: at({"w": w}))(torch.ones(3, 2)).tolist() == [2.0, 2.0, 2.0]
+    assert torch.func.grad(lambda w: at({"w": w}))(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_what_a_model_cannot_take_is_said_of_its_inputs():
+    with pytest.raises(ValueError, match="predict: data: the model cannot take it"), kinds.blaming("predict", "data"):
+        torch.zeros(2, 3) @ torch.zeros(2)
+    with pytest.raises(KeyError), kinds.blaming("predict", "data"):
+        {}["x"]  # not torch's
