@@ -233,6 +233,9 @@ SCHEDULER = Kind(
     lambda x: all(callable(getattr(x, name, None)) for name in ("step", "state_dict", "load_state_dict")),
     "a scheduler of torch.optim.lr_scheduler",
 )
+NUMBERS_OF_CLASSES = Kind(
+    lambda x: _is_dense(x) and x.dtype == torch.int64, "class numbers, a tensor of int64", (Tensor,)
+)
 NETWORKS = Kind(
     lambda x: MODULE.fits(x) or FUNCTION.fits(x), "a torch.nn.Module, or a function without arguments that makes one"
 )
@@ -250,6 +253,11 @@ TX = Kind(
     lambda x: not isinstance(x, type) and callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
     "a gradient transformation",
 )
+WITH_CDF = Kind(
+    lambda x: callable(getattr(x, "cdf", None)) and not isinstance(x, type),
+    "a prediction with cdf, such as of likelihood.mixture or of an ensemble",
+)
+REALS = Kind(lambda x: _is_dense(x) and x.is_floating_point(), "a dense tensor of floating-point numbers")
 VALUES = Kind(_is_dense, "a dense, real tensor")
 WHOLE = whole(1)
 TX_OR_OPTIMIZER = Kind(

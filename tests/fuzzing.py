@@ -66,7 +66,7 @@ PAIRS = [
 ]
 SLOW = ("capture", "Draws.to_arviz", "diagnostics.doctor", "suggest_chain", "posterior_ensemble")  # seconds a value
 HOLDERS = {  # of results, which their makers fill: nothing of them is an argument
-    "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "vi.Elbo", "vi.VariationalInfo",
+    "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "predict.RunningMoments", "predict.RunningPredictive", "predict.Uncertainty", "vi.Elbo", "vi.VariationalInfo",
     *[f"diagnostics.{name}" for name in (
         "ChainSuggestion", "Diagnosis", "Estimate", "Finding", "GradientNoise", "Heat", "Heating", "LearningCoefficient",
         "LrBias", "Setting", "Temperatures", "ThermalLeaf", "Extrapolation", "MclmcTuning",
@@ -150,6 +150,7 @@ def params():
 
 TX = bc.sgld(0.1, temperature=0.1)
 STEP = bc.make_step(loss, TX)
+CUBE = torch.eye(3).expand(2, 3, 3) + 0.1
 VI = bc.vi.mean_field(bc.adam(0.1), temperature=0.1)
 EKF = bc.ekf.dense()
 DATA = torch.linspace(-1.0, 1.0, 36).reshape(12, 3)
@@ -494,6 +495,48 @@ CALLS = {
         lambda: {"loss": _smooth, "posterior": _normal(), "batch": None, "temperature": 0.1, "n_samples": 3,
                  "generator": None},
     ),
+    # predictions
+    "predict.classification_metrics": (
+        bc.predict.classification_metrics,
+        lambda: {"log_probabilities": torch.randn(6, 2).log_softmax(-1), "targets": torch.arange(6) % 2, "bins": 3},
+    ),
+    "predict.conformal_level": (
+        bc.predict.conformal_level, lambda: {"prediction": foretold(), "targets": DATA[:, :1], "level": 0.5}
+    ),
+    "predict.detection_auroc": (
+        bc.predict.detection_auroc, lambda: {"known": torch.randn(4), "unknown": torch.randn(5)}
+    ),
+    "predict.functional_samples": (
+        bc.predict.functional_samples,
+        lambda: {"forward": line, "posterior": _normal(), "batch": DATA, "samples": 2, "generator": None},
+    ),
+    "predict.linearized": (
+        bc.predict.linearized,
+        lambda: {"forward": line, "posterior": _normal(), "batch": DATA, "joint": False, "chunk_bytes": None},
+    ),
+    "predict.monte_carlo": (
+        bc.predict.monte_carlo,
+        lambda: {"forward": line, "posterior": _normal(), "batch": DATA, "samples": 2, "generator": None},
+    ),
+    "predict.laplace_bridge": (bc.predict.laplace_bridge, lambda: {"mean": torch.ones(2, 3), "covariance": CUBE}),
+    "predict.probit": (bc.predict.probit, lambda: {"mean": torch.ones(2, 3), "covariance": CUBE}),
+    "predict.softmax_mean": (bc.predict.softmax_mean, lambda: {"mean": torch.ones(2, 3), "covariance": CUBE, "pairs": 4}),
+    "predict.probit_bernoulli": (
+        bc.predict.probit_bernoulli, lambda: {"mean": torch.ones(2, 3), "variance": torch.ones(2, 3)}
+    ),
+    "predict.regression_metrics": (
+        bc.predict.regression_metrics,
+        lambda: {"mean": torch.ones(3), "variance": torch.ones(3), "targets": torch.zeros(3), "level": 0.5},
+    ),
+    "predict.temperature_scaling": (
+        bc.predict.temperature_scaling, lambda: {"logits": torch.randn(6, 2), "targets": torch.arange(6) % 2}
+    ),
+    "predict.uncertainty_of_classes": (
+        bc.predict.uncertainty_of_classes, lambda: {"probabilities": torch.full((4, 2, 3), 1 / 3)}
+    ),
+    "predict.uncertainty_of_moments": (
+        bc.predict.uncertainty_of_moments, lambda: {"means": torch.ones(4, 2), "variances": 0.5}
+    ),
     # diagnostics
     "diagnostics.ess": (bc.diagnostics.ess, lambda: {"draws": DRAWS, "kind": "bulk"}),
     "diagnostics.r_hat": (bc.diagnostics.r_hat, lambda: {"draws": DRAWS.stack_chains(OTHER), "superchains": None}),
@@ -602,6 +645,11 @@ def _saved():
     path = Path(tempfile.mkdtemp()) / "x"
     bc.save(path, params())
     return path
+
+
+def line(p, x):
+    """A line through the origin."""
+    return x @ p["w"]
 
 
 def _smooth(p, batch):
@@ -817,7 +865,8 @@ def methods(of):
 def missing():
     """Names in the four namespaces that no row calls, and methods of what the rows return."""
     found = []
-    for space, prefix in ((bc, ""), (bc.optim, "optim."), (bc.vi, "vi."), (bc.diagnostics, "diagnostics.")):
+    spaces = {"": bc, "optim.": bc.optim, "vi.": bc.vi, "diagnostics.": bc.diagnostics, "predict.": bc.predict}
+    for prefix, space in spaces.items():
         for name in space.__all__:
             known = f"{prefix}{name}" in {*rows(), *HOLDERS, "adadelta"}  # the last has no temperature above 0
             if callable(getattr(space, name)) and not known:

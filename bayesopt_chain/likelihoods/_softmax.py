@@ -35,12 +35,14 @@ import math
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.likelihoods._quadrature import sobol_normals, square_root
 from bayesopt_chain.tracing import is_hidden
 
 NUMBERS_AT_ONCE = 2**24  # of logits at nodes; data beyond that come in parts
 
 
+@kinds.takes(mean=kinds.REALS, variance=kinds.REALS)
 def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
     """Approximate ``E sigmoid(f)`` for ``f ~ N(mean, variance)``, elementwise.
 
@@ -61,9 +63,12 @@ def probit_bernoulli(mean: Tensor, variance: Tensor) -> Tensor:
         tensor(0.7311)
     """
     _require_variance(variance)
+    if mean.ndim and variance.ndim and mean.shape != variance.shape:
+        raise ValueError(f"mean {tuple(mean.shape)} and variance {tuple(variance.shape)} must have one shape")
     return torch.sigmoid(mean / (1 + math.pi / 8 * variance).sqrt())
 
 
+@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS)
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     """Approximate ``E softmax(f)`` for ``f ~ N(mean, covariance)``.
 
@@ -94,6 +99,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
+@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS, pairs=kinds.WHOLE)
 def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tensor:
     """Compute ``E softmax(f)`` for ``f ~ N(mean, covariance)`` by antithetic Sobol points.
 
@@ -119,8 +125,6 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     """
     _require_shapes(mean, covariance)
     _require_variance(covariance.diagonal(dim1=-2, dim2=-1))
-    if pairs < 1:
-        raise ValueError(f"pairs={pairs}: pass at least 1")
     classes = mean.shape[-1]
     root = square_root(covariance).reshape(-1, classes, classes)
     z, mean = sobol_normals(classes, pairs).to(root), mean.to(root.dtype)
@@ -132,6 +136,7 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
 
 
+@kinds.takes(mean=kinds.REALS, covariance=kinds.REALS)
 def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     """Return a Dirichlet distribution of class probabilities.
 
@@ -165,6 +170,8 @@ def laplace_bridge(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _require_shapes(mean: Tensor, covariance: Tensor) -> None:
+    if not mean.ndim or not mean.numel():
+        raise ValueError(f"mean must be [*, C], got shape {tuple(mean.shape)}")
     if covariance.shape != (*mean.shape, mean.shape[-1]):
         raise ValueError(
             f"covariance has shape {tuple(covariance.shape)}, not {(*mean.shape, mean.shape[-1])}: "

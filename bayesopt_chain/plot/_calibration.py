@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.plot._axes import axes_or_new, plain
 
 
+@kinds.takes(
+    probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE, label=kinds.TEXT, ax=kinds.ANY
+)
 def reliability(
     probabilities: Tensor, targets: Tensor, *, bins: int = 15, label: str | None = None, ax: Any = None
 ) -> Any:
@@ -52,8 +56,6 @@ def reliability(
         raise ValueError(
             "plot.reliability: rows of probabilities must be at least 0 and add up to 1; pass softmax values"
         )
-    if bins < 1:
-        raise ValueError(f"plot.reliability: bins must be at least 1, got {bins}")
     confidence, predicted = probabilities.double().max(-1)
     right = (predicted == targets).double()
     which = (confidence * bins).long().clamp(max=bins - 1)
@@ -72,6 +74,7 @@ def reliability(
     return ax
 
 
+@kinds.takes(prediction=kinds.WITH_CDF, targets=kinds.VALUES, label=kinds.TEXT, ax=kinds.ANY)
 def coverage(prediction: Any, targets: Tensor, *, label: str | None = None, ax: Any = None) -> Any:
     """The share of targets inside the central intervals, for every level; on the diagonal the prediction is calibrated.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from bayesopt_chain import kinds
 
+
+@kinds.takes(draws=kinds.ANY, names=kinds.SEQUENCE)
 def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> Any:
     """The density and the trace of each parameter, a line for each chain, as ``arviz.plot_trace`` draws them.
 
@@ -31,8 +34,6 @@ def traces(draws: Any, names: list[str] | None = None, *, thinning: int = 1) -> 
     """
     if not hasattr(draws, "to_arviz"):
         raise TypeError(f"plot.traces: draws must be a bc.Draws, got {type(draws).__name__}")
-    if thinning < 1:
-        raise ValueError(f"plot.traces: thinning must be at least 1, got {thinning}")
     try:
         import arviz
     except ModuleNotFoundError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bayesopt_chain import kinds
 from bayesopt_chain.plot._axes import axes_or_new, plain
 
 
+@kinds.takes(report=kinds.ANY, label=kinds.TEXT, ax=kinds.ANY)
 def heat(report: Any, *, label: str | None = None, ax: Any = None) -> Any:
     """The variance that minibatches add, over the variance without them, along each direction of a report.
 

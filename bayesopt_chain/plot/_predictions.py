@@ -8,9 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.plot._axes import axes_or_new, plain
 
 
+@kinds.takes(
+    x=kinds.ANY,
+    prediction=kinds.Kind(
+        lambda x: hasattr(x, "interval") and not isinstance(x, type), "a prediction with mean and interval"
+    ),
+    levels=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and all(map(kinds.real("(0, 1)").fits, x)),
+        "a list of numbers in (0, 1)",
+        (list, tuple),
+    ),
+    output=kinds.INDEX,
+    data=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and len(x) == 2 and all(map(kinds.VALUES.fits, x)),
+        "a pair (inputs, targets) of tensors",
+    ),
+    ax=kinds.ANY,
+)
 def bands(
     x: Tensor,
     prediction: Any,
@@ -49,9 +67,6 @@ def bands(
         >>> [band.get_label() for band in ax.collections]
         ['50 %', '90 %']
     """
-    for level in levels:
-        if not 0 < level < 1:
-            raise ValueError(f"plot.bands: levels must lie in (0, 1), got {level!r}")
     places = _of_one_variable("x", x)
     mean = _of_output("prediction", prediction.mean, output)
     if len(mean) != len(places):
@@ -79,7 +94,7 @@ def bands(
 
 
 def _of_one_variable(name: str, x: Tensor) -> Tensor:
-    if not isinstance(x, Tensor) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
+    if not kinds.VALUES.fits(x) or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[1] != 1):
         came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"plot.bands: {name} must hold inputs of one variable, [N] or [N, 1], got {came}")
     return x.reshape(-1)

@@ -22,11 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesopt_chain import checks
+from bayesopt_chain import kinds
 
 _SCALES = (1e-3, 1e3)  # between which the factor is looked for
 
 
+@kinds.takes(
+    prediction=kinds.WITH_CDF,
+    targets=kinds.VALUES,
+    level=kinds.real("(0, 1)"),
+)
 def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> float:
     """The level to ask of :meth:`interval`, so that intervals of new predictions hold their targets with probability ``level``.
 
@@ -55,7 +60,6 @@ def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> flo
         >>> round(float((high - low)[0] / 2), 2)                                    # a normal's is 1.28
         1.28
     """
-    checks.number("conformal_level: level", level, "(0, 1)")
     scores = (2 * prediction.cdf(targets) - 1).abs()
     n = len(scores)
     if scores.ndim > 2 or scores.numel() != n:
@@ -74,6 +78,7 @@ def conformal_level(prediction: Any, targets: Tensor, level: float = 0.9) -> flo
     return float(scores.reshape(-1).double().kthvalue(rank).values)
 
 
+@kinds.takes(logits=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES)
 def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
     """The factor by which logits are divided, so that held-out classes are as likely as possible.
 
@@ -96,7 +101,7 @@ def temperature_scaling(logits: Tensor, targets: Tensor) -> float:
         >>> (sure / factor).softmax(-1)[0]
         tensor([0.7500, 0.2500])
     """
-    if logits.ndim != 2 or targets.shape != logits.shape[:1] or not len(logits):
+    if logits.ndim != 2 or targets.shape != logits.shape[:1] or not logits.numel():
         raise ValueError(
             f"temperature_scaling: expected logits [n, C] and targets [n], got {tuple(logits.shape)} and {tuple(targets.shape)}"
         )

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain import batches
+from bayesopt_chain import batches, kinds
 from bayesopt_chain.curvature._plan import batch_size, part
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.tracing import is_transformed
@@ -75,6 +75,7 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     return optree.tree_map(lambda x, p: x.reshape(-1, *p.shape), rows, params)
 
 
+@kinds.takes(forward=kinds.FUNCTION, batch=kinds.ANY)
 def functional_samples(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,
@@ -110,8 +111,6 @@ def functional_samples(
         >>> torch.equal(2 * lines[:, 0], lines[:, 1])
         True
     """
-    if samples < 1:
-        raise ValueError(f"samples={samples}: pass at least 1")
     precision = posterior.precision.factorised()
     with torch.no_grad():
         noise = optree.tree_map(

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.curvature._affine import Affine
 from bayesopt_chain.curvature._checks import Check, Checks
 from bayesopt_chain.curvature._chunks import BatchPullback, Chunk, Demand
@@ -28,6 +29,7 @@ from bayesopt_chain.predict._joint import needs_graph, with_graph
 from bayesopt_chain.trees import Tree, common_dtype, flatten, wide
 
 
+@kinds.takes(forward=kinds.FUNCTION, batch=kinds.ANY, joint=kinds.BOOL, chunk_bytes=kinds.WHOLE)
 def linearized(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,

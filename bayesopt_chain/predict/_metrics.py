@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 
+
+@kinds.takes(log_probabilities=kinds.REALS, targets=kinds.NUMBERS_OF_CLASSES, bins=kinds.WHOLE)
 def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: int = 15) -> dict[str, float]:
     """Accuracy, negative log likelihood, Brier score and expected calibration error of class predictions.
 
@@ -33,7 +36,7 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
     """
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
-    if log_probabilities.ndim != 2 or targets.shape != log_probabilities.shape[:1]:
+    if log_probabilities.ndim != 2 or targets.shape != log_probabilities.shape[:1] or not log_probabilities.numel():
         raise ValueError(
             f"classification_metrics: expected log_probabilities [N, C] and targets [N], got {tuple(log_probabilities.shape)} "
             f"and {tuple(targets.shape)}"
@@ -44,6 +47,8 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
             f"classification_metrics: the probabilities of a row add up to exp({total:.3g}), not 1; pass log-softmax values"
         )
     classes = log_probabilities.shape[1]
+    if targets.min() < 0 or targets.max() >= classes:
+        raise ValueError(f"classification_metrics: targets must lie in 0 to {classes - 1}")
     p = log_probabilities.exp()
     return {
         "accuracy": multiclass_accuracy(p, targets, classes, average="micro").item(),
@@ -53,6 +58,7 @@ def classification_metrics(log_probabilities: Tensor, targets: Tensor, *, bins: 
     }
 
 
+@kinds.takes(mean=kinds.REALS, variance=kinds.REALS, targets=kinds.VALUES, level=kinds.real("(0, 1)"))
 def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level: float = 0.9) -> dict[str, float]:
     """Root mean squared error, negative log likelihood and coverage of Gaussian predictions.
 
@@ -78,8 +84,12 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level
             f"regression_metrics: mean {tuple(mean.shape)}, variance {tuple(variance.shape)} and targets "
             f"{tuple(targets.shape)} must have one shape"
         )
-    if not 0 < level < 1:
-        raise ValueError(f"regression_metrics: level must lie between 0 and 1, got {level}")
+    if not mean.numel():
+        raise ValueError("regression_metrics: mean, variance and targets are empty")
+    if bool((variance < 0).any()):
+        raise ValueError(
+            f"regression_metrics: variance must not be negative, its smallest is {float(variance.min()):.3g}"
+        )
     half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item() * variance.sqrt()
     return {
         "rmse": (mean - targets).square().mean().sqrt().item(),
@@ -88,6 +98,7 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor, *, level
     }
 
 
+@kinds.takes(known=kinds.VALUES, unknown=kinds.VALUES)
 def detection_auroc(known: Tensor, unknown: Tensor) -> float:
     """Area under the ROC curve of telling unknown inputs from known ones by a score that should be higher for unknown.
 

@@ -12,11 +12,17 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.predict._joint import needs_graph
 from bayesopt_chain.trees import Tree
 
 
+@kinds.takes(
+    forward=kinds.FUNCTION,
+    batch=kinds.ANY,
+    posterior=kinds.Kind(lambda x: kinds.POSTERIOR.fits(x) or kinds.TREE.fits(x), "a bc.Gaussian, or a tree of draws"),
+)
 def monte_carlo(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian | Tree,
@@ -60,14 +66,12 @@ def _run_at(
     generator: torch.Generator | None,
 ) -> Tensor:
     if isinstance(posterior, Gaussian):
-        if samples < 1:
-            raise ValueError(f"samples={samples}: pass at least 1")
         posterior = posterior.factorised()
         return torch.stack([forward(posterior.sample(generator=generator), batch) for _ in range(samples)])
     lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] with one S"
+            f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] with one S"
         )
     draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
     return torch.stack([forward(draw, batch) for draw in draws])

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesopt_chain import kinds
+
 
 class Uncertainty(NamedTuple):
     """``total = aleatoric + epistemic``, tensors of one shape."""
@@ -20,6 +22,7 @@ class Uncertainty(NamedTuple):
     epistemic: Tensor
 
 
+@kinds.takes(probabilities=kinds.REALS)
 def uncertainty_of_classes(probabilities: Tensor) -> Uncertainty:
     """Split the entropy of class probabilities over draws (Depeweg et al., 2018).
 
@@ -30,7 +33,7 @@ def uncertainty_of_classes(probabilities: Tensor) -> Uncertainty:
         :class:`Uncertainty` with tensors ``[*]``, in nats.
 
     Raises:
-        IndexError: no axis of draws and classes.
+        ValueError: no axis of draws and classes.
 
     Example:
         >>> import torch
@@ -38,11 +41,21 @@ def uncertainty_of_classes(probabilities: Tensor) -> Uncertainty:
         >>> predict.uncertainty_of_classes(torch.eye(2)[:, None]).epistemic  # the draws are sure and disagree
         tensor([0.6931])
     """
+    if probabilities.ndim < 2 or not probabilities.numel():
+        raise ValueError(
+            f"uncertainty_of_classes: probabilities must be [draws, *, classes], got shape {tuple(probabilities.shape)}"
+        )
     total = torch.special.entr(probabilities.mean(0)).sum(-1)
     aleatoric = torch.special.entr(probabilities).sum(-1).mean(0)
     return Uncertainty(total, aleatoric, (total - aleatoric).clamp_min(0))
 
 
+VARIANCES = kinds.Kind(
+    lambda x: kinds.REALS.fits(x) or kinds.real("[0, inf)").fits(x), "a real tensor, or a number from 0 on"
+)
+
+
+@kinds.takes(means=kinds.REALS, variances=VARIANCES)
 def uncertainty_of_moments(means: Tensor, variances: Tensor | float) -> Uncertainty:
     """Split the variance of draws' predictions.
 
@@ -54,7 +67,7 @@ def uncertainty_of_moments(means: Tensor, variances: Tensor | float) -> Uncertai
         :class:`Uncertainty` with tensors ``[*]``, in squared units of the target.
 
     Raises:
-        RuntimeError: variances that do not broadcast to the means.
+        ValueError: variances that do not broadcast to the means.
 
     Example:
         >>> import torch
@@ -62,6 +75,13 @@ def uncertainty_of_moments(means: Tensor, variances: Tensor | float) -> Uncertai
         >>> predict.uncertainty_of_moments(torch.tensor([[0.0], [2.0]]), 0.5)
         Uncertainty(total=tensor([1.5000]), aleatoric=tensor([0.5000]), epistemic=tensor([1.]))
     """
-    aleatoric = torch.as_tensor(variances, dtype=means.dtype, device=means.device).expand_as(means).mean(0)
+    if not means.ndim or not means.numel():
+        raise ValueError(f"uncertainty_of_moments: means must be [draws, *], got shape {tuple(means.shape)}")
+    noise = torch.as_tensor(variances, dtype=means.dtype, device=means.device)
+    if noise.ndim > means.ndim or any(a not in (1, b) for a, b in zip(noise.shape[::-1], means.shape[::-1])):
+        raise ValueError(
+            f"uncertainty_of_moments: variances of shape {tuple(noise.shape)} do not broadcast to means {tuple(means.shape)}"
+        )
+    aleatoric = noise.expand_as(means).mean(0)
     epistemic = means.var(0, correction=0)
     return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
