@@ -223,6 +223,12 @@ GENERATOR = Kind(lambda x: isinstance(x, torch.Generator), "a torch.Generator").
 INPUTS = Kind(lambda x: isinstance(x, str) or FUNCTION.fits(x), "a key of the batch, or a function of it").or_none()
 PREFIX = Kind(lambda x: not isinstance(x, type), "a tree like the parameters, a prefix of one, or a function to one")
 BATCHES = Kind(_is_iterable, "batches, such as a list or a DataLoader")
+BATCH = Kind(
+    lambda x: all(
+        not isinstance(y, Tensor) or (y.layout is torch.strided and not y.is_meta) for y in optree.tree_leaves(x)
+    ),
+    "a batch of dense tensors with values",
+)
 BATCH_OR_BATCHES = Kind(
     lambda x: not isinstance(x, (str, bytes, bool, type)), "one batch, or batches such as a list or a DataLoader"
 )

@@ -66,7 +66,8 @@ PAIRS = [
 ]
 SLOW = ("capture", "Draws.to_arviz", "diagnostics.doctor", "suggest_chain", "posterior_ensemble")  # seconds a value
 HOLDERS = {  # of results, which their makers fill: nothing of them is an argument
-    "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", "predict.RunningMoments", "predict.RunningPredictive", "predict.Uncertainty", "vi.Elbo", "vi.VariationalInfo",
+    "Draws", "Gaussian", "Info", "Steps", "Chain", "CaptureError", "vi.Draw", 
+    "predict.RunningMoments", "predict.RunningPredictive", "predict.Uncertainty", "vi.Elbo", "vi.VariationalInfo",
     *[f"diagnostics.{name}" for name in (
         "ChainSuggestion", "Diagnosis", "Estimate", "Finding", "GradientNoise", "Heat", "Heating", "LearningCoefficient",
         "LrBias", "Setting", "Temperatures", "ThermalLeaf", "Extrapolation", "MclmcTuning",
@@ -130,6 +131,7 @@ ALSO = {  # what a message calls an argument, besides its name
     "params_or_module": ("params",),
     "log_evidence": ("evidence",),
     "value": ("values",),
+    "targets": ("values",),
     "shape": ("sample_shape",),
     "inputs": ("batch",),
     "subset": ("keep",),

@@ -102,6 +102,8 @@ def local_learning_coefficient(
     """
     feed = ResumableBatches(batches)
     every = [feed.batches] if feed.is_one else list(batches)
+    if not every:
+        raise ValueError("local_learning_coefficient: batches is empty")
     with torch.no_grad():
         reference = float(torch.stack([_value(loss, params, batch).double() for batch in every]).mean())
     tx = chain(add_localization(params, strength), sampler or sghmc(lr, momentum, temperature=temperature))

@@ -151,9 +151,15 @@ PLACE_OR_MODULE = kinds.Kind(
 @kinds.takes(
     params=PLACE_OR_MODULE,
     data=kinds.ANY,
-    batch_sizes=kinds.SEQUENCE,
+    batch_sizes=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and all(map(kinds.WHOLE.fits, x)), "a list of whole numbers", (list, tuple)
+    ),
     orders=kinds.SEQUENCE,
-    momenta=kinds.SEQUENCE,
+    momenta=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and len(x) > 0 and all(map(kinds.real("[0, 1)").fits, x)),
+        "a list of numbers in [0, 1), at least one",
+        (list, tuple),
+    ),
     epochs=kinds.POSITIVE,
     margin=kinds.real("(0, 1]"),
     rank_by=kinds.one_of("epoch", "second"),
@@ -222,8 +228,6 @@ def suggest_chain(
         >>> draws = bc.sample(bc.make_step(loss, found.tx), found.params, found.tx.init(found.params), found.batches, steps=500)
     """
     name = "suggest_chain"
-    for momentum in momenta:
-        checks.number(f"{name}: momenta", momentum, "[0, 1)")
     loss, params, draws = of_module(name, loss, params)
     tree, size, known_batch, known_order = of_data(name, data)
     sizes = sorted({*(batch_sizes or known_batch or {max(1, size // K) for K in (4, 12, 40, 120)}), size})

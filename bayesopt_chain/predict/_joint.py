@@ -75,7 +75,7 @@ def jacobian(forward: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -
     return optree.tree_map(lambda x, p: x.reshape(-1, *p.shape), rows, params)
 
 
-@kinds.takes(forward=kinds.FUNCTION, batch=kinds.ANY)
+@kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH)
 def functional_samples(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,

@@ -29,7 +29,7 @@ from bayesopt_chain.predict._joint import needs_graph, with_graph
 from bayesopt_chain.trees import Tree, common_dtype, flatten, wide
 
 
-@kinds.takes(forward=kinds.FUNCTION, batch=kinds.ANY, joint=kinds.BOOL, chunk_bytes=kinds.WHOLE)
+@kinds.takes(forward=kinds.FUNCTION, batch=kinds.BATCH, joint=kinds.BOOL, chunk_bytes=kinds.WHOLE)
 def linearized(
     forward: Callable[[Tree, Any], Tensor],
     posterior: Gaussian,

@@ -119,6 +119,11 @@ def detection_auroc(known: Tensor, unknown: Tensor) -> float:
         >>> predict.detection_auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.15, 0.9]))
         0.75
     """
+    for name, scores in (("known", known), ("unknown", unknown)):
+        if scores.ndim != 1 or not scores.numel() or not scores.isfinite().all():
+            raise ValueError(
+                f"detection_auroc: {name} must be finite scores [N], at least one, got shape {tuple(scores.shape)}"
+            )
     from sklearn.metrics import roc_auc_score
 
     labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])

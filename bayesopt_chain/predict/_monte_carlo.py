@@ -20,7 +20,7 @@ from bayesopt_chain.trees import Tree
 
 @kinds.takes(
     forward=kinds.FUNCTION,
-    batch=kinds.ANY,
+    batch=kinds.BATCH,
     posterior=kinds.Kind(lambda x: kinds.POSTERIOR.fits(x) or kinds.TREE.fits(x), "a bc.Gaussian, or a tree of draws"),
 )
 def monte_carlo(
@@ -71,7 +71,8 @@ def _run_at(
     lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in optree.tree_leaves(posterior)}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] with one S"
+            f"monte_carlo: posterior: the draws' first axes have lengths {sorted(lengths)}: pass leaves [S, *leaf.shape] "
+            "with one S"
         )
     draws = [optree.tree_map(lambda leaf, s=s: leaf[s], posterior) for s in range(lengths.pop())]
     return torch.stack([forward(draw, batch) for draw in draws])
