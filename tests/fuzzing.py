@@ -42,7 +42,7 @@ from bayesopt_chain.runs.collect import Collector
 
 HOME = str(Path(bc.__file__).parent)
 NAN = math.nan
-SECONDS = 120  # after which a call counts as one without an end
+SECONDS = 60  # after which a call counts as one without an end
 VALUES = [
     None, True, False, 0, -1, 1, 3, 2.5, -0.5, 1e30, NAN, math.inf, 10**400, 1j, "x", "", b"x", (), [], {}, [1, 2], (1, 2),
     {"w": 1.0}, {"w": [1.0, 2.0]}, {"w": None}, [None], set(), range(3), iter([1]), object(), print, int, Path("x"),

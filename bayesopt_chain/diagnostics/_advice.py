@@ -258,7 +258,8 @@ class Search:
                 found.append((best, batch, order))
         if not found:
             raise ValueError(
-                f"{self.name}: no learning rate is small enough for the tolerance; look at the noise of the gradients first"
+                f"{self.name}: no learning rate is small enough for the tolerance; look at the noise of the gradients first, "
+                "and for NaN in loss and batches"
             )
         if only_best:
             found = [max(found, key=lambda x: x[0][0])]

@@ -48,6 +48,7 @@ from bayesopt_chain.optimizers.functional import sgd
 @kinds.takes(
     params=PLACE_OR_MODULE,
     batches=kinds.BATCH_OR_BATCHES,
+    max_batches=kinds.whole(2),
     order=kinds.one_of(*get_args(Order)),
     steps_per_epoch=kinds.real("[1, inf]"),
     epochs=kinds.POSITIVE,
@@ -132,7 +133,9 @@ def _source(name: str, batches: Any, most: int, steps: float | None, seed: int) 
         base = max(1, min(BASE, batch, size // 2))
         return Rows(tree, size, base, seed), batch, order[0] if order else "full"
     made = take(batches, most)[0][0]
-    leaves = [leaf for leaf in batch_trees.flatten(made[0])[0] if torch.is_tensor(leaf) and leaf.ndim] if made else []
+    if not made:
+        raise ValueError(f"{name}: batches is empty")
+    leaves = [leaf for leaf in batch_trees.flatten(made[0])[0] if torch.is_tensor(leaf) and leaf.ndim]
     b = len(leaves[0]) if leaves else 1
     count = len(batches) if hasattr(batches, "__len__") else len(made)
     return Listed(made, b * (steps or float(count)), b), b, "reshuffled"

@@ -272,7 +272,7 @@ def test_bad_arguments_are_refused_by_name():
         fitted.predict(x, method="magic")
     with pytest.raises(ValueError, match="no meaning for a gaussian likelihood"):
         bc.fit_laplace(module(1), bc.likelihoods.gaussian(), loader(x, x[:, :1])).predict(x, method="probit")
-    with pytest.raises(ValueError, match="samples=0"):
+    with pytest.raises(ValueError, match="samples must be a whole number"):
         fitted.predict(x, method="linearized_mc", samples=0)
     with pytest.raises(ValueError, match="data has no batches"):
         fitted.predict([])

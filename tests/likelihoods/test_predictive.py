@@ -171,7 +171,7 @@ def test_classes_have_no_quantiles():
     for question in (lambda: predictive.quantile(0.5), lambda: predictive.crps(torch.tensor([0]))):
         with pytest.raises(ValueError, match="have no order"):
             question()
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=r"level must be a number in \(0, 1\)"):
         likelihoods.gaussian().predictive(MEAN, COVARIANCE).quantile(1.0)
 
 

@@ -241,9 +241,6 @@ class Variational(Drawing):
         """What a step from this state says about itself."""
         return VariationalInfo(loss, aux, self.negative_elbo(state, loss, draw))
 
-    @kinds.takes(
-        loss=kinds.SCALAR, draw=kinds.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
-    )
     def negative_elbo(self, state: VariationalState, loss: Tensor, draw: Draw | None) -> Tensor:
         """``loss - T H[q]``, and the prior at the draw."""
         if (self.weight_decay or self.prior is not None) and draw is None:
@@ -406,6 +403,9 @@ class DrawingTransformation(PosteriorTransformation):
 class VariationalTransform(DrawingTransformation):
     """What ``mean_field``, ``dense``, ``low_rank`` and ``kronecker`` return."""
 
+    @kinds.takes(
+        loss=kinds.SCALAR, draw=kinds.Kind(lambda x: isinstance(x, Draw), "what tx.sample(state, params) returned")
+    )
     def negative_elbo(self, state: Any, loss: Tensor, draw: Draw | None = None) -> Tensor:
         """The negative ELBO per datum, in nats: ``loss - T H[q]``.
 

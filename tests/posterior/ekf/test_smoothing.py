@@ -141,7 +141,7 @@ def test_what_cannot_be_smoothed_is_refused():
         tx.smooth(filtered(tx))
     tx = bc.ekf.dense()
     history = filtered(tx)
-    with pytest.raises(ValueError, match="after every update and the noise of each"):
+    with pytest.raises(ValueError, match="after every update, and in transition_noise the noise of each"):
         tx.smooth([*history[:2], *history[3:]])
     with pytest.raises(ValueError, match="and 2 noises"):
         tx.smooth(history, transition_noise=[0.1, 0.1])
