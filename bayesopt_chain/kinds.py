@@ -193,10 +193,6 @@ def _is_dense(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_meta and not x.is_complex() and x.layout is torch.strided
 
 
-def _is_empty(x: Any) -> bool:
-    return (isinstance(x, (list, tuple)) and not x) or (isinstance(x, Tensor) and not _is_dense(x))
-
-
 def _is_place(x: Any) -> bool:
     leaves = optree.tree_leaves(x)
     return _is_real_tree(x) and all(is_hidden(y) or is_finite(y) for y in leaves) and any(y.numel() for y in leaves)
@@ -278,7 +274,11 @@ DRAWS = Kind(
 )
 SCORES = Kind(lambda x: FUNCTION.fits(x) or _is_stack(x), "a function of a draw, or a tree of tensors like the draws")
 DATA = Kind(
-    lambda x: isinstance(x, Mapping) or hasattr(x, "batches") or (_is_iterable(x) and not _is_empty(x)),
+    lambda x: (
+        isinstance(x, Mapping)
+        or hasattr(x, "batches")
+        or (_is_iterable(x) and (not isinstance(x, Tensor) or _is_dense(x)))
+    ),
     "inputs, a batch, or batches such as a list or a DataLoader",
 )
 LIKELIHOOD = Kind(

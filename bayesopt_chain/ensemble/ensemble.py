@@ -99,6 +99,9 @@ class Ensemble:
         Returns:
             :class:`bayesopt_chain.Draws` in memory, ``[S, M, *]``.
 
+        Raises:
+            ValueError: there is no such level.
+
         Example:
             >>> import torch, bayesopt_chain as bc
             >>> x = torch.linspace(-1, 1, 20)[:, None]

@@ -84,6 +84,9 @@ class Predictive:
         Returns:
             ``[*]``.
 
+        Raises:
+            ValueError: values without a row for each node, or no real numbers.
+
         Example:
             >>> import torch
             >>> from bayesopt_chain import likelihoods
