@@ -20,6 +20,8 @@ to explain thousands of initial weights that the data leave where they are: the 
 the outputs then have standard deviations of ten times those of the values, largest in the corners of the box, where every next
 point lands. So the prior has its mean at the initial weights, from which every fit of a seed starts anew (a fit depends on its
 data alone), and the box is scaled to inputs of mean 0 and variance 1.
+This and the activation were chosen by looking at seeds 0 and 1 of Hartmann-6 and seed 0 of Branin, which are in the record too;
+seed 2 is held out, and there Laplace on Hartmann-6 still finds nothing better than its first points.
 
 Each worker has one thread. A finished cell stands in the record before the next one begins, and is not made again.
 """

@@ -93,7 +93,7 @@ def train_by_evidence(
             linear last layer are computed once, and the layer alone is trained.
         prior_precision: where it starts, positive. Default 1.
         prior_mean: of the Gaussian prior: a number, or a tree like the kept parameters, which is copied. Default 0. The initial
-            weights, ``dict(module.named_parameters())``, are the better choice for a few dozen data: those of a wide layer,
+            weights, ``dict(module.named_parameters())``, are worth trying with a few dozen data: those of a wide layer,
             which so few data leave where they are, count as evidence for a wide prior around 0.
         tune_noise: whether the evidence chooses Gaussian noise too. Default True; :func:`bayesopt_chain.fit_laplace` says
             which structures judge it well.
