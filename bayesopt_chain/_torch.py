@@ -102,6 +102,17 @@ def is_fully_sharded(module: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
 
 
+def reshard(module: Any) -> None:
+    """Let modules under ``fully_shard`` hold their sharded parameters again.
+
+    The outermost of them keeps whole ones behind a forward pass that no backward pass follows.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for part in () if fsdp is None else module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
 def is_flattened(module: Any) -> bool:
     """Whether a module, or one inside it, is a ``FullyShardedDataParallel`` (FSDP1)."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

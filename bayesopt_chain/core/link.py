@@ -203,15 +203,6 @@ class LinkContext:
         """
         return list(leaves) if self.scope.shards is None else self.scope.shards.laid_out(self.present, leaves)
 
-    def rows(self, tree: Any, what: str) -> list[Any]:
-        """The leaves of a tree of rows, ``[M, *leaf.shape]`` for each leaf that is present; of DTensors this rank's parts.
-
-        Raises:
-            ValueError: plain rows of a leaf of which every rank holds a part.
-        """
-        rows = optree.tree_leaves(tree)
-        return rows if self.scope.shards is None else self.scope.shards.rows(self.present, rows, what)
-
     def total(self, values: Sequence[Tensor]) -> Tensor:
         """The sum of ``values`` of one shape, one for each leaf that is present.
 

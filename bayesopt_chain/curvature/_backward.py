@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, spec_of, stacked_spec
+from bayesopt_chain._torch import dtensor_of, is_dtensor, local_of, reshard, spec_of, stacked_spec
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.precision import Diagonal
 from bayesopt_chain.precision._algebra import as_count
@@ -139,6 +139,7 @@ class BackwardPasses:
         self._find()
 
     def _find(self) -> None:
+        reshard(self.model)
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.params:
             raise ValueError(f"{self.who}: no parameter of the model requires a gradient")
@@ -149,6 +150,7 @@ class BackwardPasses:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        reshard(self.model)
         for p, grad in zip(self.params.values(), self._held):
             p.grad = grad
 

@@ -108,7 +108,7 @@ class Taps(TorchFunctionMode):
                 "curvature"
             )
         found = self._find(args) + self._find(kwargs.values())
-        if not found:
+        if not found or func in _DETACHED:
             return call(func, args, kwargs)
         # A transposed weight is the same parameter under another identity.
         if func in _TRANSPOSES and found[0][0].ndim == 2:
@@ -553,6 +553,7 @@ def _sum_to(g: Tensor, aligned: tuple[int, ...], b: int) -> Tensor:
 
 
 _getters: Any = Tensor  # its properties are descriptors, which its stubs do not say
+_DETACHED = {Tensor.detach, torch.detach, _getters.data.__get__}  # through these no gradient flows
 _TRANSPOSES = {Tensor.t, torch.t, _getters.T.__get__, _getters.mT.__get__}
 _LAYERS: dict[Any, Any] = {
     F.linear: _linear,

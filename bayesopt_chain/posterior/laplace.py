@@ -36,7 +36,17 @@ from bayesopt_chain.distributed.shards import whole
 from bayesopt_chain.matching.response import Linear, Response
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.posterior.state import PosteriorTransformation, require_finite
-from bayesopt_chain.precision import Diagonal, Eigenbasis, Kronecker, LowRank, Precision, Root, Woodbury, Zero
+from bayesopt_chain.precision import (
+    Diagonal,
+    Eigenbasis,
+    Kronecker,
+    LayersOnRanks,
+    LowRank,
+    Precision,
+    Root,
+    Woodbury,
+    Zero,
+)
 from bayesopt_chain.tracing import is_hidden
 from bayesopt_chain.trees import Tree, paths, require_like, spread
 
@@ -62,13 +72,17 @@ def accumulated(total: Any, increment: Any) -> Any:
     return total.add(increment)
 
 
-def _require_diagonal_on_shards(increment: Any, context: LinkContext) -> None:
+def _require_fit_for_shards(increment: Any, context: LinkContext) -> None:
     """Refuse an increment that couples elements, or lies otherwise than the parameters, where ranks hold parts of them."""
+    if isinstance(increment, LayersOnRanks):
+        context.leaves(increment.like)  # which refuses other layouts
+        return
     if not isinstance(increment, Diagonal):
         raise ValueError(
             f"laplace: the parameters are DTensors, of which each rank has a part, and curvature is of structure "
             f"{type(increment).__name__}, which couples their elements: take a diagonal one "
-            "(bc.curvature.diagonal_by_backward), or the posterior of a part of the model whose leaves are whole"
+            "(bc.curvature.diagonal_by_backward), layers on ranks (bc.curvature.kronecker_by_backward), or the posterior of a "
+            "part of the model whose leaves are whole"
         )
     context.leaves(increment.values)  # which refuses other layouts
 
@@ -97,7 +111,7 @@ class Accumulate(Link):
     ) -> tuple[Leaves, LaplaceState]:
         increment = context.extra.get("curvature")
         if increment is not None and context.scope.shards is not None:
-            _require_diagonal_on_shards(increment, context)
+            _require_fit_for_shards(increment, context)
         return g, LaplaceState(accumulated(state.precision, increment))
 
     def __str__(self) -> str:
@@ -279,7 +293,7 @@ def posterior_of(
     if (prior is None) == (prior_precision is None):
         raise ValueError("pass one of prior_precision= (0.0 for none) and prior= (a Gaussian)")
     entries = data.entries()
-    shapes = data.like if isinstance(data, Eigenbasis) else entries
+    shapes = data.like if isinstance(data, (Eigenbasis, LayersOnRanks)) else entries
     require_finite(entries, "laplace: the accumulated curvature")
     require_like(params, shapes, "params")
     _require_positive("likelihood_scale", likelihood_scale)
@@ -296,7 +310,8 @@ def posterior_of(
         precision = precision.scale(1 / (temperature * count))
     mean = optree.tree_map(torch.Tensor.detach, params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
-    return Gaussian(mean, precision, precision if isinstance(precision, Kronecker) else ()).factorised()
+    grows = isinstance(precision, (Kronecker, LayersOnRanks))
+    return Gaussian(mean, precision, precision if grows else ()).factorised()
 
 
 def with_prior(data: Any, prior: Gaussian) -> Any:

@@ -452,6 +452,40 @@ def lightning_model_parallel(rank):
 
 
 @case
+def lora(rank):
+    """Adapters of peft under FSDP2: how far their diagonal and Kronecker posteriors are off one process, and their names."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        return None
+    torch.manual_seed(0)
+    settings = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False, lora_dropout=0.5)
+    model = get_peft_model(network(sizes=(3, 6, 2)).double(), settings).eval()
+    x, y = torch.cat([data(0), data(1)]).double(), torch.arange(16) % 2
+    likelihood, tx = bc.likelihoods.categorical(), bc.laplace()
+    adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def posterior(increment, params):
+        _, state = tx.update(params, tx.init(params), curvature=increment, inplace=False)
+        return tx.posterior(state, params, prior_precision=2.0).marginal_variance
+
+    forward = lambda p, batch: torch.func.functional_call(model, p, (batch[0],))  # noqa: E731
+    wanted = {
+        kind: posterior(bc.curvature.ggn(forward, likelihood, kind)(adapters, (x, y)), adapters)
+        for kind in ("diagonal", "kronecker")
+    }
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    batch, off = (x[rank::2], y[rank::2]), {}
+    for kind in wanted:
+        estimate = getattr(bc.curvature, f"{kind}_by_backward")(model, likelihood, mesh=mesh)
+        params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        found = posterior(estimate(batch), params)
+        off[kind] = max((found[name].full_tensor() - v).abs().max().item() for name, v in wanted[kind].items())
+    return off, sorted(found)
+
+
+@case
 def cost(rank):
     """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network.
 

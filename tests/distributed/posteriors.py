@@ -6,13 +6,13 @@ import torch.distributed as dist
 import torchopt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bayesopt_chain as bc
 from tests.distributed.layouts import layouts, leaves, local, parts, spread
-from tests.distributed.ranks import mesh_of, message_of
+from tests.distributed.ranks import Messages, mesh_of, message_of
 
 STEPS = 4
 
@@ -204,6 +204,132 @@ def filtered():
             off = [(a - b).abs().max().item() for a, b in zip(whole(got), wanted, strict=True)]
             found[name, linearisation, way] = max(off), sent / len(batches)
     return found
+
+
+class Tower(nn.Module):
+    """A convolution, an embedding's table beside it, norms, and two linear layers: what Kronecker factors describe."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.lift, self.norm = nn.Conv1d(1, 2, 2), nn.LayerNorm(4)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(self.norm(self.lift(x[:, None]).flatten(1)))))
+
+
+def layered():
+    """Laplace with Kronecker factors of a sharded model, by way: how far it is off one process, messages, and who owns what."""
+    (x, y), likelihood, tx = (tensor[:5] for tensor in data()), bc.likelihoods.categorical(), bc.laplace()
+    found = {}
+    for way, build, wrapped in (("fsdp", network, ("0",)), ("fsdp", Tower, ("first", "lift")), ("hsdp", network, ())):
+        alone, model = build(), build()
+        known = {name: p.detach() for name, p in alone.named_parameters()}
+        forward = lambda p, batch, alone=alone: torch.func.functional_call(alone, p, (batch[0],))  # noqa: E731
+        increment = bc.curvature.ggn(forward, likelihood, "kronecker")(known, (x, y))
+        _, there = tx.update(known, tx.init(known), curvature=increment.add(increment), inplace=False)
+        wanted = tx.posterior(there, known, prior_precision=2.0)
+        evidence = tx.log_evidence(there, known, -3.0, prior_precision=2.0)
+
+        mesh, mine = (
+            (mesh_of(4) if way == "fsdp" else mesh_of(2, 2)),
+            (slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)),
+        )
+        for name in wrapped:
+            fully_shard(model.get_submodule(name), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        batch = x[mine[dist.get_rank()]], y[mine[dist.get_rank()]]
+        estimate = bc.curvature.kronecker_by_backward(model, likelihood, mesh=mesh)
+        with Messages() as messages:
+            increment = estimate(batch)
+        asked = dict(messages.counts)
+        assert all(p.grad is None for p in model.parameters())
+        state = tx.init(params)
+        for _ in range(2):
+            with Messages() as messages:
+                _, state = tx.update(params, state, curvature=increment, inplace=False)
+        asked["update"] = dict(messages.counts)
+        posterior = tx.posterior(state, params, prior_precision=2.0)
+        moved = {name: p + 0.1 for name, p in params.items()}
+        noise = {name: torch.randn(3, *p.shape, dtype=p.dtype) for name, p in known.items()}
+        dist.broadcast_object_list(box := [noise])
+        spread_noise = {
+            name: DTensor.from_local(z, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+                mesh, [Shard(q.dim + 1) if isinstance(q, Shard) else q for q in params[name].placements]
+            )
+            for name, z in box[0].items()
+        }
+        with Messages() as messages:
+            solved = posterior.precision.solve(spread_noise)
+        asked["solve"] = dict(messages.counts)
+        # a draw is R z with R R^T the covariance: of all unit vectors z, whatever signs the eigenvectors have
+        sizes = [p.numel() for p in known.values()]
+        units = torch.eye(sum(sizes)).double().split(sizes, 1)
+        drawn = posterior.precision.sqrt_solve(
+            {
+                name: DTensor.from_local(u.reshape(-1, *p.shape), mesh, [Replicate()] * mesh.ndim).redistribute(
+                    mesh, [Shard(q.dim + 1) if isinstance(q, Shard) else q for q in p.placements]
+                )
+                for (name, p), u in zip(params.items(), units)
+            }
+        )
+        root = torch.cat([whole(drawn)[name].flatten(1) for name in sorted(params)], 1)
+        pairs = {
+            "variances": (posterior.marginal_variance, wanted.marginal_variance),
+            "solve": (solved, wanted.precision.solve(box[0])),
+            "draws": (root.mT @ root, torch.linalg.inv(wanted.precision.to_dense())),
+            "evidence": (tx.log_evidence(state, params, -3.0, prior_precision=2.0), evidence),
+            "density": (posterior.log_prob(moved), wanted.log_prob({k: p + 0.1 for k, p in known.items()})),
+            "diagonal": (increment.diag(), bc.curvature.ggn(forward, likelihood, "kronecker")(known, (x, y)).diag()),
+            "next task": (
+                tx.posterior(state, params, prior=posterior).marginal_variance,
+                tx.posterior(there, known, prior=wanted).marginal_variance,
+            ),
+            "tempered": (
+                tx.posterior(state, params, prior_precision=2.0, temperature=0.1).marginal_variance,
+                tx.posterior(there, known, prior_precision=2.0, temperature=0.1).marginal_variance,
+            ),
+        }
+        off = {
+            question: max((a - b).abs().max().item() for a, b in zip(*map(optree.tree_leaves, (whole(got), want))))
+            for question, (got, want) in pairs.items()
+        }
+        draw = whole(posterior.sample((2,)))
+        found[way, build.__name__] = off, asked, sorted(increment.mine.like), sorted(known), draw
+    return found
+
+
+def unlayered():
+    """What is said of sharded models that Kronecker factors by layers cannot describe; the fault is on one rank in some."""
+    (x, y), likelihood, said = data(), bc.likelihoods.categorical(), {}
+    mesh, rank = mesh_of(4), dist.get_rank()
+    batch = x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]
+
+    def sharded(model):
+        fully_shard(model, mesh=mesh)
+        return bc.curvature.kronecker_by_backward(model, likelihood, mesh=mesh)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.shape = network(), nn.Parameter(torch.ones(3, 3).double())
+
+        def forward(self, x):
+            return self.net(x @ torch.linalg.matrix_exp(self.shape))
+
+    estimate = sharded(network())
+    labels = torch.where(torch.arange(2) < (rank == 3), -100, batch[1])
+    said["weights"] = message_of(estimate, (batch[0], labels))
+    said["one rank"] = message_of(estimate, (batch[0], batch[1].double()[:1] if rank == 1 else batch[1]))
+    said["untapped"] = message_of(sharded(Scaled()), batch)
+    said["plain"] = message_of(lambda: bc.curvature.kronecker_by_backward(network(), likelihood, mesh=mesh))
+    parallel = network()
+    parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    said["tensor parallel"] = message_of(bc.curvature.kronecker_by_backward(parallel, likelihood), (x, y))
+    return said
 
 
 def begun(model):

@@ -1,5 +1,6 @@
 """Several processes with a gloo group among them, as ``torchrun`` starts them."""
 
+import collections
 import datetime
 import functools
 import multiprocessing
@@ -10,8 +11,9 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-PATIENCE = 240.0  # seconds; a test takes a few of them where the machine is free
+PATIENCE = 500.0  # seconds; a test takes a few of them where the machine is free
 
 
 def server():
@@ -77,6 +79,19 @@ def mesh_of(*shape):
     """A mesh over all ranks, the same one every time: each new one of several axes makes process groups of its own."""
     names = ("replicate", "shard", "third")[: len(shape)] if len(shape) > 1 else None
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+class Messages(TorchDispatchMode):
+    """Counts the collectives inside it, by name; torch's own counter cannot follow a module that runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.__name__.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def message_of(function, *args):

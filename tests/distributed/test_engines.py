@@ -151,6 +151,14 @@ def test_lightnings_strategy_for_fsdp2_samples_as_one_process_does(cases):
         torch.testing.assert_close(mine, alone("philox", steps=4), rtol=0, atol=1e-6)
 
 
+def test_laplace_of_adapters_of_a_sharded_model_is_that_of_one_process(cases):
+    for case in cases["lora"]:
+        if case is None:
+            pytest.skip("needs peft")
+        off, names = case
+        assert max(off.values()) <= 1e-10 and len(names) == 4 and all("lora_" in name for name in names)
+
+
 def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):
     for share in cases["cost"]:
         assert share < 0.01

@@ -13,7 +13,8 @@ import torch
 import bayesopt_chain as bc
 
 ROOT = Path(__file__).parents[2]
-(SCRIPT,) = re.findall(r"`jobs.py`:\n\n```python\n(.*?)```", (ROOT / "docs/howto/jobs.md").read_text(), re.S)
+PAGE = (ROOT / "docs/howto/jobs.md").read_text()
+(SCRIPT,) = re.findall(r"`jobs.py`:\n\n```python\n(.*?)```", PAGE, re.S)
 
 
 def loss(params, batch):
@@ -35,12 +36,42 @@ def python(folder):
     return subprocess.run([sys.executable, "main.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
+def called(command, folder, **variables):
+    """What a shell command calls as ``python``, with these variables: arguments, folder of the draws, number of threads."""
+    (folder / "python").write_text('#!/bin/sh\necho "$@" "$DRAWS" "$OMP_NUM_THREADS"\n')
+    (folder / "python").chmod(0o755)
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+
+
+def test_the_pages_script_for_slurm_calls_the_function_with_the_number_of_its_job(tmp_path):
+    (script,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    assert re.search(r"^#SBATCH --array=0-999$", script, re.M), "a line that Slurm reads begins with #SBATCH"
+    said = called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody")
+    assert said == ["jobs.py", "7", "/scratch/somebody/draws", "2"]
+
+
+def test_the_pages_job_for_kubernetes_calls_the_function_with_the_number_of_its_pod(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    job = yaml.safe_load(text)["spec"]
+    assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
+    (container,), (volume,) = job["template"]["spec"]["containers"], job["template"]["spec"]["volumes"]
+    (variable,), (mount,) = container["env"], container["volumeMounts"]
+    assert mount["name"] == volume["name"] and variable == {"name": "DRAWS", "value": mount["mountPath"]}
+    said = called(container["command"], tmp_path, JOB_COMPLETION_INDEX="7", DRAWS=variable["value"])
+    assert said == ["jobs.py", "7", "/draws"]
+
+
 @pytest.mark.slow
 def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
     pytest.importorskip("joblib")
     (tmp_path / "jobs.py").write_text(SCRIPT)
     main = "from joblib import Parallel, delayed\nfrom jobs import run\n\nif __name__ == '__main__':\n"
-    main += "    Parallel(n_jobs=2)(delayed(run)(chain, 'draws') for chain in range(4))\n    run(3, 'alone')\n"
+    main += "    Parallel(n_jobs=2)(delayed(run)(chain, 'draws') for chain in range(4))\n"
+    main += "    import os, runpy, sys\n    os.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
+    main += "    runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
     (tmp_path / "main.py").write_text(main)
     done = python(tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]

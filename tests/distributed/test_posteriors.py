@@ -20,6 +20,8 @@ def every():
         "last layer": posteriors.last_layer(),
         "filters": posteriors.filtered(),
         "priors": posteriors.priors(),
+        "layers": posteriors.layered(),
+        "no layers": posteriors.unlayered(),
     }
 
 
@@ -95,6 +97,47 @@ def test_a_filter_starts_from_a_sharded_posterior_and_what_one_rank_refuses_all_
         assert "is not spread over the ranks as its parameter is" in said["plain prior"]
         assert "bc.ekf.observe_by_backward" in said["plain rows"]
         assert "A filter needs all rows" in said["no rows"] and "these are DTensors" in said["smooth"]
+
+
+def test_kronecker_factors_by_layers_give_the_posterior_of_one_process(ranks):
+    """Increments, variances, solutions, the covariance of draws, evidence, density, the next task's prior, a temperature."""
+    for found in of("layers", ranks):
+        assert set(found) == {("fsdp", "network"), ("fsdp", "Tower"), ("hsdp", "network")}
+        for way, (off, *_) in found.items():
+            assert len(off) == 8 and max(off.values()) <= 1e-10, (way, off)
+
+
+def test_each_layer_of_kronecker_factors_is_on_one_rank_and_takes_the_same_messages_in_every_layout(ranks):
+    every = of("layers", ranks)
+    for (way, model), (_, asked, _, names, _) in every[0].items():
+        owned = [name for found in every for name in found[way, model][2]]
+        assert sorted(owned) == names and len(owned) == len(set(owned))
+        assert all(len(found[way, model][2]) <= 2 for found in every), "a layer each, a weight and a bias"
+        axes = 2 if way == "hsdp" else 1  # of the mesh, with a message each
+        factors = {"network": 6, "Tower": 14}[
+            model
+        ]  # a weight has two, its bias one more; of convolutions and norms four
+        assert asked["reduce"] == factors * axes and asked["allgather"] == 3 * axes
+        assert asked["update"] == {}
+        assert asked["solve"]["broadcast"] == len(names) * axes and asked["solve"]["all_gather_into_tensor"] == len(
+            names
+        )
+
+
+def test_a_draw_from_layers_on_ranks_is_one_draw(ranks):
+    for found in of("layers", ranks):
+        for way, (*_, draw) in found.items():
+            for name, x in draw.items():
+                assert x.shape[0] == 2 and torch.equal(x, ranks[0]["layers"][way][4][name])
+
+
+def test_models_that_kronecker_factors_by_layers_do_not_describe_are_refused_on_every_rank(ranks):
+    for rank, said in enumerate(of("no layers", ranks)):
+        assert ("weights other than 1" if rank == 3 else "rank 3 of the mesh failed") in said["weights"]
+        assert ("one entry a datum" if rank == 1 else "rank 1 of the mesh failed") in said["one rank"]
+        assert "shape: it is used by linalg_matrix_exp" in said["untapped"]
+        assert "not sharded over mesh" in said["plain"]
+        assert "0.weight: its layer computes with a DTensor" in said["tensor parallel"]
 
 
 def test_families_and_increments_that_couple_elements_are_refused_by_name(ranks):

@@ -387,8 +387,10 @@ def _linearised(
 
 def _require_over(rows: Tree, context: LinkContext, who: str) -> list[Tensor]:
     """The leaves of a tree of rows over the parameters; of DTensors this rank's parts."""
-    flat, shapes = optree.tree_leaves(rows), [leaf.shape for leaf in context.params]
-    mine = context.rows(rows, f"{who}: curvature") if len(flat) == len(shapes) else flat
+    mine = flat = optree.tree_leaves(rows)
+    shapes, sharding = [leaf.shape for leaf in context.params], context.scope.shards
+    if sharding is not None and len(flat) == len(shapes):
+        mine = sharding.rows(context.present, flat, f"{who}: curvature")
     if [row.shape[1:] for row in mine] != shapes:
         raise ValueError(
             f"{who}: the increment is over {dict(zip(paths(rows), [tuple(row.shape[1:]) for row in flat]))}, the parameters "
