@@ -107,7 +107,7 @@ def reshard(module: Any) -> None:
 
     The outermost of them keeps whole ones behind a forward pass that no backward pass follows.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for part in () if fsdp is None else module.modules():
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()

@@ -100,7 +100,9 @@ def kronecker_by_backward(
             names = sorted(passes.params)
             like = [_whole_template(passes.params[name]) for name in names]
             failure: Exception | None = None
-            n, columns, seen = 0, 0, None
+            n, columns = 0, 0
+            plan: Any = None
+            root: Any = None
             with torch.no_grad():
                 try:
                     n = batch_size(batch)
@@ -176,8 +178,11 @@ def _factors(
             for factor in {id(x): x for x in (*block.left.values(), *block.right.values())}.values():
                 collect(factor, passes.mesh, owner)
         if owner == passes.place:
-            fields = [{name: field[str(i)] for i, name in enumerate(leaves)} for field in block[:4]]
-            mine.append((leaves, Kronecker(*fields, count)))
+            left, right, diagonal, shapes = (
+                {name: field[str(i)] for i, name in enumerate(leaves)}
+                for field in (block.left, block.right, block.diagonal, block.like)
+            )
+            mine.append((leaves, Kronecker(left, right, diagonal, shapes, count)))
     own = kronecker_of_own(mine, count)
     if passes.mesh is None:
         return own

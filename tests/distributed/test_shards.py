@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torchopt
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import bayesopt_chain as bc
 from bayesopt_chain.random import stream as keyed_stream
 from tests.distributed.layouts import layouts, leaves, local, parts, spread
-from tests.distributed.ranks import mesh_of, run
+from tests.distributed.ranks import run
 from tests.registry import POSTERIORS, TRANSFORMS
 
 STEPS = 4
@@ -82,32 +83,17 @@ def values(tree):
     return [tree[name] for name in sorted(tree)]
 
 
-MODES = {"in place": (True, None), "pure": (False, ["Shard(0), uneven and empty", "FSDP x TP"])}
-
-
-def every():
-    """All cases of this module on this rank, of one start."""
-    found = {mode: compared(*how) for mode, how in MODES.items()}
-    return found | {"optimizers": optimized(), "steps": stepped()}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run(every, 4, tmp_path_factory.mktemp("shards"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refuses_by_name(mode, ranks):
-    _, chosen = MODES[mode]
-    every = [found[mode] for found in ranks]
-    for found in every:
+@pytest.mark.parametrize("inplace, chosen", [(True, None), (False, ["Shard(0), uneven and empty", "FSDP x TP"])])
+def test_every_transform_makes_the_steps_of_one_process_in_every_layout_or_refuses_by_name(inplace, chosen, tmp_path):
+    ranks = run(compared, 4, tmp_path, inplace, chosen)
+    for found in ranks:
         for (row, layout), off in found.items():
             if row in REFUSED:
                 assert isinstance(off, str) and "is a DTensor, of which each rank has a part" in off, (row, layout, off)
             else:
                 assert off <= 1e-12, (row, layout, off)
-    assert len(every[0]) == len(chosen or range(5)) * len(TRANSFORMS)
+    assert len(ranks[0]) == len(chosen or range(5)) * len(TRANSFORMS)
 
 
 # torch's optimizers, under torch's own ways to spread a module
@@ -119,21 +105,21 @@ def network():
 
 
 def under_fsdp(model):
-    fully_shard(model, mesh=mesh_of(4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
 
 
 def under_hsdp(model):
-    fully_shard(model, mesh=mesh_of(2, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def under_tp(model):
-    parallelize_module(model, mesh_of(4), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(model, init_device_mesh("cpu", (4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def under_both(model):
-    data, tensor = mesh_of(2, 2)["replicate"], mesh_of(2, 2)["shard"]
-    parallelize_module(model, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=data)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
 
 
 WAYS = (under_fsdp, under_hsdp, under_tp, under_both)
@@ -199,8 +185,8 @@ def optimized():
 
 
 @pytest.mark.slow
-def test_every_optimizer_steps_under_fsdp2_and_tensor_parallelism_as_in_one_process(ranks):
-    for found in [mine["optimizers"] for mine in ranks]:
+def test_every_optimizer_steps_under_fsdp2_and_tensor_parallelism_as_in_one_process(tmp_path):
+    for found in run(optimized, 4, tmp_path):
         assert len(found) == len(OPTIMIZERS) * len(WAYS)
         assert max(found.values()) <= 1e-9, found
 
@@ -249,8 +235,8 @@ def stepped():
 
 
 @pytest.mark.slow
-def test_whole_steps_on_spread_parameters_are_those_of_one_process_clipped_by_the_norm_of_all_ranks(ranks):
-    for found in [mine["steps"] for mine in ranks]:
+def test_whole_steps_on_spread_parameters_are_those_of_one_process_clipped_by_the_norm_of_all_ranks(tmp_path):
+    for found in run(stepped, 4, tmp_path):
         assert max(found.values()) <= 1e-12, found
 
 

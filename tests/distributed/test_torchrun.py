@@ -1,19 +1,16 @@
 """The commands of the page on several ranks, as they stand there."""
 
-import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.distributed.ranks import PATIENCE, server
+from tests.distributed.ranks import server
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "many_ranks.md").read_text()
@@ -43,38 +40,8 @@ def _execute(script, draws, spread):
     assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
 
 
-def launched(name, size, folder, draws):
-    """Run a script of the page on so many ranks, which are told what torchrun tells them; what they print.
-
-    They are forked from a process that has imported torch already: for eight ranks that is most of the time.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    outs = [folder / f"said-{rank}" for rank in range(size)]
-    given = script_of(name), str(draws), port, size
-    ranks = [server().Process(target=_execute_as, args=(rank, outs[rank], *given)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    end = time.monotonic() + PATIENCE
-    for process in ranks:
-        process.join(max(0.0, end - time.monotonic()))
-    said = [out.read_text() if out.exists() else "nothing" for out in outs]
-    for process in ranks:
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0] * size, said
-    return "".join(said).strip()
-
-
-def _execute_as(rank, out, script, draws, port, size):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DRAWS=draws)
-    with out.open("w") as file, contextlib.redirect_stdout(file):
-        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-
-
 def torchrun(name, size, folder, draws):
-    """Run a script of the page by torchrun itself; what it prints."""
+    """Run a script of the page on so many ranks; what it prints."""
     (folder / name).write_text(script_of(name))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -95,7 +62,7 @@ def shown(name):
 @pytest.mark.slow
 def test_the_pages_command_runs_eight_chains_on_four_ranks_as_on_one(tmp_path):
     size, said = shown("chains.py")
-    assert size == 4 and launched("chains.py", size, tmp_path, tmp_path / "four") == said
+    assert size == 4 and torchrun("chains.py", size, tmp_path, tmp_path / "four") == said
     alone("chains.py", tmp_path / "one")
     four, one = (bc.Draws.open(tmp_path / name) for name in ("four", "one"))
     assert four.chains == one.chains == 8 and torch.equal(four.params["w"], one.params["w"])
@@ -113,7 +80,7 @@ def test_the_pages_command_runs_one_chain_on_two_ranks_as_on_one(tmp_path):
 @pytest.mark.slow
 def test_the_pages_command_trains_a_transformer_on_two_ranks_as_on_one(tmp_path):
     size, said = shown("transformer.py")
-    assert size == 2 and launched("transformer.py", size, tmp_path, tmp_path / "two") == said
+    assert size == 2 and torchrun("transformer.py", size, tmp_path, tmp_path / "two") == said
     alone("transformer.py", tmp_path / "one", spread=True)
     two, one = (torch.load(tmp_path / name) for name in ("two", "one"))
     for name, leaf in one.items():
@@ -123,7 +90,7 @@ def test_the_pages_command_trains_a_transformer_on_two_ranks_as_on_one(tmp_path)
 @pytest.mark.slow
 def test_the_pages_command_runs_chains_data_and_shards_on_eight_ranks_as_on_one(tmp_path):
     size, said = shown("mesh.py")
-    assert size == 8 and launched("mesh.py", size, tmp_path, tmp_path / "eight") == said
+    assert size == 8 and torchrun("mesh.py", size, tmp_path, tmp_path / "eight") == said
     alone("mesh.py", tmp_path / "one", spread=True)
     one, first, second = (torch.load(tmp_path / name) for name in ("one-0", "eight-0", "eight-2"))
     for name, leaf in one.items():
