@@ -38,10 +38,10 @@ class LinkScope:
     numbers: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
-    pieces: (
-        tuple[Any, ...] | None
-    )  # the elements of each leaf that are on this rank; None where no parameter is sharded
-    blank: tuple[Any, ...]  # a tree's leaves before the link has put in its own: None where one may be missing, else ()
+    # the elements of each leaf that are on this rank; None where no parameter is sharded
+    pieces: tuple[Any, ...] | None
+    # the leaves of a tree into which the link puts its own: () for leaves that a mask leaves out, None for the others
+    blank: tuple[Any, ...]
     extra_kwargs: frozenset[str]  # the keywords of ``update`` that the link takes
     before: tuple[Link, ...]  # the links in front of it that act on any of its leaves
     shards: Sharding | None
@@ -123,7 +123,7 @@ class LinkContext:
         return {k: v for k, v in self._extra.items() if k in wanted or ANY in wanted}
 
     def with_noise(self, denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
-        """The gradients with the noise that enters inside a preconditioner which has just learned ``1 / P``.
+        """Let the noise enter inside a preconditioner that has just learned ``1 / P``, and return the noisy gradients.
 
         A preconditioner that learns calls it once in ``update``, between learning and acting.
 
@@ -140,7 +140,7 @@ class LinkContext:
         return self._let_noise_in(denominators)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """The user's tree of these leaves: ``None`` where a gradient is missing, ``()`` where a mask leaves a leaf out.
+        """Put these leaves into a tree like the user's, with ``None`` for a missing gradient and ``()`` for a masked leaf.
 
         Where parameters are sharded it is a tree of DTensors.
         """
@@ -152,12 +152,12 @@ class LinkContext:
         return self._spec.unflatten(every)
 
     def leaves(self, tree: Any) -> list[Any]:
-        """The leaves that are present of a tree like the user's; of DTensors this rank's parts."""
+        """Take the leaves that are present out of a tree like the user's; of DTensors, this rank's parts."""
         flat = self._spec.flatten_up_to(tree)
         return self.parts([flat[j] for j in self.present])
 
     def parts(self, values: list[Any], what: str = "updates") -> list[Any]:
-        """Of what was given for each leaf that is present, the part that belongs to this rank."""
+        """Take the part that belongs to this rank of values that were given for each leaf that is present."""
         return values if self.scope.shards is None else self.scope.shards.parts(self.present, values, what)
 
     def broadcast(self, tree: Any, what: str, *, detached: bool = True) -> list[Tensor]:
@@ -294,21 +294,21 @@ class Link:
 
     @property
     def required_kwargs(self) -> frozenset[str]:
-        """Those of them without which it refuses."""
+        """The keywords of ``update`` without which the link refuses."""
         return frozenset()
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        """The first state, for the parameters that the link acts on."""
+        """Make the first state, for the parameters that the link acts on."""
         return EmptyState()
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        """The link's updates and its next state, from what the links in front of it made of the gradients."""
+        """Turn the gradients, as the links in front of this one left them, into this link's updates and its next state."""
         return g, state
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
         """``P^power e`` for noise ``e`` of the leaves that are present, which may be overwritten.
 
-        Of links with response ``Preconditioner`` that do not learn.
+        Only links with response ``Preconditioner`` that do not learn are asked.
         """
         raise NotImplementedError
 
@@ -324,13 +324,13 @@ class Link:
         return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:
-        """The magnitude of a gain that changes with time, 0-d, for each of ``n`` leaves. Of links with response ``Rate``."""
+        """The magnitude of the gain now, 0-d, for each of ``n`` leaves. Only links with response ``Rate`` are asked."""
         raise NotImplementedError
 
     def sample(self, state: Any, params: Leaves, context: LinkContext) -> Any:
-        """A draw from the posterior that the state carries, at which the gradient is to be taken (the trait ``samples``)."""
+        """Draw from the posterior that the state carries. The gradient is taken at the draw (the trait ``samples``)."""
         raise NotImplementedError
 
     def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
-        """What a step that took its gradient at a draw says about itself; ``None`` for loss and aux alone."""
+        """The report of a step whose gradient was taken at a draw; ``None`` for one of loss and aux alone."""
         return None

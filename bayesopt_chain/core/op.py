@@ -20,7 +20,8 @@ from bayesopt_chain.tracing import is_plain, is_transformed
 
 Leaves = list[Tensor]
 Factor = float | Tensor
-WIDE = (torch.float32, torch.float64)  # list functions round a factor to the dtype first, which in others changes bits
+# In narrower dtypes list functions round a factor to that dtype first, which changes the bits of the result.
+WIDE = (torch.float32, torch.float64)
 SMALL = 2**15  # elements of an average leaf below which lists are treated at once
 
 
@@ -86,11 +87,11 @@ class TensorOps:
         return self.put(old, new) if self.inplace else [y.clone() for y in new]
 
     def next_count(self, count: Tensor) -> Tensor:
-        """A counter one higher."""
+        """The counter plus 1."""
         return self._add(count, 1)
 
     def count(self, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The counters of all leaves, one higher."""
+        """The counters of all leaves, each plus 1."""
         return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:
@@ -113,7 +114,7 @@ def are_small(xs: Sequence[Tensor]) -> bool:
 
 
 def owned(g: Sequence[Any]) -> list[Any]:
-    """Gradients that may be overwritten one by one: what shares memory with an earlier one, or within itself, is copied.
+    """Gradients that may be overwritten one by one: those that share memory, with an earlier one or within itself, are copied.
 
     Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
     """

@@ -131,7 +131,7 @@ def warm_start(fresh: State, like: Any) -> State:
 
 
 def _remembered(entry: Any) -> Any:
-    """What two entries have in common that remember the same: names of class and fields, shapes and dtypes of the tensors."""
+    """What two entries share that remember the same: the names of class and fields, and the tensors' shapes and dtypes."""
     fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
     tensors: list[Any] = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in flattened(entry)[0]]
     return type(entry).__name__, fields, tensors

@@ -32,19 +32,18 @@ Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a li
 
 
 class Injected(NamedTuple):
-    """A site's noise of this step, for those of its leaves that have a gradient."""
+    """The noise that enters at one noise input in this step, for those of its leaves that have a gradient."""
 
     noise_input: NoiseInput
     leaves: list[int]
     noise: Leaves
     scale: Sequence[Tensor | float] | None  # what the velocity is multiplied by before the step
-    is_positive_temperature: (
-        Tensor | None
-    )  # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
+    # where False (the temperature is 0 now) no noise is added, and the gradients keep their bits
+    is_positive_temperature: Tensor | None
 
 
 class Injection(Protocol):
-    """The noise of one noise link in one chain: what it draws, at which sites, for the leaves numbered ``leaves``.
+    """The noise of one noise link in one chain: what it draws, where it enters, and for the leaves of which numbers.
 
     Attributes:
         by_leaf: for the fields of the link's state that hold a tensor for each of some leaves, the numbers of these leaves.
@@ -67,7 +66,7 @@ class Injection(Protocol):
         ...
 
     def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
-        """The noise of every site, for the leaves whose gradient is present, and the link's next state."""
+        """Draw the noise of every noise input, for the leaves that have a gradient; returns it and the link's next state."""
         ...
 
 
@@ -75,12 +74,12 @@ class NoiseLink(Protocol):
     """A link whose response is ``Noise``."""
 
     def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Link]) -> Injection:
-        """What draws the noise of these sites, in a chain of these links."""
+        """Make what draws the noise of these noise inputs, in a chain of these links."""
         ...
 
 
 class Plan:
-    """What a chain works out once for a layout."""
+    """What a chain works out once for each layout: the order of the links, the noise, and which leaves are checked."""
 
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
@@ -90,7 +89,7 @@ class Plan:
         self.position = [{j: k for k, j in enumerate(w)} for w in self.where]
         self.order = [i for i, x in enumerate(links) if not isinstance(x.response, Noise)]
         self.learning = {i for i in self.order if isinstance(x := links[i].response, Preconditioner) and x.learns}
-        matched = match(links, self.where)  # the sites of every noise link
+        matched = match(links, self.where)  # the noise inputs of every noise link
         self.noise = {
             i: cast(NoiseLink, links[i]).injection(noise_inputs, layout, links) for i, noise_inputs in matched.items()
         }
@@ -103,7 +102,7 @@ class Plan:
         self.stages = self.staged(lower(links, self))
         lowered = {k for run, _ in self.stages if len(run) > 1 for k in run}
         self.drawn = sorted(self.noise.keys() - lowered)  # a lowered run draws its noise itself
-        self.spec: optree.PyTreeSpec | None = None  # the structure of updates that was compared with the paths last
+        self.spec: optree.PyTreeSpec | None = None  # of the last updates whose paths were compared with the state's
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:
         """The links in order; runs of them are lowered where no noise enters inside and all act on the same leaves."""
@@ -119,7 +118,7 @@ class Plan:
         return stages
 
     def check(self, spec: optree.PyTreeSpec, g: list[Any], params: Any) -> list[Any] | None:
-        """The leaves of the parameters, once updates and parameters are known to fit the state.
+        """Check that updates and parameters fit the state, and return the leaves of the parameters.
 
         Raises:
             ValueError, TypeError: another structure; where noise enters also another shape, dtype or device.
@@ -172,13 +171,13 @@ class Update:
     spec: optree.PyTreeSpec
     params: list[Any] | None
     entries: list[Any]
-    g: list[Any] = field(default_factory=lambda: [])
-    extra: dict[str, Any] = field(default_factory=lambda: {})
+    g: list[Any] = field(default_factory=list[Any])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     missing: bool = False  # whether any leaf has no gradient
-    noises: list[Injected] = field(default_factory=lambda: [])
+    noises: list[Injected] = field(default_factory=list[Injected])
 
     def run(self) -> None:
-        """All of it: draw, rescale, then link after link."""
+        """Run the update: draw the noise, rescale velocities, then let link after link act."""
         if self.plan.drawn:
             self.draw()
         for run, link in self.plan.stages:
@@ -196,7 +195,7 @@ class Update:
         return torch.stack([every[k].to(torch.float64) for k in self.positions(i, leaves)])
 
     def draw(self) -> None:
-        """Draw this step's noise. Where a rate rose, the velocity of the step before is too hot, and is rescaled."""
+        """Draw the noise of this step, and rescale velocities whose variance belongs to another learning rate."""
         drawn = {i: (noise := self.plan.noise[i], noise.strength(self.entries[i], self.rates)) for i in self.plan.drawn}
         for i, (noise, strength) in drawn.items():
             new, self.entries[i] = noise.draw(self.entries[i], strength, self.g, self.op)
@@ -212,9 +211,9 @@ class Update:
                 self.entries[i] = self.plan.links[i].rescaled(self.entries[i], at, factors, self.op)
 
     def take(self, run: tuple[int, ...], link: Link) -> None:
-        """Let the noise in, let a link or a lowered run act, and let its velocity hold the deferred part of the noise."""
+        """Let a link or a lowered run take its turn: noise enters, it acts, and its velocity keeps the deferred noise."""
         i, where, alone, learns = run[0], self.plan.where[run[0]], len(run) == 1, run[0] in self.plan.learning
-        some = self.missing and not link.traits.all_leaves  # whether the link sees some of its leaves only
+        some = self.missing and not link.traits.all_leaves  # a gradient is missing, and the link does not see that leaf
         present = tuple([j for j in where if self.g[j] is not None]) if some else where
         if not present:
             return
@@ -231,18 +230,18 @@ class Update:
             self.entries[k] = self.whole(k, present, entry) if some else entry
         for j, y in zip(present, new):
             self.g[j] = y
-        for x in self.noises:  # what has entered and is still here is deferred
+        for x in self.noises:  # of noise that has entered, only what the velocity has to keep is left in ``x.noise``
             if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)
 
     def at(self, i: int, present: tuple[int, ...]) -> LinkContext:
-        """What link ``i`` may know when it acts on these of its leaves."""
+        """Make the context of link ``i`` for a turn in which these of its leaves have gradients."""
         ask = partial(self.with_noise, i, present) if i in self.plan.learning else None
         return LinkContext(self.plan.scopes[i], present, self.spec, self.params, self.extra, ask)
 
     def with_noise(self, i: int, present: Sequence[int], denominators: Callable[[], Sequence[Tensor]]) -> Leaves:
-        """The gradients of these leaves with the noise that enters inside link ``i``, which has learned."""
+        """Let the noise enter inside link ``i``, which has just learned, and return the gradients of these leaves."""
         if i in self.plan.entering:
             self.enter(i, dict(zip(present, denominators())))
         return [self.g[j] for j in present]
@@ -253,7 +252,7 @@ class Update:
             if x.noise_input.entry_link != i or not x.noise:
                 continue
             e = self.apply_powers(x.noise_input, x.leaves, x.noise, denominators)
-            if x.is_positive_temperature is not None:  # adding -0.0 changes the bits of nothing
+            if x.is_positive_temperature is not None:  # x + (-0.0) has the bits of x, also for x = -0.0
                 e = [torch.where(x.is_positive_temperature, y, -0.0) for y in e]
             for j, y in zip(x.leaves, self.op.add([self.g[j] for j in x.leaves], e)):
                 self.g[j] = y
@@ -266,7 +265,7 @@ class Update:
         e: Leaves,
         denominators: Mapping[int, Tensor] | None = None,
     ) -> Leaves:
-        """Noise of these leaves of a site as the preconditioners shape it; one that has learned nothing yet counts as 1."""
+        """Shape the noise of these leaves by the preconditioners; one that has learned nothing yet counts as 1."""
         for m, power in noise_input.powers:
             if m not in self.plan.learning:
                 e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), self.at(m, tuple(leaves)))
@@ -276,7 +275,7 @@ class Update:
         return e
 
     def part(self, i: int, leaves: Sequence[int]) -> Any:
-        """The state of link ``i`` restricted to these leaves; fields that are not by leaf are kept whole."""
+        """The state of link ``i`` restricted to these leaves. Fields without a tensor for each leaf are kept as they are."""
         entry, n = self.entries[i], len(self.plan.where[i])
         if len(leaves) == n or not hasattr(entry, "_fields"):
             return entry
@@ -284,7 +283,7 @@ class Update:
         return type(entry)(*[tuple([f[k] for k in keep]) if is_by_leaf(f, n) else f for f in entry])
 
     def whole(self, i: int, leaves: Sequence[int], part: Any) -> Any:
-        """The state of link ``i`` with this part in the place of that of these leaves."""
+        """The state of link ``i`` in which ``part`` has replaced what belongs to these leaves."""
         old, n, keep = self.entries[i], len(self.plan.where[i]), self.positions(i, leaves)
         if not hasattr(part, "_fields"):
             return part

@@ -459,7 +459,7 @@ def _levels(tx: Chain, state: Any, temperature: float | None) -> dict[str, float
     plan, out, names = tx.plan(state), dict[str, float](), names_of(state.layout.paths)
     for i, noise in plan.noise.items():
         link: Any = tx.links[i]
-        level = float(now(link.temperature, state[i].count)) if temperature is None else temperature
+        level = float(now(link.temperature, state[i].step)) if temperature is None else temperature
         out |= {names[j]: level for j in noise.leaves if level > 0}
     if not out and temperature is not None:
         out = dict.fromkeys(names, temperature)

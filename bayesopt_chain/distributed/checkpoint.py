@@ -136,13 +136,13 @@ def _is_cut(x: Tensor) -> bool:
 
 
 def _piece(name: str, x: Tensor) -> tuple[str, int]:
-    """A label of what this rank holds of a tensor; ranks with the same label must hold the same numbers."""
+    """Label what this rank holds of a tensor: ranks with the same label must hold the same numbers."""
     return name, hash(runs_of(x)) if is_dtensor(x) else 0
 
 
 @contextmanager
 def _alone_without_a_warning() -> Iterator[bool]:
-    """Yields whether this is the only process, and silences DCP's warning of that."""
+    """Yield whether this is the only process, of which torch.distributed.checkpoint would warn; inside it does not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield world().size == 1

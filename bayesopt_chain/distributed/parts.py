@@ -39,7 +39,7 @@ _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> list[tuple[str, Tensor]]:
-    """Say of which leaves of the whole model these tensors are, so that ranks which hold others draw other noise.
+    """Say which elements of the whole model these tensors hold, so that ranks with different parts draw different noise.
 
     Call it on every rank before the first step, and after wrappers have put their own tensors in the place of the model's
     (FSDP1). The optimizer may be built from what this returns, or from the tensors alone, as ZeroRedundancyOptimizer does.
@@ -99,7 +99,7 @@ def elements_of(p: Tensor) -> Runs:
 
 
 def _said(name: str, p: Tensor, where: Where | None) -> Any:
-    """What ``where`` says of a tensor; by default that it is the whole leaf of its own name."""
+    """Look a tensor up in ``where``. By default it is the whole leaf of its own name."""
     if where is None:
         return name
     return where(name, p) if callable(where) else where.get(name, name)

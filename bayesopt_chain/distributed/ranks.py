@@ -61,7 +61,7 @@ def world() -> World:
 
 
 def require_one_axis(mesh: Mesh, who: str) -> None:
-    """Refuse what is no mesh of one axis.
+    """Refuse anything but a DeviceMesh of one axis.
 
     Raises:
         TypeError, ValueError: naming the argument of ``who``.
@@ -151,7 +151,7 @@ def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
 
 
 def broadcast(tree: T, mesh: Mesh) -> T:
-    """The first rank's tensors, on every rank.
+    """Send the tensors of the first rank to every rank.
 
     Args:
         tree: any tree of tensors, of one structure on all ranks, such as ``(params, tx.init(params))``.

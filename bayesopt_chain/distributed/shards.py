@@ -60,11 +60,11 @@ class Part(NamedTuple):
 
     @staticmethod
     def of(x: Any) -> Part:
-        """Of a DTensor."""
+        """The part of a DTensor that this rank holds."""
         return Part(runs_of(x), x.numel())
 
     def repeated(self, n: int) -> Runs:
-        """The elements that are here of ``n`` leaves like this, one after the other, numbered through."""
+        """The elements that are here of ``n`` such leaves in a row, numbered from the first element of the first leaf."""
         return _repeated(self.runs, self.size, n)
 
 
@@ -198,8 +198,10 @@ class Sharding:
         return out
 
     def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
-        """The sum over all elements of these leaves, of which ``xs`` are the sums over those that are here, all of one shape: a
-        message for each axis of a mesh along which leaves are cut."""
+        """Add up sums ``xs`` of one shape, each over the elements of one leaf that are on this rank, over all ranks.
+
+        It takes one message for each axis of a mesh along which leaves are cut.
+        """
         groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which a leaf is cut
         for j, x in zip(leaves, xs):
             groups.setdefault(_cut_over(self.specs[j]), []).append(x)
@@ -215,7 +217,7 @@ class Sharding:
         return sum([math.prod(self.shapes[j] if self.specs[j] is None else self.specs[j].shape) for j in leaves])
 
     def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
-        """The entries of a fresh state: the memory of a leaf is sharded as the leaf is, the key is the first rank's.
+        """Lay out the entries of a fresh state: the memory of a leaf is sharded as the leaf is, the key is the first rank's.
 
         A noise link says itself of which leaves the tensors of its state's fields are: ``noise[i].by_leaf``.
         """
@@ -236,7 +238,7 @@ class Sharding:
         return tuple([memory_of(x, leaves[j], self.specs[j]) for x, j in zip(field, where)])
 
     def _agreed(self, entry: Any) -> Any:
-        """With the key of the first rank, on all ranks that hold parts."""
+        """Give the entry the key of the first rank, on all ranks that hold parts."""
         if not hasattr(entry, "key"):
             return entry
         return entry._replace(key=_first(entry.key, [spec.mesh for spec in self.specs if spec is not None]))
@@ -371,7 +373,7 @@ def local_gradients(
 
 
 def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
-    """A DTensor of what is remembered of a leaf: of a tensor like the leaf's local ``part``, or with one axis in front of it.
+    """Make a DTensor of what is remembered of a leaf, a tensor like the leaf's local ``part`` or with one axis in front.
 
     Anything else, and whatever belongs to a plain leaf (``spec`` is ``None``), is returned as it is.
     """

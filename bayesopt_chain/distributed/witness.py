@@ -4,7 +4,7 @@ Nothing in a plain tensor says whether it is a whole parameter, of which other r
 is a function of (key, leaf, element, step), so that four mistakes give wrong noise without any error:
 
     parts              FSDP1, ZeroRedundancyOptimizer, pipeline stages: other parameters under the same key and leaf
-    drift              replicas that started, or were fed, differently: the same
+    drift              replicas that started differently or were fed different data: again other parameters under one key
     counts             replicas that made different numbers of steps (``DistributedDataParallel.join``)
     two keys           replicas that follow one averaged gradient (DistributedDataParallel), each with a key of its own
 
@@ -71,7 +71,7 @@ class Claim(NamedTuple):
 
 
 class Witness:
-    """Compares the claims of the ranks of the default process group for one optimizer.
+    """Compare the claims of the ranks of the default process group for one optimizer.
 
     Args:
         who: what its refusals begin with.
@@ -101,7 +101,7 @@ class Witness:
         self.events, self.steps, self.refusal = self.events + 1, 0, None
 
     def look(self, claims: Callable[[], list[Claim]], of: Tensor) -> None:
-        """Called in front of every step that draws noise.
+        """Compare the ranks if it is time, and raise what was found; called in front of every step that draws noise.
 
         Args:
             claims: gives the leaves that this step gives noise to; called only where they are compared.
@@ -130,11 +130,11 @@ class Witness:
             raise ValueError(f"{self.who}: {self.refusal}")
 
     def stepped(self, of: Tensor) -> None:
-        """Called behind every step that drew noise."""
+        """Remember the version of a parameter, to notice who else writes into it; called behind every step that drew noise."""
         self.version = of._version
 
     def _meet(self, store: Any, claims: Callable[[], list[Claim]] | None, step: int) -> None:
-        """Read a refusal that was written since; without one tell the others what this rank claims, where it is time."""
+        """Read the refusal that another rank may have written; without one, and if it is time, publish this rank's claims."""
         top = f"bayesopt_chain/witness/{self.number}/{self.events}"
         if self.refusal is None and self.met and store.check([f"{top}/refusal"]):
             self.refusal = store.get(f"{top}/refusal").decode()
@@ -151,7 +151,7 @@ class Witness:
                 store.delete_key(name)
 
     def _contradiction(self, store: Any, claims: list[Claim], top: str, moved: bool) -> str | None:
-        """Tell the store what this rank claims; what is wrong between that and what stands there already.
+        """Publish what this rank claims, and return what contradicts the claims that others have published, if anything.
 
         ``moved``: whether the noise moved the parameters before, so that averaged gradients differ from equal starts.
         """
@@ -173,21 +173,22 @@ class Witness:
         return said
 
     def _first(self, store: Any, name: str, mine: list[Any]) -> Any:
-        """What the first rank that came wrote under a name: mine, if that is this one."""
+        """Publish ``mine`` under a name unless another rank was first, and return what the first rank published there."""
         there = json.loads(store.compare_set(name, "", json.dumps(mine)))
         if there[0] == mine[0]:
             self.written[-1].append(name)
         return there
 
     def _beside(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
-        """Put these leaves beside those of the first rank with the same key; those that it has not beside the next one's."""
+        """Compare these leaves with those of the first rank with that key, and those that it does not have with the next's."""
         number = 0
         while mine:
+            # whoever comes last sees both claims, and names the two ranks in the same order as any other would
             other, theirs = self._first(store, f"{slot}/{number}", [rank, mine])
             for place in mine.keys() & theirs.keys():
                 *held, count, name = mine[place]
                 *holds, counted, _ = theirs[place]
-                (a, few), (b, many) = sorted([(rank, count), (other, counted)])  # whoever came last says the same
+                (a, few), (b, many) = sorted([(rank, count), (other, counted)])
                 if held != holds:
                     return _SHARED.format(a, b, name, f" after {few} and {many} draws" if few != many else "")
                 if few != many:

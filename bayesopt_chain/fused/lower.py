@@ -67,21 +67,14 @@ def _alike(x: Tensor, t: Tensor) -> bool:
     return x.shape == t.shape
 
 
-def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype | None) -> bool:
+def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     """Whether a kernel may run over the memory of these tensors: on a CPU, dense, of one dtype, of these sizes, and without
     gradients of their own. Whether they are traced has to be asked before."""
-    return dtype in _ONE and all(
-        [
-            type(x) in _KINDS
-            and x.dtype is dtype
-            and x.is_cpu
-            and x.numel() == n
-            and x.is_contiguous()
-            and not x.requires_grad
-            for xs in (g, kept)
-            for x, n in zip(xs, sizes)
-        ]
-    )
+    plain = [
+        type(x) in _KINDS and x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.requires_grad
+        for x in (*g, *kept)
+    ]
+    return dtype in _ONE and all(plain) and sizes == tuple(map(Tensor.numel, g)) == tuple(map(Tensor.numel, kept))
 
 
 def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
@@ -134,19 +127,19 @@ class Noisy(Link):
     def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
-        plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.count) and noise.key.is_cpu
+        plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.step) and noise.key.is_cpu
         move = self._at_once if plain and _are_plain(g, kept, self.sizes, self.dtype) else self._by_links
         u, kept = move(g, kept, noise, op)
-        count = op.next_count(noise.count)
+        count = op.next_count(noise.step)
         if self.momentum is None:
-            return u, (noise._replace(count=count, memory=kept), states[1])
-        return u, (states[0]._replace(trace=kept), states[1], noise._replace(count=count))
+            return u, (noise._replace(step=count, memory=kept), states[1])
+        return u, (states[0]._replace(trace=kept), states[1], noise._replace(step=count))
 
     def _at_once(
         self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
         """Span by span the draw, and one pass for the rest while it is in cache."""
-        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype)
+        drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
         if self.momentum is None:  # it remembers the draw, and scales it as its links do
             drawn = ((span, e.mul_(self.level)) for span, e in drawn)
         if sweep_kernel() is None:
@@ -189,7 +182,7 @@ class Noisy(Link):
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
         checks.own_key(noise.key, here)
-        xi = self.variables.draw(noise.key, noise.count, noise.memory)
+        xi = self.variables.draw(noise.key, noise.step, noise.memory)
         e = [xi[k][0] * self.level if self.momentum is None else xi[k][0] for k in live]
         u, t = self._moved(here, [kept[k] for k in live], e, op)
         moved, after = list(g), list(kept)

@@ -232,10 +232,10 @@ class _Lowered:
 
     def __call__(self, g: list[Any], state: State) -> State:
         noise, g = state[self.noise], _dense(g)
-        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype)
+        drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
         self.run.sweep(drawn, g, self.kept, self.theta, self.kept, moves=True, known=self.known)
         torch.autograd.graph.increment_version([*self.theta, *self.kept])  # addresses, of which autograd knows nothing
-        noise.count.add_(1)
+        noise.step.add_(1)
         return state
 
 
@@ -263,13 +263,13 @@ class _InSpans:
     @torch.no_grad()
     def __call__(self, g: list[Any], state: State) -> State:
         noise, g = state[self.noise], _dense(owned(g))
-        drawn = self.variables.draw_in_spans(noise.key, noise.count, self.sizes, g[0].dtype, self.scratch)
+        drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype, self.scratch)
         for _, columns in zip(drawn, self.spans):
             if columns:
                 theta, kept, fresh, where = columns
                 here = g if where == self.all else [g[k] if cut is None else g[k].view(-1)[cut] for k, cut in where]
                 self._move(theta, here, kept, fresh)
-        noise.count.add_(1)
+        noise.step.add_(1)
         return state
 
     def _move(self, p: list[Tensor], g: list[Tensor], s: list[Tensor], fresh: list[Tensor]) -> None:
@@ -306,8 +306,8 @@ class _OnDevice:
         noise = state[self.noise]
         with torch.cuda.device_of(noise.key):
             for p, x, s, draw in zip(self.theta, _dense(g), self.kept, self.draws):
-                langevin_step_(p, x, s, noise.key, noise.count, draw=draw, **self.numbers)
-        noise.count.add_(1)
+                langevin_step_(p, x, s, noise.key, noise.step, draw=draw, **self.numbers)
+        noise.step.add_(1)
         return state
 
 

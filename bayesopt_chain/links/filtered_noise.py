@@ -29,7 +29,7 @@ class FilteredNoiseState(NamedTuple):
     """Stream; for each leaf what the next step adds (empty for white noise)."""
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     memory: tuple[Tensor, ...]
     begins_anew = True  # at a warm start: the noise is matched to its own chain
 
@@ -53,7 +53,7 @@ class FilteredNoise(Keyed):
         # refuses more draws than a stream has numbers for
         draw_numbers(context.numbers, (len(self.current),) * len(context.index))
         state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
-        self.scale(state.count)
+        self.scale(state.step)
         return state
 
     def scale(self, count: Tensor) -> Any:
@@ -65,7 +65,7 @@ class FilteredNoise(Keyed):
     def update(
         self, g: Leaves, state: FilteredNoiseState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, FilteredNoiseState]:
-        temperature, scale = now(self.temperature, state.count), self.scale(state.count)
+        temperature, scale = now(self.temperature, state.step), self.scale(state.step)
         xi = self.normals(state, g, context, len(self.current), self.noise)
         e: list[Any] = [sum((z * (scale * c) for z, c in zip(x, self.current)), start=0) for x in xi]
         memory = state.memory
@@ -78,7 +78,7 @@ class FilteredNoise(Keyed):
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:
             g = op.add(g, e)
-        return g, FilteredNoiseState(state.key, op.next_count(state.count), memory)
+        return g, FilteredNoiseState(state.key, op.next_count(state.step), memory)
 
     def __str__(self) -> str:
         return f"noise({checks.show(self.temperature)})"

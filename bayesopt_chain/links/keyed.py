@@ -1,4 +1,4 @@
-"""Links that draw random numbers: all of them follow from the key and the count in the state."""
+"""Links that draw random numbers: all of them follow from the key and the step count in the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bayesopt_chain.random import stream as keyed_stream
 
 @dataclass(frozen=True)
 class Keyed(Link):
-    """A link that draws: its state has ``key`` and ``count``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
+    """A link that draws: its state has ``key`` and ``step``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
 
     traits = Traits(on_shards="elementwise", checks_gradients=True)
 
@@ -42,5 +42,5 @@ class Keyed(Link):
             for j, dtype, shape in zip(scope.index, scope.dtypes, scope.shapes)
         ]
         variables = keyed_stream.Variables(scope.numbers, (draws,) * len(like), kind, self.stream, runs=scope.pieces)
-        xi = variables.draw(state.key, state.count, [x.unsqueeze(0) for x in like])
+        xi = variables.draw(state.key, state.step, [x.unsqueeze(0) for x in like])
         return [x for j, x in zip(context.index, xi) if j in given]

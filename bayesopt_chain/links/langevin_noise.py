@@ -43,7 +43,7 @@ CONDITIONS = 5  # numbers that are remembered for each leaf where rates or tempe
 
 
 class LangevinNoiseState(NamedTuple):
-    """``key`` and ``count`` (0-d, int64) of the stream; the remembered draws of each leaf, stacked on axis 0.
+    """``key`` and ``step`` (0-d, int64) of the stream; the remembered draws of each leaf, stacked on axis 0.
 
     ``conditions`` holds, where temperature or gains can change (else it is empty), float64 ``[leaves, 5]``: the last step's
     temperature, the product of its changing gains (negative if the step moved nothing; then that of the last one that did),
@@ -51,7 +51,7 @@ class LangevinNoiseState(NamedTuple):
     """
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     memory: tuple[Tensor, ...]
     conditions: tuple[Tensor, ...]
     begins_anew = True  # at a warm start: the noise is matched to its own chain
@@ -79,7 +79,7 @@ class LangevinNoise(Keyed):
         return Noise(self.order, temperature)
 
     def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]) -> Injection:
-        """What draws the noise of these sites, in a chain of these links whose leaves are laid out so."""
+        """Make what draws the noise of these noise inputs, in a chain of these links over leaves of this layout."""
         if self.room is not None:
             _check_room(self.room, self, noise_inputs, layout, links)
         return LangevinInjection(self, noise_inputs, layout)
@@ -136,7 +136,7 @@ class ExplicitLangevinNoise(FilteredNoise):
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
         state = super().init(leaves, context)
-        scale, gain = self.scale(state.count), self.lr * sum(map(abs, (*self.current, *self.later)))
+        scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
         for j, leaf in zip(context.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
             if plain and leaf.dtype in LOW and _rounds_away(j, leaf, float(scale) * gain):
@@ -148,11 +148,11 @@ class ExplicitLangevinNoise(FilteredNoise):
 
 
 class Strength(NamedTuple):
-    """What is known of a step before anything is drawn: the temperature; by site, coefficients and velocity scale of each
-    leaf, and the conditions that the step leaves behind."""
+    """What is known of a step before anything is drawn: the temperature; for each noise input the coefficients and the velocity
+    scale of each leaf; and the conditions that the step leaves behind."""
 
     temperature: float | Tensor
-    by_site: list[tuple[Sequence[Any], Sequence[Tensor | float] | None, Tensor | None]]
+    by_input: list[tuple[Sequence[Any], Sequence[Tensor | float] | None, Tensor | None]]
 
 
 def constant(i: int, leaves: Sequence[int]) -> Tensor:
@@ -161,7 +161,7 @@ def constant(i: int, leaves: Sequence[int]) -> Tensor:
 
 
 class LangevinInjection:
-    """A noise link with its sites, and the places of their leaves in its state: leaf by leaf, site by site."""
+    """A noise link with its noise inputs, and the places of their leaves in its state: input by input, leaf by leaf."""
 
     def __init__(self, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout) -> None:
         self.link, self.noise_inputs, known = link, noise_inputs, keyed_stream.leaf_numbers(layout.paths)
@@ -201,10 +201,10 @@ class LangevinInjection:
                 "version whose schedules were not exact; start a sampler from the parameters by init(params), or "
                 "init(params, like=state) to keep the velocity"
             )
-        temperature = value_at(self.link.temperature, state.count)
+        temperature = value_at(self.link.temperature, state.step)
         if not self.link.is_static:
             checks.at_this_step("temperature", temperature)
-        by_site: list[Any] = [
+        by_input: list[Any] = [
             _coefficients(
                 noise_input, temperature, state.conditions[0][torch.tensor(rows, device=state.key.device)], rates
             )
@@ -212,15 +212,19 @@ class LangevinInjection:
             else ([None] * len(rows), None, None)
             for noise_input, rows in zip(self.noise_inputs, self.rows)
         ]
-        return Strength(temperature, by_site)
+        return Strength(temperature, by_input)
 
     def draw(
         self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: TensorOps
     ) -> tuple[list[Injected], LangevinNoiseState]:
-        """The noise of every site, and the next state. A leaf without a gradient keeps its memory."""
-        key, count = state.key, state.count
+        """Draw the noise of every noise input. A leaf without a gradient keeps its memory.
+
+        Returns:
+            The noise, and the next state.
+        """
+        key, step = state.key, state.step
         checks.own_key(key, [x for x in g if x is not None])
-        xi = self.variables.draw(key, count, state.memory)
+        xi = self.variables.draw(key, step, state.memory)
         if self.link.room is not None:
             if any([x is None for x in g]):
                 raise ValueError(
@@ -231,7 +235,7 @@ class LangevinInjection:
         is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)
-        for noise_input, rows, (c, scale, after) in zip(self.noise_inputs, self.rows, strength.by_site):
+        for noise_input, rows, (c, scale, after) in zip(self.noise_inputs, self.rows, strength.by_input):
             live = [n for n, j in enumerate(noise_input.leaves) if g[j] is not None]
             e: Leaves = []
             for n in live:
@@ -249,7 +253,7 @@ class LangevinInjection:
                 conditions = op.put(conditions, [conditions[0].index_copy(0, at, after)])
                 scale = None if scale is None else [scale[n] for n in live]
             out.append(Injected(noise_input, [noise_input.leaves[n] for n in live], e, scale, is_positive_temperature))  # pyright: ignore[reportArgumentType]
-        return out, LangevinNoiseState(key, op.next_count(count), tuple(memory), tuple(conditions))
+        return out, LangevinNoiseState(key, op.next_count(step), tuple(memory), tuple(conditions))
 
     def started(self, state: LangevinNoiseState, update: Update) -> None:
         """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
@@ -257,7 +261,9 @@ class LangevinInjection:
         Learned preconditioners are not known yet and count as one.
         """
         leaves = update.params or []
-        for noise_input, (coefficients, _, after) in zip(self.noise_inputs, self.strength(state, update.rates).by_site):
+        for noise_input, (coefficients, _, after) in zip(
+            self.noise_inputs, self.strength(state, update.rates).by_input
+        ):
             low = [(n, j) for n, j in enumerate(noise_input.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
                 ones = [torch.ones((), device="cpu").double() for _ in range(noise_input.process.draws)]
@@ -329,7 +335,7 @@ def _one_leaf(
         rate = pick(front != 0, rate, 0.0)
     now = Conditions(heat, rate, front, moves)
     values, scale, left = process.coefficients(now, Conditions(last_heat, known, last_front, last_rate >= 0, surplus))
-    if scale is not None:  # a cold velocity is the optimizer's own, and stays
+    if scale is not None:  # at temperature 0 the velocity is the optimizer's own, and is not rescaled
         scale = pick((heat != 0) | (last_heat != 0), scale, 1.0)
     after = heat, pick(moves, rate, -rate), pick(front != 0, front, last_front), *left, *surplus[len(left) :]
     return values, scale, after

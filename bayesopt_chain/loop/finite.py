@@ -14,7 +14,7 @@ from bayesopt_chain.trees import all_finite
 
 
 class FiniteCheck:
-    """Refuses a step whose loss or gradient is not finite, before anything is written. Counts its calls, for the message."""
+    """Refuse a step whose loss or gradient is not finite, before anything is written. Calls are counted for the message."""
 
     def __init__(self) -> None:
         self.calls = 0

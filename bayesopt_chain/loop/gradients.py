@@ -66,7 +66,7 @@ class ReferenceState(NamedTuple):
 
 
 class GradientEstimator(NamedTuple):
-    """Three functions; those of this module, or your own.
+    """An estimator of the gradient, as three functions: one of this module, or your own.
 
     Attributes:
         init: ``init(params)`` returns what the estimator remembers, a tree of tensors.
@@ -235,7 +235,7 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
 
 
 def _some(batches: Iterable[Any]) -> Iterator[Any]:
-    """At most so many batches as are looked at before a run."""
+    """The first batches, as many as are looked at before a run."""
     if isinstance(batches, Epochs):
         here = batches.epoch
         yield from (batches.batch(here, k) for k in range(min(len(batches), MEASURED)))

@@ -31,10 +31,10 @@ class Memory(Protocol):
 
 
 class Stream(NamedTuple):
-    """``key`` and ``count``, 0-d int64: which numbers the module draws, and the number of steps so far."""
+    """What the module's random draws follow: ``key`` and ``step``, the number of steps so far, both 0-d int64."""
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 class ModuleState(NamedTuple):
@@ -67,10 +67,10 @@ class ModuleState(NamedTuple):
             made = inner.skipped == skipped
             carried = {name: torch.where(made, x, self.buffers[name]) for name, x in carried.items()}
         if not inplace:
-            return ModuleState(inner, dict(carried), Stream(self.stream.key.clone(), self.stream.count + made))
+            return ModuleState(inner, dict(carried), Stream(self.stream.key.clone(), self.stream.step + made))
         for name, old in self.buffers.items():
             old.copy_(carried[name])
-        self.stream.count.add_(made)
+        self.stream.step.add_(made)
         return ModuleState(inner, self.buffers, self.stream)
 
 
@@ -93,7 +93,7 @@ class ModuleMemory:
 
 def is_keyed(entry: Any) -> bool:
     """Whether it is a state with a random stream."""
-    return {"key", "count"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
+    return {"key", "step"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
 
 
 def keyed(tree: Any) -> list[Any]:

@@ -37,8 +37,8 @@ def temperature(tx: Any, state: Any, like: Tensor) -> Tensor:
     """
     links = getattr(getattr(tx, "transformation", tx), "links", ())
     found = [
-        scalar(now(link.temperature, entry.count), like.device).to(like.dtype)
+        scalar(now(link.temperature, entry.step), like.device).to(like.dtype)
         for link, entry in zip(links, getattr(state, "inner", state))
-        if hasattr(link, "temperature") and isinstance(getattr(entry, "count", None), Tensor)
+        if hasattr(link, "temperature") and isinstance(getattr(entry, "step", None), Tensor)
     ]
     return found[0] if len(found) == 1 else torch.stack(found) if found else like.new_zeros(())

@@ -33,7 +33,14 @@ class Gatherable(Protocol):
 
 
 class Parallel:
-    """``n`` chains of one step. Call it like the step; build its states with :meth:`init`."""
+    """``n`` chains of one step, which is called like the step itself. :meth:`init` makes the states to start from.
+
+    Attributes:
+        n: the number of chains on this rank.
+        numbers: their numbers among the chains of all ranks.
+        total: the number of chains on all ranks.
+        mesh: the ranks that share out the chains; ``None`` for one process.
+    """
 
     def __init__(
         self,
@@ -51,23 +58,27 @@ class Parallel:
         self.n = n
         self.mesh = mesh
         self.numbers = range(n) if numbers is None else numbers
-        self.total = n if total is None else total  # chains on all ranks
-        self.rows = rows  # which chains of a batch are these, if not all
+        self.total = n if total is None else total
+        self.rows = rows  # the entries of a batch's chain axis that belong to these chains; None for all of them
         self.step = step
         self.batch_dim = batch_dim
         self.each = dict(each)
         self.chunk = chunk
         self.run = _loop if loop else _stacked
-        self.watched = not loop or n == 1  # whether the model is known to share no statistics
+        # whether it is known that chains share no statistics of BatchNorm; a loop over several finds out in its first step
+        self.watched = not loop or n == 1
 
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
-        """States of this rank's chains for parameters stacked on axis 0, each with a key of its own.
+        """Make the states of this rank's chains, each with a key of its own.
 
         Args:
             tx: the transformation, or, with ``each``, the function of its keywords that makes a chain's.
-            params: of this rank's chains.
-            seed: with it, or with a mesh, all that ``init`` draws for a chain is a function of the seed and of the chain's
-                global number. On a mesh the first rank draws the seed if none is given.
+            params: of this rank's chains, stacked on axis 0.
+            seed: where it is given, or on a mesh, everything that ``init`` draws for a chain is a function of the seed and of
+                the chain's number among those of all ranks. On a mesh the first rank draws the seed if none is given.
+
+        Returns:
+            The states, stacked on axis 0.
 
         Raises:
             TypeError: a ``tx`` without ``init``; parameters that are not stacked tensors.
@@ -94,11 +105,14 @@ class Parallel:
         return stack(states)
 
     def mine(self, tree: Any) -> Any:
-        """This rank's chains of a tree with all of them on axis 0, such as starts drawn from one seed on every rank."""
+        """Take this rank's chains out of a tree that has the chains of all ranks on axis 0.
+
+        A use is to draw the starting points of all chains from one seed on every rank.
+        """
         return _take(tree, slice(self.numbers.start, self.numbers.stop))
 
     def some(self, rows: slice) -> Parallel:
-        """Some of the chains, by their rows; a batch is still that of all."""
+        """Take some of the chains, by their places on axis 0. They are still given the batch of all chains."""
         each = {name: value[rows] for name, value in self.each.items()}
         numbers = self.numbers[rows]
         return Parallel(
@@ -115,15 +129,18 @@ class Parallel:
         )
 
     def gather(self, draws: Gathered) -> Gathered:
-        """The draws of all chains, on every rank of the mesh, for diagnostics; without a mesh, the draws themselves.
+        """Collect the draws of all chains on every rank of the mesh, for diagnostics.
+
+        Returns:
+            The draws of all ranks; without a mesh the draws that were given.
 
         Raises:
-            ValueError: on every rank, draws of other leaves or steps.
+            ValueError: the ranks hold draws of different leaves or steps; all of them raise.
         """
         return draws if self.mesh is None else draws.gather(self.mesh)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
-        """One step of every chain: ``(params, state, Info)``, stacked on axis 0."""
+        """Make one step of every chain; returns ``(params, state, Info)``, stacked on axis 0."""
         both: Any = (params, state)
         for leaf in optree.tree_leaves(both):
             if leaf.ndim == 0 or leaf.shape[0] != self.n:
@@ -146,19 +163,20 @@ class Parallel:
         return optree.tree_map(lambda *leaves: torch.cat(leaves) if torch.is_tensor(leaves[0]) else leaves[0], *blocks)
 
     def one(self, hyper: dict[str, Tensor], params: Any, state: Any, batch: Any):
-        """One chain's step."""
+        """Make the step of one chain, with its own hyperparameters where there are any."""
         step = self.step(**hyper) if hyper else self.step
         return step(params, state, batch)
 
 
 def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
+    """Make the step of the chains from ``start`` to ``stop`` under vmap; ``dims`` are the chain axes of the batch's leaves."""
     leaves, spec = batches.flatten(batch)
     block = [
         x if d is None or stop - start == chains.n else x.narrow(d, start, stop - start) for x, d in zip(leaves, dims)
     ]
     rows = slice(start, stop)
     hyper = {k: v[rows] for k, v in chains.each.items()}
-    rest: list[Any] = []  # what of the result is no tensor goes round vmap
+    rest: list[Any] = []  # vmap returns tensors only: whatever else the step returns is put here
 
     def one(hyper, params, state, *leaves):
         tensors, rest[:] = split(chains.one(hyper, params, state, spec.unflatten(leaves)))
@@ -169,14 +187,16 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     try:
         tensors = torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="error")(hyper, params, state, *block)
     except RuntimeError as err:
-        if not tracing.is_plain(optree.tree_leaves(params)[0]):  # being captured: capture names the line
+        if not tracing.is_plain(
+            optree.tree_leaves(params)[0]
+        ):  # under capture, whose own error names the line of the model
             raise
         raise RuntimeError(_refused(str(err))) from err
     return joined(tensors, rest)
 
 
 def _refused(why: str) -> str:
-    """What to do about an error under vmap."""
+    """The message for an error under vmap: what happened, and what to do instead."""
     why = why.strip().splitlines()[0][:400]
     if "randomness error mode" in why:
         return (
@@ -204,6 +224,7 @@ def _refused(why: str) -> str:
 
 
 def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
+    """Make the step of the chains from ``start`` to ``stop``, one after the other."""
     leaves, spec = batches.flatten(batch)
     results = []
     for i in range(start, stop):
@@ -242,28 +263,29 @@ def parallel(
     Args:
         step: from :func:`make_step`, not in place. With ``each``, a function of its keywords that returns a step.
         n: number of chains, at least 1.
-        batch_dim: axis of the batch that counts chains; ``None`` (default) gives every chain the same batch. A tree (a
-            prefix of the batch's) sets it leaf by leaf: with ``batch = (inputs, targets, rows)`` and ``batch_dim=(None,
-            None, 0)`` the data are shared and every chain takes its own rows of them, in its own order.
+        batch_dim: the axis of the batch along which the chains lie; ``None`` (default) gives every chain the same batch. A
+            tree like the batch, or a prefix of one, sets it leaf by leaf: with ``batch = (inputs, targets, rows)`` and
+            ``batch_dim=(None, None, 0)`` all chains share the data, and each takes its own rows of them.
         each: hyperparameters with one value for each chain, ``{"temperature": tensor of shape [n], ...}``. Learning rates
-            and temperatures can differ; what a shape or a branch depends on cannot.
-        chunk: at most so many chains at a time, where all of them exceed the memory.
-        loop: one chain after the other, for models that vmap refuses (in-place operations, branches on data, the
-            dropout of fused attention or of an LSTM). Same arguments, same results.
-        mesh: a DeviceMesh of one axis whose ranks share out the ``n`` chains; ``chains.numbers`` are this rank's, by their
-            global numbers. Parameters, states, draws and the chain axis of a batch are of these; ``each`` is given for all
-            ``n``. Chain ``i`` draws the same noise on any number of ranks.
+            and temperatures can differ. Numbers on which a shape or a branch of the program depends must be the same for all.
+        chunk: the largest number of chains to run at the same time, where all of them together exceed the memory.
+        loop: run one chain after the other, for models that vmap refuses (in-place operations, branches on data, the
+            dropout of fused attention or of an LSTM). It takes the same arguments and gives the same results.
+        mesh: a DeviceMesh of one axis whose ranks share out the ``n`` chains. ``chains.numbers`` says which of them this rank
+            has. Parameters, states, draws and the chain axis of a batch are those of this rank's chains; ``each`` is given for
+            all ``n``. Chain ``i`` draws the same noise on any number of ranks.
 
-    BatchNorm's statistics belong to each chain where the step was made with ``buffers=``; without, a module in ``train`` mode
-    is refused. What the model draws follows each chain's key: a chain among many drops the units that it
-    would drop alone.
+    With a step that was made with ``buffers=``, each chain has its own statistics of BatchNorm; without, a module in ``train``
+    mode is refused. What the model draws follows the key of each chain, so that dropout leaves out the same units of a chain
+    whether it runs alone or among others.
 
     Returns:
-        A callable with the step's interface on parameters and states stacked on axis 0, with ``init(tx, params)``.
-        Chains draw the noise that each would draw alone; from chains :func:`with_stream` ``"philox"`` they draw it all at once.
+        A function like the step, of parameters and states stacked on axis 0, with ``init(tx, params)`` for the states. Every
+        chain draws the noise that it would draw alone. With ``"philox"`` (:func:`with_stream`) the noise of all chains is drawn
+        in one call.
 
     Raises:
-        RuntimeError: at a call, a step that vmap refuses, or one that draws without a key.
+        RuntimeError: at a call, a step that vmap refuses, or one that draws random numbers without a key.
         ValueError: an argument out of range; a mesh with more ranks than chains, or of several axes; at a call, BatchNorm whose
             statistics the chains would share.
 
@@ -338,7 +360,7 @@ def stack(trees: Sequence[Any]) -> Any:
     trees = list(trees)
     for place in zip(*(keyed(tree) for tree in trees)):
         keys = [entry.key.item() for entry in place if is_readable(entry.key) and entry.key.ndim == 0]
-        if len(set(keys)) < len(keys) and any(keys):  # 0: nothing is drawn
+        if len(set(keys)) < len(keys) and any(keys):  # a link that draws nothing has the key 0
             raise ValueError(
                 "stack: two states have one key, so that their chains would draw the same noise; give each a key of its own: "
                 "bc.stack(bc.fork(state, n))"
@@ -347,7 +369,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 def unstack(tree: Any) -> list[Any]:
-    """Cut a tree along axis 0 of its leaves: what :func:`stack` puts together.
+    """Cut a tree along axis 0 of its leaves into a list of trees, which undoes :func:`stack`.
 
     Args:
         tree: parameters, states, buffers or draws, stacked on axis 0.
@@ -380,7 +402,7 @@ _MOST_FORKS = 1 << 24
 
 
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
-    """Copies of a state that draw different noise: the same velocities and averages, a new key for each.
+    """Copy a state so that the copies draw different noise: each has the same velocities and averages, and a new key.
 
     Args:
         state: of a chain, or any tree that holds such, as ``state_dict()`` of an optimizer class.

@@ -95,13 +95,13 @@ class Observation:
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Observe, and report the mean negative log likelihood."""
-        seen = self.curvature(params, batch)
-        if not hasattr(seen, "log_likelihood"):
+        observed = self.curvature(params, batch)
+        if not hasattr(observed, "log_likelihood"):
             raise ValueError(
-                f"make_step: without a loss, curvature must be of bc.ekf.observe, not {type(seen).__name__}: pass a loss"
+                f"make_step: without a loss, curvature must be of bc.ekf.observe, not {type(observed).__name__}: pass a loss"
             )
-        info = Info(-seen.log_likelihood / seen.count, ())
-        return Evaluation(optree.tree_map(torch.zeros_like, params), info, {"curvature": seen}, carried)
+        info = Info(-observed.log_likelihood / observed.seen, ())
+        return Evaluation(optree.tree_map(torch.zeros_like, params), info, {"curvature": observed}, carried)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool
         >>> saved = {name: torch.ones(1) for name in bc.state_dict(optimizer.init(params))}
         >>> state = bc.sghmc(0.1, 0.9, temperature=0.01).init(params)
         >>> bc.load_state_dict(state, saved, strict=False).missing
-        ['1.LangevinNoise.count', '1.LangevinNoise.key', '1.LangevinNoise.memory']
+        ['1.LangevinNoise.key', '1.LangevinNoise.memory', '1.LangevinNoise.step']
         >>> state[0].trace
         (tensor([1.]),)
     """
@@ -93,7 +93,7 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool
 
 
 def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each of my names theirs: without the links' numbers, where that is unique among both; keys have none."""
+    """Match the names of two states. Link numbers are ignored where a name is unique without them; keys are never matched."""
 
     def bare(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
         out: dict[str, list[str]] = {}

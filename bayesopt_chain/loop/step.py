@@ -168,7 +168,7 @@ class Step:
             found = found._replace(info=monitored(found.info, found.grads, self.tx, inner))
         if not self.inplace:
             return self._move(params, state, inner, found)
-        with uninterrupted():  # Ctrl-C between two writes would leave a step half made
+        with uninterrupted():  # between two writes Ctrl-C would leave a step half made
             return self._move(params, state, inner, found)
 
     def _move(self, params: Any, state: Any, inner: Any, found: Evaluation) -> tuple[Any, Any, Info]:
@@ -180,7 +180,7 @@ class Step:
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            # an update in place overwrites the number of steps left out, by which ``advanced`` tells whether this one was
+            # ``advanced`` compares the number of steps left out before and behind this one; an update in place overwrites it
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
             if after is None:
                 if self.inplace:
@@ -357,7 +357,7 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
         return stream_of(state.inner)
     if isinstance(state, tuple):
         for entry in (state, *state):
-            key, count = getattr(entry, "key", None), getattr(entry, "count", None)
+            key, count = getattr(entry, "key", None), getattr(entry, "step", None)
             if isinstance(key, Tensor) and isinstance(count, Tensor) and key.ndim == count.ndim == 0:
                 return key, count
     return None

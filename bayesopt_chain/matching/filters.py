@@ -38,9 +38,8 @@ class Conditions(NamedTuple):
     """What changes with time, at one step: numbers, or float64 tensors with an entry for each leaf."""
 
     temperature: Any
-    rate: Any = (
-        1.0  # the product of all changing gains; where it is 0 that of the last step that moved, 0 before the first
-    )
+    # the product of all changing gains; where it is 0 that of the last step that moved, 0 before the first
+    rate: Any = 1.0
     front: Any = 1.0  # those in front of the place where the noise enters
     moves: Any = True  # whether the rate of this step is not 0
     surplus: tuple[Any, ...] = (0.0, 0.0)  # what this step leaves behind, by branch

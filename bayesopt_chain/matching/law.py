@@ -94,9 +94,8 @@ def _excess(b: Sequence[float], numerator: Sequence[float], lead: int) -> Poly:
             power = lead - i + k
             odd[abs(power)] += math.copysign(1.0, power) * ni * bk
     r = [0.0, 0.0]
-    for k in range(
-        len(odd) - 1, 0, -1
-    ):  # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}, so that r_{k-1} = odd_k + r_{k+1}
+    # U_{k-1} = z^{k-1} + z^{k-3} + ... + z^{-(k-1)}, so that r_{k-1} = odd_k + r_{k+1}
+    for k in range(len(odd) - 1, 0, -1):
         r.insert(0, odd[k] + r[1])
     return tuple(r[:-2])
 

@@ -2,22 +2,24 @@ r"""Where the noise goes in a chain, and what it is matched to.
 
 For each leaf the links that act on it are split into what comes before the linear part and the linear part itself. Noise enters
 
-* inside the last metric that learns (what it learns from must not see the noise), or behind the last non-linear link;
+* inside the last preconditioner that learns (what it learns from must not see the noise), or behind the last non-linear link;
 * before the first link with memory, so that a learning rate in front of momentum scales the gradient, not the noise;
 * where there is neither, where it was written.
 
-By linearity any such place is as good as the head of the linear part. With ``F = G f`` (``G`` the gains that change
-with time, ``f`` the constant filter) and ``P`` the product of metrics, noise of spectrum ``Psi P^-1`` at the head becomes,
-behind the gains ``G_b`` and metrics ``P_b`` met on the way, ``G_b^2 P_b / P_a`` times ``Psi``. Weight decay behind
-memory adds a spectrum of its own, which only the metrics met before it colour: a second noise input.
+By linearity any such place is as good as the head of the linear part. Write ``F = G f`` with ``G`` the gains that change
+with time and ``f`` the constant filter, and let ``P`` be the product of the preconditioners, ``P_b`` of those before the place
+where the noise enters and ``P_a`` of those behind it. Noise of spectrum ``Psi P^-1`` at the head is the same as noise of
+spectrum ``G_b^2 P_b / P_a`` times ``Psi`` at that place. Weight decay behind a memory adds a spectrum of its own, which is
+shaped by the preconditioners in front of that decay only: it is a second noise input, drawn independently.
 
 Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no memory of its own: half of it may wait in the
 velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1} + b (g_t + e_t)``, ``b = 1 - dampening``,
 
-    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + carried c xi_t,    carried = b / mu:
+    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + d c xi_t,    d = b / mu:
 
-white noise of level ``c``, of which the velocity carries a part. ``mu q`` is the Ornstein-Uhlenbeck velocity of BAOAB.
-With little momentum that part is many times the velocity and would overflow; there the noise remembers its draw itself.
+white noise of level ``c``, of which the velocity keeps the part ``d`` for the next step (``deferred_gain``). ``mu q`` is the
+Ornstein-Uhlenbeck velocity of BAOAB. With little momentum ``d`` is large, and the velocity would be mostly noise or overflow:
+below ``LEAST_MOMENTUM`` the noise remembers its last draw in a buffer of its own instead.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ from bayesopt_chain.matching.response import (
     SelfContainedSampler,
 )
 
-LEAST_MOMENTUM = 1 / 16  # of less the velocity carries no noise
+LEAST_MOMENTUM = 1 / 16  # below it the velocity keeps no noise for the next step
 Responses = Mapping[int, Any]  # by the number of the link
 
 
 class Neighbour(Protocol):
-    """What is asked of a link: its response, and what can be done with its memory."""
+    """What the matching asks of a link: its response, and what can be done with its memory."""
 
     traits: ClassVar[Any]  # what is known of its memory: ``core.link.Traits``, which this room does not import
 
@@ -75,17 +77,18 @@ class NoiseInput(NamedTuple):
     """One independent noise of the leaves on which the same links act."""
 
     transfer: TransferFunction  # what it is matched to
-    entry_link: int  # the link before which (a learning metric: inside which) it enters
+    entry_link: int  # the link before which (a preconditioner that learns: inside which) it enters
     leaves: tuple[int, ...]
     process: Process  # at the temperature, where nothing changes with time
     changes: bool
-    powers: tuple[tuple[int, float], ...]  # (metric, power): P^(1/2) if met before the noise enters, P^(-1/2) behind
+    # (preconditioner, power): P^(1/2) if it stands before the place where the noise enters, P^(-1/2) behind it
+    powers: tuple[tuple[int, float], ...]
     rates: tuple[tuple[int, ...], tuple[int, ...]]  # the changing gains before it, and behind it
     deferred_gain: float  # what the velocity holds back of this noise for the next step
 
 
 def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[NoiseInput]]:
-    """The sites of every noise link; ``where`` are the leaves that each link acts on.
+    """The noise inputs of every noise link; ``where`` are the leaves that each link acts on.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what would.
@@ -104,7 +107,7 @@ def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[
 def match_group(
     links: Sequence[Neighbour], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
 ) -> tuple[int | None, list[NoiseInput]]:
-    """The noise link of the leaves on which the links numbered ``acting`` act, and its sites.
+    """The noise link of the leaves on which the links numbered ``acting`` act, and its noise inputs there.
 
     Raises:
         ValueError: no noise makes this chain sample; the message says why and what would.
@@ -167,7 +170,8 @@ def _check_mixing(
 
 
 def _check_own_noise(links: Sequence[Neighbour], r: Responses, own: Sequence[int]) -> None:
-    """In front of a link with noise of its own only what belongs to the loss: non-linear links and decay. Behind it nothing."""
+    """Refuse what stands beside a link with noise of its own. In front of it only what belongs to the loss is right (non-linear
+    links and weight decay), behind it nothing."""
     if len(own) > 1:
         raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
     place, beside = list(r).index(own[0]), r[own[0]]
@@ -205,7 +209,8 @@ def _require_known(link: Neighbour, response: Any) -> None:
 
 
 def _entrance(links: Sequence[Neighbour], r: Responses, written: int, memory: Sequence[int]) -> int:
-    """Inside the metric that learns, else before the first link with memory, else where the noise is written."""
+    """The link before which the noise enters: the preconditioner that learns (inside it), else the first link with memory, else
+    the noise link itself."""
     learning = [i for i in _of(r, Preconditioner) if r[i].learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
     if not curved:
@@ -274,7 +279,7 @@ def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> Tra
 def _processes(
     transfer: TransferFunction, noise: Noise, changes: bool, rescales: bool
 ) -> list[tuple[tuple[int, ...], Process]]:
-    """The independent noises, each with the metrics whose product its spectrum is divided by."""
+    """The independent noises, each with the preconditioners whose product divides its spectrum."""
     b, a = transfer.b, transfer.a
     heat = 1.0 if changes or noise.temperature is None else sqrt(noise.temperature)
 
@@ -282,7 +287,7 @@ def _processes(
         c, d = law.noise_filter(r, b, noise.order)
         return Filtered(tuple([heat * (transfer.head * v) for v in c]), d, rescales)
 
-    rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the metrics met before them
+    rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the preconditioners met before them
     for i, numerator in transfer.decays:
         met = tuple([m for m in transfer.preconditioners if m < i])
         rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))

@@ -22,9 +22,8 @@ from torch import Tensor
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
-BEFORE = tuple(
-    [f"noise_{name}" for name in Before._fields]
-)  # what the last step was, by names in ``optimizer.state[p]``
+# what the last step was, by names in ``optimizer.state[p]``
+BEFORE = tuple([f"noise_{name}" for name in Before._fields])
 _AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # which draws to make again
 REMEMBERED = ("noise", "noise_direct", *_AGAIN, *BEFORE)
 _NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that say nothing about the step

@@ -1,8 +1,8 @@
 r"""torch's adaptive optimizers with a temperature: Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad.
 
-Each divides by a diagonal ``D = 1/P`` that it makes of the clean gradients. The noise comes behind torch's step,
-coloured by ``P``, into the first moment (the velocity) and the parameter, and never into what ``D`` is made of: noise
-there would heat itself.
+Each divides by a diagonal ``D = 1/P`` that it makes of the gradients, before any noise is added. Behind torch's step noise of
+covariance proportional to ``P`` is added to the parameter, and to the first moment (the velocity). It is never added to what
+``D`` is made of: noise there would raise ``D``, and with it the scale of the next noise.
 
     theta <- (1 - s) theta - h V / D,     V <- V + D^(1/2) e,     theta <- theta - h D^(-1/2) e
 
@@ -10,11 +10,11 @@ with ``e`` by the rule of :mod:`bayesopt_chain.optim._rule` for the numbers that
 bias correction is a step size that falls to ``lr (1 - b1)``, and the rule follows it.
 
 **What is sampled.** For a frozen ``P`` exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients the target
-is roughly ``P^-1 exp(-loss / T)``, and worse as lr falls. ``freeze_after=n`` stops ``P`` after ``n`` updates of a
-parameter, which is the only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too.
-A decoupled weight decay (AdamW) samples, exactly for a frozen ``P``, the prior of precision ``weight_decay D / T``. A
-parameter whose gradient has always been zero has ``P = 1 / eps`` and the noise that goes with it: raise ``eps`` at
-T > 0. (Adagrad leaves such parameters where they are.)
+is roughly ``P^-1 exp(-loss / T)``, and the error grows as lr falls. ``freeze_after=n`` holds ``P`` fixed after ``n`` updates of
+a parameter, which is the only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too.
+With a decoupled weight decay (AdamW) and a frozen ``P`` the prior has precision ``weight_decay D / T``, exactly. A parameter
+whose gradient has always been zero has ``P = 1 / eps``, and noise of that size: raise ``eps`` at T > 0. (Adagrad does not move
+such parameters.)
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
     At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed
-    by noise of the first moment and the parameter; the equations, what is sampled while the preconditioner learns, and
-    what freezing it costs are in :mod:`bayesopt_chain.optim.adaptive`.
+    by noise that is added to the first moment and the parameter. :mod:`bayesopt_chain.optim.adaptive` has the equations, and
+    says what is sampled while the preconditioner learns and what freezing it costs.
 
     Args:
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
@@ -45,7 +45,7 @@ _COMMON = """
         The others are torch's, in torch's order.
 
     Raises:
-        ValueError: at T > 0, ``differentiable``, ``capturable``, complex or sharded parameters.
+        ValueError: at T > 0, ``differentiable``, ``capturable`` or complex parameters.
 """
 
 

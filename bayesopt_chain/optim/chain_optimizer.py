@@ -1,7 +1,8 @@
 """Any chain of gradient transformations as a ``torch.optim.Optimizer``.
 
-The step is ``updates, state = tx.update(grads, state, params=params, inplace=False)`` and ``params + updates``, one
-chain for each parameter group, bit for bit what the functional form gives. Gradients stay as they are.
+Each parameter group has a chain of its own. A step calls ``updates, state = tx.update(grads, state, params=params,
+inplace=False)`` for each, and adds the updates to the parameters, so that its bits are those of the functional form. Gradients
+are read and never changed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
     Args:
         params: tensors, ``named_parameters()``, or dicts (groups), as in torch.
-        make_chain: ``make_chain(group)`` returns the chain of a group; it is called once for each, with the group's
-            hyperparameters (without its parameters). A number that it reads is built into the chain, so that changing
-            it later is an error; a 0-d tensor is read at every step, and torch's schedulers fill such a tensor in
-            place: ``lr=torch.tensor(0.1)``.
+        make_chain: ``make_chain(group)`` returns the chain of a group. It is called once for each group, with the
+            hyperparameters of the group and without its parameters. A number that it reads becomes a constant of the chain,
+            and a step refuses if the group's number has changed since. A 0-d tensor is read at every step instead, and
+            torch's schedulers write into such a tensor: ``lr=torch.tensor(0.1)``.
         defaults: hyperparameters of groups that do not name their own.
 
     ``state_dict()`` holds the chain's tensors in the group, as a list in optree's order, and loads with
@@ -84,13 +85,13 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         self._show_a_state()
 
     def _show_a_state(self) -> None:
-        """An empty entry for each parameter: ``torch.distributed.checkpoint`` makes a step where it finds none."""
+        """Make an empty entry for each parameter, since ``torch.distributed.checkpoint`` makes a step where it finds none."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every group.
+        """Make one update of every group.
 
         Args:
             closure: evaluates the model again and returns the loss, as in torch.
@@ -113,7 +114,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return loss
 
     def _claims(self) -> list[Claim]:
-        """What the chains that draw noise are about to move: leaves are numbered by their places in their groups."""
+        """Say which parameters are about to get noise, for the comparison of ranks; leaves are numbered by group and place."""
         out: list[Claim] = []
         for i, (group, built) in enumerate(zip(self.param_groups, self._chains)):
             for entry in built.state if isinstance(built.state, tuple) else ():
@@ -122,17 +123,17 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
                 for j, p in enumerate(group["params"]):
                     if p.grad is not None:
                         gradient = None if p.grad.is_sparse else local(p.grad)
-                        count = int(getattr(entry, "count", 0))
+                        count = int(getattr(entry, "step", 0))
                         out.append(
                             Claim(f"{i}.{j}", int(entry.key), j, elements_of(p), count, local(p.detach()), gradient)
                         )
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` goes on from.
+        """Return what :meth:`load_state_dict` goes on from.
 
         Returns:
-            torch's format; ``chain_state`` in each group lists the tensors of its chain's state.
+            A dictionary in torch's format, in which ``chain_state`` of each group lists the tensors of its chain's state.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -147,7 +148,14 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of the same chains on the same parameters."""
+        """Go on from a state dict of the same chains on the same parameters.
+
+        Args:
+            state_dict: of :meth:`state_dict`.
+
+        Raises:
+            ValueError: its chain states have other shapes, as those of another chain or of other parameters.
+        """
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
         if len(states) == len(self._chains):
@@ -157,7 +165,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "param_groups": saved})
         self._show_a_state()
         for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
-            for name, tensor in tensors.items():  # the chain reads these very tensors
+            for (
+                name,
+                tensor,
+            ) in tensors.items():  # the chain reads these tensors, so that they have to stay the same objects
                 tensor.fill_(float(group[name]))
                 group[name] = tensor
             built.load(state)
@@ -168,7 +179,13 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
 
 class _Built:
-    """The chain of one group, its state, and the numbers that were built into it."""
+    """The chain of one group and its state.
+
+    Attributes:
+        tx: the chain.
+        state: the chain's state.
+        numbers: the hyperparameters that ``make_chain`` read as numbers, by name, which the chain holds as constants.
+    """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
         seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names")})
@@ -189,6 +206,7 @@ class _Built:
         self.state = self.tx.init(group["params"])
 
     def check(self, group: dict[str, Any]) -> None:
+        """Refuse a group in which a number has changed that the chain holds as a constant."""
         for name, value in self.numbers.items():
             if group[name] != value:
                 raise ValueError(
@@ -197,6 +215,7 @@ class _Built:
                 )
 
     def step(self, params: list[Tensor]) -> None:
+        """Move the parameters, unless none of them has a gradient."""
         grads = [p.grad for p in params]
         if all(g is None for g in grads):
             return
@@ -204,6 +223,7 @@ class _Built:
         add(params, updates, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
+        """Refuse tensors that are not the state of a chain like this one."""
         mine = optree.tree_leaves(self.state)
         shapes = None if saved is None else [tuple(x.shape) for x in saved]
         if shapes != [tuple(x.shape) for x in mine]:
@@ -213,13 +233,14 @@ class _Built:
             )
 
     def load(self, saved: list[Tensor]) -> None:
+        """Take copies of saved tensors for the chain's state."""
         leaves, spec = optree.tree_flatten(self.state)
         fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, saved)]
         self.state = optree.tree_unflatten(spec, fresh)
 
 
 class _Reads(dict):
-    """A dict that remembers which keys were read."""
+    """The hyperparameters of a group, which remember those that were read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -57,7 +57,8 @@ class SGD(Sampling, torch.optim.SGD):
 
     Raises:
         ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
-            lr or weight decay that requires grad, complex or sharded parameters; a negative or infinite temperature.
+            lr or weight decay that requires grad, complex parameters, or ``stream="generator"`` for parameters that are
+            spread over ranks; a negative or infinite temperature.
             Nothing has moved then.
 
     The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it

@@ -37,13 +37,13 @@ class Draw(NamedTuple):
         params: the drawn tree, leaves ``[*leaf.shape]``, or ``[S, *leaf.shape]`` for ``S > 1`` samples.
         noise: the standard normals behind it, ``[S, ...]`` each.
         key: the random key of the state that it was drawn from, 0-d int64.
-        count: the update count of that state, 0-d int64.
+        step: the update count of that state, 0-d int64.
     """
 
     params: Any
     noise: tuple[Tensor, ...]
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 def standard_normals(
@@ -110,7 +110,7 @@ class Drawing(Keyed):
         """A draw for parameters given as leaves, which a counter-based stream knows by their names."""
         if self.is_deterministic:
             same = [p if self.n_samples == 1 else p.expand(self.n_samples, *p.shape) for p in leaves]
-            return Draw(same, (), state.key, state.count)
+            return Draw(same, (), state.key, state.step)
         checks.own_key(state.key, leaves)
         parts = [shards.Part.of(x) if is_dtensor(x) else None for x in leaves]
         are_spread = any([part is not None for part in parts])
@@ -122,7 +122,7 @@ class Drawing(Keyed):
             x if part is None else dtensor_of(x, stacked_spec(spec_of(p), x, axes))
             for x, p, part in zip(drawn, leaves, parts)
         ]
-        return Draw(whole, noise, state.key, state.count)
+        return Draw(whole, noise, state.key, state.step)
 
     def displacements(
         self,
@@ -151,12 +151,12 @@ def require_drawn_from(draw: Any, state: Any, who: str) -> None:
             f"{who}: update got {came}: call draw = tx.sample(state, params), take the gradient at draw.params and pass "
             "draw=draw (make_step does)"
         )
-    if not (is_readable(draw.count) and is_readable(state.count)):
+    if not (is_readable(draw.step) and is_readable(state.step)):
         return
-    if not (torch.equal(draw.key, state.key) and torch.equal(draw.count, state.count)):
+    if not (torch.equal(draw.key, state.key) and torch.equal(draw.step, state.step)):
         raise ValueError(
-            f"{who}: the draw comes from another state (its count {draw.count.tolist()}, the state's "
-            f"{state.count.tolist()}): draw from the state that is passed to update, once for each update"
+            f"{who}: the draw comes from another state (its count {draw.step.tolist()}, the state's "
+            f"{state.step.tolist()}): draw from the state that is passed to update, once for each update"
         )
 
 

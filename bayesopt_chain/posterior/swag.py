@@ -43,14 +43,14 @@ class SwagState(NamedTuple):
         squares: s, likewise.
         deviations: the last K deviations d, ``[K, *leaf.shape]`` for each parameter; the oldest is overwritten first.
         collected: how many iterates were collected, 0-d int64.
-        count: how many updates there were, 0-d int64.
+        step: how many updates there were, 0-d int64.
     """
 
     mean: tuple[Tensor, ...]
     squares: tuple[Tensor, ...]
     deviations: tuple[Tensor, ...]
     collected: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 def empty(leaves: list[Tensor], rank: int) -> SwagState:
@@ -81,7 +81,7 @@ def collected(state: SwagState, iterate: list[Tensor], due: Tensor, rank: int) -
             torch.where(place.reshape(-1, *[1] * x.ndim), (x - m)[None], d)
             for d, x, m in zip(state.deviations, iterate, mean)
         )
-    return SwagState(tuple(mean), tuple(squares), deviations, n, state.count)
+    return SwagState(tuple(mean), tuple(squares), deviations, n, state.step)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Collect(Link):
 
     def update(self, g: Leaves, state: SwagState, op: TensorOps, context: LinkContext) -> tuple[Leaves, SwagState]:
         iterate = [p.detach() if u is None else (p + u).detach() for p, u in zip(context.params, g)]
-        due = (state.count >= self.start) & ((state.count - self.start) % self.every == 0)
-        return g, collected(state, iterate, due, self.rank)._replace(count=state.count + 1)
+        due = (state.step >= self.start) & ((state.step - self.start) % self.every == 0)
+        return g, collected(state, iterate, due, self.rank)._replace(step=state.step + 1)
 
     def __str__(self) -> str:
         return f"swag(rank={self.rank}, start={self.start}, every={self.every})"
@@ -160,7 +160,7 @@ class Swag(PosteriorTransformation):
         variances = [_floored(s / mine.collected.to(s.dtype), link.variance_floor) for s in mine.squares]
         require_finite(mean, "swag: the mean of the iterates")
         require_finite(optree.tree_unflatten(structure, variances), "swag: the variance of the iterates")
-        data = torch.zeros((), dtype=torch.float64, device=mine.count.device)
+        data = torch.zeros((), dtype=torch.float64, device=mine.step.device)
         if link.rank == 0:
             inverse = optree.tree_unflatten(structure, [1 / v for v in variances])
             return Gaussian(mean, Diagonal(inverse, data)).factorised()

@@ -51,7 +51,7 @@ def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[
 
 
 class Seeded:
-    """torch's default CPU generator, seeded for the block and put back behind it."""
+    """Seed torch's default CPU generator for a block, and restore its state at the end."""
 
     __slots__ = ("cuda", "saved", "seed")
 
@@ -67,7 +67,7 @@ class Seeded:
 
 
 class Keyed(TorchFunctionMode):
-    """Catches the calls by which a model draws, and gives them numbers that follow from a key and a count."""
+    """Catch the calls by which a model draws, and give them numbers that follow from a key and a count."""
 
     def __init__(self, key: Tensor, count: Tensor) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def _flags(func: Any, flags: Sequence[bool], named: dict[str, bool]) -> tuple[bo
 
 
 def _like(kind: str) -> Callable[..., Any]:
-    """What stands for ``torch.rand_like`` and its kin."""
+    """Take the place of ``torch.rand_like`` and the functions like it."""
 
     def caught(keyed: Keyed, func: Any, input: Tensor, *args: Any, dtype: Any = None, **rest: Any) -> Tensor:
         _require_plain_call(func, rest)
@@ -226,7 +226,7 @@ def _like(kind: str) -> Callable[..., Any]:
 
 
 def _factory(kind: str) -> Callable[..., Any]:
-    """What stands for ``torch.rand`` and ``torch.randn``, which say shape, dtype and device in several ways."""
+    """Take the place of ``torch.rand`` and ``torch.randn``, which take shape, dtype and device in several forms."""
 
     def caught(keyed: Keyed, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
         if "size" in rest:

@@ -23,7 +23,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -146,7 +146,7 @@ class Variables:
         """The spans in which leaves of these sizes are drawn."""
         return spans(sizes, all_of_a_leaf=self.counts)
 
-    @property
+    @cached_property
     def counts(self) -> bool:
         """Whether elements are numbered on every device: by Philox.
 
@@ -323,9 +323,7 @@ def _from_generator(
 
 def seeded_generator(key: int, step: int, salt: int = 0) -> torch.Generator:
     """A generator for one step, seeded by a hash of key and step; ``salt`` numbers the groups of leaves of one dtype."""
-    generator = torch.Generator()
-    generator.manual_seed(splitmix64(splitmix64(key + salt) + step))
-    return generator
+    return torch.Generator().manual_seed(splitmix64(splitmix64(key + salt) + step))
 
 
 def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float) -> Tensor:

@@ -41,7 +41,7 @@ class ContourState(NamedTuple):
     """Updates seen (0-d, int64); the estimated mass of each bin of the loss, float64 ``[bins]``, summing to 1; and the lowest
     bin that a loss was in (0-d, int64; ``bins`` before the first)."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     mass: Tensor
     lowest: Tensor
 
@@ -106,7 +106,7 @@ class Contour(Link):
                 f"contour: update needs loss=, the loss at the current parameters as a 0-d tensor, got {came}; "
                 "bc.make_step passes it"
             )
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
         here = self.bin(loss)
         member = (torch.arange(self.bins, device=here.device) == here).to(torch.float64)
@@ -115,11 +115,11 @@ class Contour(Link):
         lowest = torch.minimum(state.lowest, here)
         slope = torch.where(here > lowest, ((member - below) * log_mass).sum() / self.width, 0.0)
         factor = 1.0 + self.zeta * temperature * slope
-        gain = self.omega(state.count) * (member * state.mass).sum() ** self.zeta
+        gain = self.omega(state.step) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
         moves = [x * factor.to(x.dtype) for x in g]
         kept = op.put([state.mass, state.lowest], [mass, lowest])
-        return op.put(g, moves), ContourState(op.next_count(state.count), *kept)
+        return op.put(g, moves), ContourState(op.next_count(state.step), *kept)
 
     def __str__(self) -> str:
         return f"scale_by_contour({self.low}, {self.high}, bins={self.bins}, zeta={self.zeta})"

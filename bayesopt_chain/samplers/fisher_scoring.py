@@ -45,7 +45,7 @@ class FisherState(NamedTuple):
     """
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     variance: Any
 
 
@@ -82,14 +82,14 @@ class FisherScoring(Keyed):
         variance = [self.decay * v + (1.0 - self.decay) * x for v, x in zip(state.variance, came)]
         steps = [1.0 / (1.0 / self.lr + v * (corrected / (2.0 * temperature * self.batch_size))) for v in variance]
         moves = [-step * (x + inject * e) for step, x, (e,) in zip(steps, g, xi)]
-        count = op.next_count(state.count)
+        count = op.next_count(state.step)
         return op.put(g, moves), FisherState(state.key, count, tuple(op.put(state.variance, variance)))
 
     def now(self, state: FisherState) -> tuple[Any, Any, Tensor]:
         """Temperature, standard deviation of the injected noise, and the average's correction for its start at 0."""
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
-        corrected = 1.0 / (1.0 - self.decay ** (state.count + 1).to(torch.float64))
+        corrected = 1.0 / (1.0 - self.decay ** (state.step + 1).to(torch.float64))
         return temperature, root(2.0 * temperature / self.lr), corrected
 
     def given(self, context: LinkContext) -> Any:
@@ -128,7 +128,7 @@ class DenseFisherScoring(FisherScoring):
         inverse = inverse + new * (corrected / (2.0 * temperature * self.batch_size)).to(old.dtype)
         move = -torch.linalg.solve(inverse, flat + (inject * xi).to(flat.dtype))
         moves = [part.reshape(x.shape) for part, x in zip(move.split([x.numel() for x in g]), g)]
-        return op.put(g, moves), FisherState(state.key, op.next_count(state.count), *op.put([old], [new]))
+        return op.put(g, moves), FisherState(state.key, op.next_count(state.step), *op.put([old], [new]))
 
 
 @checked_as(lr=POSITIVE, batch_size=AT_LEAST_ONE, decay=MOMENTUM)

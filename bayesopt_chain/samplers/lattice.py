@@ -34,7 +34,7 @@ class LatticeState(NamedTuple):
     """The key and the count of the random stream, 0-d int64; nothing is remembered for a parameter."""
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Lattice(Keyed):
     def update(
         self, g: Leaves, state: LatticeState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LatticeState]:
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
         uniform = self.normals(state, g, context, 1, "uniform")
         delta = root(2.0 * temperature * self.lr)
@@ -66,7 +66,7 @@ class Lattice(Keyed):
         moves = [
             torch.where(torch.isnan(x), x, move) for x, move in zip(g, moves)
         ]  # the comparison above would hide it
-        return op.put(g, moves), LatticeState(state.key, op.next_count(state.count))
+        return op.put(g, moves), LatticeState(state.key, op.next_count(state.step))
 
     def __str__(self) -> str:
         return f"lattice_walk({self.lr}, temperature={checks.show(self.temperature)})"

@@ -46,7 +46,7 @@ class MicrocanonicalState(NamedTuple):
     """Key and count of the stream, 0-d int64; the direction ``R u``, like each parameter, zero before the first step."""
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     direction: tuple[Tensor, ...]
 
 
@@ -98,7 +98,7 @@ class Microcanonical(Keyed):
     def update(
         self, g: Leaves, state: MicrocanonicalState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, MicrocanonicalState]:
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
         metric, d = Metric(self.precision, context.tree, context.leaves), sum(x.numel() for x in g)
         z = [one for (one,) in self.normals(state, g, context)]
@@ -110,7 +110,7 @@ class Microcanonical(Keyed):
             w = [torch.where(temperature > 0, x, y) for x, y in zip(w, e)]
         after = op.put(list(state.direction), w)
         return op.put(g, [self.lr * x for x in w]), MicrocanonicalState(
-            state.key, op.next_count(state.count), tuple(after)
+            state.key, op.next_count(state.step), tuple(after)
         )
 
     def __str__(self) -> str:

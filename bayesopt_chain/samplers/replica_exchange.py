@@ -47,7 +47,7 @@ class ReplicaExchangeState(NamedTuple):
     """
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     velocity: tuple[Tensor, ...]
     temperature: Tensor
     accepted: Tensor
@@ -112,7 +112,7 @@ class ReplicaExchange(Keyed):
             v = v[here] * _along(heat, x) * self.momentum + x[here] + xi * _along(strength, x)
             velocity.append(v)
             moves.append(p[here] - p - self.lr * v)
-        count = op.next_count(state.count)
+        count = op.next_count(state.step)
         accepted, proposed = op.put((state.accepted, state.proposed), [accepted, proposed])
         velocity = tuple(op.put(state.velocity, velocity))
         new = ReplicaExchangeState(state.key, count, velocity, temperature, accepted, proposed)
@@ -123,10 +123,10 @@ class ReplicaExchange(Keyed):
         n = len(self.temperatures)
         uniform = torch.empty(1, n - 1, dtype=torch.float64, device=loss.device)
         variables = keyed_stream.Variables(kind="uniform", stream=self.stream)
-        ((u,),) = variables.draw(state.key ^ _SWAP_STREAM, state.count, [uniform])
+        ((u,),) = variables.draw(state.key ^ _SWAP_STREAM, state.step, [uniform])
         pair = torch.arange(n - 1, device=loss.device)
-        turn = torch.div(state.count, self.swap_every, rounding_mode="floor") % 2
-        proposing = (pair % 2 == turn) & (state.count % self.swap_every == 0) & (state.count > 0)
+        turn = torch.div(state.step, self.swap_every, rounding_mode="floor") % 2
+        proposing = (pair % 2 == turn) & (state.step % self.swap_every == 0) & (state.step > 0)
         swap = proposing & (u < torch.exp(self.log_acceptance(loss.detach().to(torch.float64), state.temperature)))
         up = torch.nn.functional.pad(swap, (0, 1)).to(torch.int64)  # swaps with the next hotter chain
         down = torch.nn.functional.pad(swap, (1, 0)).to(torch.int64)

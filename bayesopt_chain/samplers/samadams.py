@@ -53,14 +53,14 @@ class ClockState(NamedTuple):
     """What momentum along the clock remembers.
 
     Attributes:
-        count: updates made, 0-d int64.
+        step: updates made, 0-d int64.
         velocity: ``p`` behind O, one tensor for each parameter.
         monitor: ``zeta`` behind the first Z of the last step, 0-d, float32 at least.
         elapsed: ``dt`` of the last step, 0-d; 0 before the first.
         weight: ``psi_n`` of the parameters that the last step started from, 0-d; 0 before the first.
     """
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     velocity: tuple[Tensor, ...]
     monitor: Tensor
     elapsed: Tensor
@@ -71,7 +71,7 @@ class SamAdamsState(NamedTuple):
     """The same of the sampler, and the key of its stream, 0-d int64."""
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     velocity: tuple[Tensor, ...]
     monitor: Tensor
     elapsed: Tensor
@@ -117,7 +117,7 @@ class Clock:
         monitor, the length of the new step, and the weight of where both meet."""
         squares = [(x * x).sum(dtype=state.monitor.dtype) for x in g]
         steep = context.total(squares).sqrt() / self.gradient_scale
-        is_first = state.count == 0  # it knows no other gradient, and gets a whole kick, as SGD's first step
+        is_first = state.step == 0  # it knows no other gradient, and gets a whole kick, as SGD's first step
         middle = torch.where(is_first, steep, self.kept * state.monitor + (1.0 - self.kept) * steep)
         monitor = self.kept * middle + (1.0 - self.kept) * steep
         dt = self.step_size * self.factor(monitor)
@@ -173,7 +173,7 @@ class TimeRescaledLangevin(Keyed, Weighted):
     def update(
         self, g: Leaves, state: SamAdamsState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, SamAdamsState]:
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
         xi = [x for (x,) in self.normals(state, g, context)]
         before, *clock = self.clock.kicked(g, state, context)
@@ -198,7 +198,7 @@ def _moved(
     velocity = tuple(op.put(list(state.velocity), after))
     monitor, elapsed, weight = op.put([state.monitor, state.elapsed, state.weight], clock)
     after_step = state._replace(
-        count=op.next_count(state.count), velocity=velocity, monitor=monitor, elapsed=elapsed, weight=weight
+        step=op.next_count(state.step), velocity=velocity, monitor=monitor, elapsed=elapsed, weight=weight
     )
     return op.put(g, moves), after_step
 

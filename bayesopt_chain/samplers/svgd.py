@@ -33,7 +33,7 @@ from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now
 class SteinState(NamedTuple):
     """Updates seen, 0-d int64."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Stein(Link):
         kernel = torch.exp(-square / (2.0 * h2))
         smooth = kernel @ torch.cat([y.reshape(n, -1) for y in g], dim=1)
         if not is_zero(self.temperature):
-            temperature = now(self.temperature, state.count)
+            temperature = now(self.temperature, state.step)
             checks.at_this_step("temperature", temperature)
             if isinstance(temperature, Tensor):
                 temperature = temperature.to(x.dtype)
             smooth = smooth + temperature * (kernel @ x - kernel.sum(1, keepdim=True) * x) / h2
         parts = (smooth / n).split([y[0].numel() for y in g], dim=1)
         moves = [part.reshape(y.shape) for part, y in zip(parts, g)]
-        return op.put(g, moves), SteinState(op.next_count(state.count))
+        return op.put(g, moves), SteinState(op.next_count(state.step))
 
     def squared_bandwidth(self, square: Tensor) -> Tensor | float:
         if self.bandwidth != "median":

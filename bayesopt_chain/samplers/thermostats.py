@@ -87,7 +87,7 @@ class ThermostatState(NamedTuple):
     """
 
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
     velocity: tuple[Tensor, ...]
     friction: tuple[Tensor, ...]
 
@@ -115,13 +115,13 @@ class Thermostat(Keyed):
     def update(
         self, g: Leaves, state: ThermostatState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, ThermostatState]:
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         checks.at_this_step("temperature", temperature)
         xi = [x for (x,) in self.normals(state, g, context)]
         moves, velocity, friction = self.advance(
             g, list(state.velocity), list(state.friction), xi, temperature, context
         )
-        count = op.next_count(state.count)
+        count = op.next_count(state.step)
         velocity, friction = tuple(op.put(state.velocity, velocity)), tuple(op.put(state.friction, friction))
         return op.put(g, moves), ThermostatState(state.key, count, velocity, friction)
 

@@ -100,7 +100,7 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_touched(grads, wor
     with pytest.raises(ValueError, match=words):
         tx.update(grads, state, params=P, inplace=inplace)
     assert_bitwise_equal(list(state[0].trace), before)
-    assert state[1].count == 0
+    assert state[1].step == 0
 
 
 def test_a_state_of_other_parameters_is_refused():

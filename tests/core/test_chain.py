@@ -242,7 +242,7 @@ def test_a_sampler_starts_warm_from_an_optimizers_state(donor):
     velocity = optree.tree_leaves(state)
     assert_bitwise_equal(list(warm[0].trace), velocity)
     assert warm[0].trace[0] is not velocity[0]
-    assert warm[1].count == 0
+    assert warm[1].step == 0
 
 
 def test_adam_starts_warm_from_torchopts_adam():

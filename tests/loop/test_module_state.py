@@ -67,7 +67,7 @@ def test_a_step_moves_parameters_and_statistics_as_torch_does():
         assert torch.equal(torch.get_rng_state(), before)
     close(params, dict(module.named_parameters()))
     close(state.buffers, dict(module.named_buffers()))
-    assert state.buffers["1.num_batches_tracked"] == 3 and state.stream.count == 3
+    assert state.buffers["1.num_batches_tracked"] == 3 and state.stream.step == 3
 
 
 @pytest.mark.parametrize("how", [{}, {"chunk": 2}, {"loop": True}])

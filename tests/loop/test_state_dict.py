@@ -31,7 +31,7 @@ def test_a_sampler_takes_what_it_shares_with_an_optimizer_and_says_what_is_left(
         bc.load_state_dict(state, saved)
     assert not state[0].trace[0].any()
     missing, unknown = bc.load_state_dict(state, saved, strict=False)
-    assert missing == [f"1.LangevinNoise.{x}" for x in ("count", "key", "memory['b']", "memory['w']")]
+    assert missing == [f"1.LangevinNoise.{x}" for x in ("key", "memory['b']", "memory['w']", "step")]
     assert unknown == ["0.Delay.held['b']", "0.Delay.held['w']"] and state[1].key == key
     assert torch.equal(state[0].trace[1], saved["1.Momentum.trace['w']"])
 

@@ -115,7 +115,7 @@ def test_iterates_are_collected_on_schedule():
     trajectory = iterates(10)
     link = bc.swag(rank=2, start=3, every=2)
     params, state = collect(link, trajectory)
-    assert int(state[0].collected) == 4 and int(state[0].count) == 10
+    assert int(state[0].collected) == 4 and int(state[0].step) == 10
     mean, covariance = by_definition(trajectory[3::2], 2)
     torch.testing.assert_close(flatten(link.mean(state, params), params), mean)
     torch.testing.assert_close(covariance_of(link.posterior(state, params)), covariance)

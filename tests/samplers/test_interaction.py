@@ -79,7 +79,7 @@ def test_a_swap_exchanges_positions_and_brings_velocities_to_temperature():
     state = tx.init(p)
     zeros, losses = torch.zeros(2, 2).double(), torch.tensor([1e6, 0.0]).double()
     v = torch.tensor([[1.0, 2.0], [5.0, 7.0]]).double()
-    state = state.replace(0, state[0]._replace(velocity=(v,), count=torch.tensor(2)))
+    state = state.replace(0, state[0]._replace(velocity=(v,), step=torch.tensor(2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             keyed_stream,

@@ -77,7 +77,7 @@ def stationary(h, f, monkeypatch, degree=14):
 
     def step(x, p, xi):
         drawn["xi"] = xi
-        whole = fresh[0]._replace(velocity=(p,), count=torch.tensor(1), elapsed=torch.zeros((), dtype=DOUBLE))
+        whole = fresh[0]._replace(velocity=(p,), step=torch.tensor(1), elapsed=torch.zeros((), dtype=DOUBLE))
         updates, state = tx.update(QUARTIC.gradient(x), fresh.replace(0, whole), params=x, inplace=False)
         x = x + updates
         return x, state[0].velocity[0] - state[0].elapsed / 2 * QUARTIC.gradient(x), state[0].weight
@@ -110,7 +110,7 @@ def test_with_a_constant_clock_every_quadratic_is_sampled_exactly(monkeypatch):
 
     def step(theta, v):
         now = fresh[0]._replace(
-            velocity=(torch.tensor(v, dtype=DOUBLE),), count=torch.tensor(1), elapsed=torch.tensor(0.28, dtype=DOUBLE)
+            velocity=(torch.tensor(v, dtype=DOUBLE),), step=torch.tensor(1), elapsed=torch.tensor(0.28, dtype=DOUBLE)
         )
         updates, state = tx.update(torch.tensor(k * theta, dtype=DOUBLE), fresh.replace(0, now), inplace=False)
         return torch.stack([theta + updates, state[0].velocity[0]])

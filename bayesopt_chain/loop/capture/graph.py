@@ -149,7 +149,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
 
 
 def _origin(node: Any) -> Any:
-    """The node whose tensor this is, under another name."""
+    """Find the node that made a tensor which a node returns under another name."""
     while node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = node.args[0]
     return node

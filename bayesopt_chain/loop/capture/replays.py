@@ -194,7 +194,7 @@ class CudaGraph:
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    """One stream a device for all warm-ups and recordings: every further one would keep a cuBLAS workspace of its own."""
+    """The stream for all warm-ups and recordings on a device: each further stream would keep a cuBLAS workspace of its own."""
     return torch.cuda.Stream(device)
 
 

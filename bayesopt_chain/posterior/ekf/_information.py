@@ -43,14 +43,14 @@ class Observation(NamedTuple):
             as those of classes.
         force: the gradient of the batch's log-likelihood, a tree like the parameters; ``None`` for Gaussian noise, whose
             innovations say it.
-        count: the number of data, 0-d.
+        seen: the number of data, 0-d.
         log_likelihood: of the batch at the mean, normalised, in nats, 0-d, float64.
     """
 
     rows: Tree
     innovation: Tensor | None
     force: Tree | None
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     log_likelihood: Tensor
 
 
@@ -59,7 +59,7 @@ class Unlinearised(NamedTuple):
 
     ``jacobian``: of the outputs, leaves ``[G C, *leaf.shape]`` for G groups of C outputs that are observed together;
     ``outputs``: ``[G, C]``; ``targets``: ``[G]``; ``weights``: of them, ``[G]``, or ``None``; ``likelihood``: what finds the
-    line; ``count``, ``log_likelihood``: as in :class:`Observation`.
+    line; ``seen``, ``log_likelihood``: as in :class:`Observation`.
     """
 
     jacobian: Tree
@@ -67,7 +67,7 @@ class Unlinearised(NamedTuple):
     targets: Tensor
     weights: Tensor | None
     likelihood: Likelihood
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     log_likelihood: Tensor
 
 
@@ -78,7 +78,7 @@ class Information(NamedTuple):
         rows: leaf by leaf ``[M, *leaf.shape]``.
         innovation: ``[M]``, or ``None``.
         force: like the leaves; ``None`` for Gaussian innovations.
-        count: the number of data, 0-d.
+        seen: the number of data, 0-d.
         log_likelihood: at the mean, in nats; ``None`` where it was not given.
         log_predictive: the log probability of the targets under the filter's prediction, where it is known directly.
     """
@@ -86,7 +86,7 @@ class Information(NamedTuple):
     rows: list[Tensor]
     innovation: Tensor | None
     force: list[Tensor] | None
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     log_likelihood: Tensor | None
     log_predictive: Tensor | None = None
 
@@ -185,7 +185,7 @@ def observe_by_backward(
         >>> found = bc.ekf.observe_by_backward(model, likelihood)(batch)
         >>> forward = lambda params, batch: torch.func.functional_call(model, params, (batch[0],))
         >>> wanted = bc.ekf.observe(forward, likelihood)(params, batch)
-        >>> torch.allclose(found.rows["weight"], wanted.rows["weight"], atol=1e-6), found.count.item()
+        >>> torch.allclose(found.rows["weight"], wanted.rows["weight"], atol=1e-6), found.seen.item()
         (True, 5.0)
     """
     chosen = _observed(likelihood, linearisation, "ekf.observe_by_backward")
@@ -339,20 +339,21 @@ def information(context: LinkContext, who: str, solve: Callable[[list[Tensor]], 
     innovation, force, log_predictive, log_likelihood = None, None, None, None
     if isinstance(increment, Unlinearised):
         rows, innovation, log_predictive = _linearised(increment, context, who, solve)
+        seen = increment.seen
     elif isinstance(increment, Observation):
         rows, innovation = _require_over(increment.rows, context, who), increment.innovation
-        log_likelihood = increment.log_likelihood
+        log_likelihood, seen = increment.log_likelihood, increment.seen
         force = None if increment.force is None else [shards.local(x) for x in optree.tree_leaves(increment.force)]
     elif isinstance(increment, Precision):
-        rows = _require_over(_rows(increment, who), context, who)
-        log_likelihood = None if loss is None else -loss.to(torch.float64) * increment.count
+        rows, seen = _require_over(_rows(increment, who), context, who), increment.count
+        log_likelihood = None if loss is None else -loss.to(torch.float64) * seen
     else:
         came = "no curvature" if increment is None else f"curvature of class {type(increment).__name__}"
         raise ValueError(
             f"{who}: update got {came}: pass curvature=estimate(params, batch) with an estimator of bc.curvature "
             "(structure='root'), or bc.ekf.observe (make_step does, given curvature=)"
         )
-    return Information(rows, innovation, force, increment.count, log_likelihood, log_predictive)
+    return Information(rows, innovation, force, seen, log_likelihood, log_predictive)
 
 
 def _linearised(
@@ -411,7 +412,7 @@ def weighed(known: Information, g: list, leaves: list[Tensor], lr: float | Tenso
     is_one = not isinstance(lr, Tensor) and lr == 1
     force = known.force
     if known.innovation is None and force is None:
-        force = [torch.zeros_like(p) if x is None else -times(x, known.count) for x, p in zip(g, leaves)]
+        force = [torch.zeros_like(p) if x is None else -times(x, known.seen) for x, p in zip(g, leaves)]
     if is_one:
         return known._replace(force=force)
     root = lr.sqrt() if isinstance(lr, Tensor) else math.sqrt(lr)

@@ -65,7 +65,7 @@ from bayesopt_chain.trees import combine, common_dtype, gram, project, size
 class Tally(NamedTuple):
     """What every filter counts; 0-d, the last fields of its state."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     updates: Tensor
     log_evidence: Tensor
     scored: Tensor
@@ -76,14 +76,14 @@ class DenseFilterState(NamedTuple):
 
     Attributes:
         root: ``[P, P]``, lower triangular with a positive diagonal: ``Lambda = root root^T``.
-        count: the number of data so far, 0-d, float64.
+        seen: the number of data so far, 0-d, float64.
         updates: the number of updates so far, 0-d, int64.
         log_evidence: of the scored data, in nats, 0-d, float64.
         scored: the number of data whose likelihood was known, 0-d, float64.
     """
 
     root: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     updates: Tensor
     log_evidence: Tensor
     scored: Tensor
@@ -94,11 +94,11 @@ class DiagonalFilterState(NamedTuple):
 
     Attributes:
         precision: the diagonal of Lambda, one tensor for each parameter.
-        count, updates, log_evidence, scored: as in :class:`DenseFilterState`.
+        seen, updates, log_evidence, scored: as in :class:`DenseFilterState`.
     """
 
     precision: tuple[Tensor, ...]
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     updates: Tensor
     log_evidence: Tensor
     scored: Tensor
@@ -110,12 +110,12 @@ class LowRankFilterState(NamedTuple):
     Attributes:
         diagonal: y, one tensor for each parameter.
         rows: W^T, ``[rank, *leaf.shape]`` for each parameter.
-        count, updates, log_evidence, scored: as in :class:`DenseFilterState`.
+        seen, updates, log_evidence, scored: as in :class:`DenseFilterState`.
     """
 
     diagonal: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    seen: Tensor
     updates: Tensor
     log_evidence: Tensor
     scored: Tensor
@@ -242,7 +242,7 @@ class DenseRoot(Structure):
         return state.root.shape[-1]
 
     def precision(self, state: Any, params: Any) -> Cholesky:
-        return Cholesky(state.root, shape_only(params), state.count)
+        return Cholesky(state.root, shape_only(params), state.seen)
 
 
 def _triangle(stacked: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class DiagonalInformation(Structure):
         return new._replace(precision=tuple(b if m else a for a, b, m in zip(old.precision, new.precision, moves)))
 
     def precision(self, state: Any, params: Any) -> Diagonal:
-        return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.count)
+        return Diagonal(optree.tree_unflatten(optree.tree_structure(params), state.precision), state.seen)
 
 
 def _moved_diagonal(diagonal: Any, motion: Motion) -> list[Tensor]:
@@ -380,8 +380,8 @@ class LowRankInformation(Structure):
         e = batch.innovation
         force = batch.force or [weighted_sum(e, row) for row in batch.rows if e is not None]
         joint = [torch.cat([a, b]) for a, b in zip(state.rows, batch.rows)]
-        before = LowRank(list(state.diagonal), list(state.rows), batch.count)
-        after = LowRank(list(state.diagonal), joint, batch.count).factorised()
+        before = LowRank(list(state.diagonal), list(state.rows), batch.seen)
+        after = LowRank(list(state.diagonal), joint, batch.seen).factorised()
         moves = after.solve(force)
         if e is None or batch.force is not None:
             misfit = -dot(force, moves)
@@ -394,7 +394,7 @@ class LowRankInformation(Structure):
 
     def precision(self, state: Any, params: Any) -> LowRank:
         diagonal, rows = (optree.tree_unflatten(optree.tree_structure(params), x) for x in state[:2])
-        return LowRank(diagonal, rows, state.count)
+        return LowRank(diagonal, rows, state.seen)
 
 
 def walked_low_rank(

@@ -211,7 +211,7 @@ class Filter(Link):
             moves = [move + (b - a) for move, a, b in zip(moves, leaves, moved)]
         gained, scored = evidence(batch, lr, growth, misfit)
         new = self.structure.only(state, new, moving)._replace(
-            count=state.count + batch.count,
+            seen=state.seen + batch.seen,
             updates=state.updates + 1,
             log_evidence=state.log_evidence + gained,
             scored=state.scored + scored,
@@ -234,9 +234,9 @@ class Filter(Link):
             )
         if not all(moving):
             raise ValueError(f"{self.name}: with a transition every parameter moves; pass a gradient for each of them")
-        if is_readable(draw.count) and is_readable(state.updates) and draw.count != state.updates:
+        if is_readable(draw.step) and is_readable(state.updates) and draw.step != state.updates:
             raise ValueError(
-                f"{self.name}: the prediction is of update {draw.count.item()}, the state of {state.updates.item()}: predict "
+                f"{self.name}: the prediction is of update {draw.step.item()}, the state of {state.updates.item()}: predict "
                 "from the state that is passed to update, once for each update"
             )
 
@@ -258,14 +258,14 @@ def evidence(
 ) -> tuple[float | Tensor, float | Tensor]:
     """What a batch adds to the log evidence, and how many data are scored by that."""
     if batch.log_predictive is not None:
-        known = torch.as_tensor(lr == 1, device=batch.count.device)
-        return torch.where(known, batch.log_predictive, 0.0), torch.where(known, batch.count, 0.0)
+        known = torch.as_tensor(lr == 1, device=batch.seen.device)
+        return torch.where(known, batch.log_predictive, 0.0), torch.where(known, batch.seen, 0.0)
     if batch.log_likelihood is None:
         return 0.0, 0.0
     gained = batch.log_likelihood - 0.5 * (growth + misfit).to(torch.float64)
     if batch.force is None and batch.innovation is not None:
         gained = gained + 0.5 * batch.innovation.to(torch.float64).square().sum()
-    return gained, batch.count
+    return gained, batch.seen
 
 
 HISTORY = kinds.Kind(
@@ -356,10 +356,10 @@ class KalmanFilter(PosteriorTransformation):
             (tensor(-2.2655, dtype=torch.float64), tensor(-2.2655))
         """
         mine = self._state(state)
-        unknown = mine.count - mine.scored
+        unknown = mine.seen - mine.scored
         if is_readable(unknown) and bool((unknown != 0).any()):
             raise ValueError(
-                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.count.sum())} data is unknown: "
+                f"{self._link.name}: the log-likelihood of {int(unknown.sum())} of {int(mine.seen.sum())} data is unknown: "
                 "pass loss= to update beside curvature= (make_step does), or use bc.ekf.observe; with "
                 "linearisation='statistical' there is an evidence at lr=1 only"
             )
@@ -427,7 +427,7 @@ class KalmanFilter(PosteriorTransformation):
         for t in reversed(range(steps)):
             _, motion = link.motion(noises[t], states[t].updates, trees[t])
             moments.append(_smoothing.smoothed(structure, states[t], means[t], motion, moments[-1]))
-        return [_gaussian(m, tree, state.count) for m, tree, state in zip(reversed(moments), trees, states)]
+        return [_gaussian(m, tree, state.seen) for m, tree, state in zip(reversed(moments), trees, states)]
 
 
 def _gaussian(moments: _smoothing.Moments, tree: Any, count: Tensor) -> Gaussian:

@@ -91,13 +91,13 @@ class NaturalState(NamedTuple):
         momentum: v, one tensor for each parameter.
         hessian: H per datum; for IVON a tensor for each parameter, else a precision.
         key: of the random stream, 0-d int64.
-        count: of the updates, 0-d int64.
+        step: of the updates, 0-d int64.
     """
 
     momentum: tuple[Tensor, ...]
     hessian: Any
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Natural(Drawing):
         parts: Sequence[shards.Part | None] | None = None,
     ) -> tuple[tuple, list]:
         known = self.n_samples, self.antithetic, self.stream, parts
-        noise = standard_normals(state.key, state.count, leaves, names, *known)
+        noise = standard_normals(state.key, state.step, leaves, names, *known)
         return noise, self.displace(state, noise, leaves)
 
     def displace(self, state: NaturalState, noise: tuple, leaves: list) -> list:
@@ -206,14 +206,14 @@ class Natural(Drawing):
         """delta for each parameter: a number, or the prior's precision times the temperature."""
         if self.prior is None:
             return [self.weight_decay] * len(state.momentum)
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         return [times(v, temperature) for v in optree.tree_leaves(self.prior.precision.diag())]
 
     def _force(self, means: list, state: NaturalState, leaves: list) -> tuple[list, tuple]:
         """``v-bar + delta (m - mu_0)``, ``None`` without a gradient, and the next momentum."""
         beta = self.betas[0]
         momentum = tuple(v if g is None else v * beta + g * (1 - beta) for g, v in zip(means, state.momentum))
-        correction = 1 - beta ** (state.count + 1).to(torch.float64)
+        correction = 1 - beta ** (state.step + 1).to(torch.float64)
         centred = leaves if self.prior is None else [p - m for p, m in zip(leaves, optree.tree_leaves(self.prior.mean))]
         force = [
             None if g is None else times(v, 1 / correction) + p * d
@@ -251,7 +251,7 @@ class IVON(Natural):
         return [s * z for s, z in zip(self._sigma(state), noise)]
 
     def _sigma(self, state: NaturalState) -> list[Tensor]:
-        temperature = scalar(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.step), state.key.device)
         return [times((h + d).rsqrt(), temperature.sqrt()) for h, d in zip(state.hessian, self.decay(state))]
 
     def update(self, g: list, state: NaturalState, op: TensorOps, context: LinkContext) -> tuple[list, NaturalState]:
@@ -265,21 +265,21 @@ class IVON(Natural):
                 None if x is None else over_samples(x * z) / s
                 for x, z, s in zip(samples, draw.noise, self._sigma(state))
             ]
-            is_positive_temperature = scalar(now(self.temperature, state.count), state.key.device) > 0
+            is_positive_temperature = scalar(now(self.temperature, state.step), state.key.device) > 0
             hessian = tuple(
                 h if x is None else torch.where(is_positive_temperature, self._averaged(h, x, d), h)
                 for x, h, d in zip(estimates, state.hessian, self.decay(state))
             )
         force, momentum = self._force(means, state, leaves)
-        lr = now(self.lr, state.count)
+        lr = now(self.lr, state.step)
         steps = [
             None if f is None else -self._scaled((f / (h + d)).clamp(-self.clip_radius, self.clip_radius), lr, d)
             for f, h, d in zip(force, hessian, self.decay(state))
         ]
-        new = NaturalState(momentum, hessian, state.key, state.count + 1)
+        new = NaturalState(momentum, hessian, state.key, state.step + 1)
         if self.radius != math.inf and not self.is_deterministic:
             bounds = [self.radius * s for s in self._sigma(state._replace(hessian=hessian))]
-            is_drawn = scalar(now(self.temperature, state.count), state.key.device) > 0
+            is_drawn = scalar(now(self.temperature, state.step), state.key.device) > 0
             steps = [
                 x if x is None else torch.where(is_drawn, torch.minimum(torch.maximum(x, -b), b), x)
                 for x, b in zip(steps, bounds)
@@ -301,7 +301,7 @@ class IVON(Natural):
         return self.betas[1] * h + rho * estimate + 0.5 * rho**2 * gap.square() / (h + decay)
 
     def precision(self, state, params):
-        temperature = now(self.temperature, state.count)
+        temperature = now(self.temperature, state.step)
         values = [times(h + d, 1 / temperature) for h, d in zip(state.hessian, self.decay(state))]
         data = 1 / scalar(temperature, state.key.device)
         return Diagonal(optree.tree_unflatten(optree.tree_structure(params), values), data)
@@ -327,7 +327,7 @@ class VON(Natural):
 
     def displace(self, state, noise, leaves):
         precision = self.decayed(state.hessian, state)
-        temperature = scalar(now(self.temperature, state.count), state.key.device)
+        temperature = scalar(now(self.temperature, state.step), state.key.device)
         tree = optree.tree_unflatten(optree.tree_structure(precision.diag()), list(noise))
         return [times(x, temperature.sqrt()) for x in optree.tree_leaves(precision.sqrt_solve(tree))]
 
@@ -344,16 +344,16 @@ class VON(Natural):
         )
         precision = self.decayed(hessian, state)
         solved = optree.tree_leaves(precision.solve(tree))
-        lr = now(self.lr, state.count)
+        lr = now(self.lr, state.step)
         if self.radius != math.inf and not self.is_deterministic:
             moved = optree.tree_unflatten(optree.tree_structure(tree), [times(x, lr) for x in solved])
-            temperature = scalar(now(self.temperature, state.count), state.key.device)
+            temperature = scalar(now(self.temperature, state.step), state.key.device)
             squares = precision.quad(moved).to(torch.float64) / sum(x.numel() for x in solved)
             bound = self.radius * temperature.to(torch.float64).sqrt() * squares.clamp_min(1e-300).rsqrt()
             factor = torch.where(temperature > 0, bound.clamp_max(1.0), 1.0)
             solved = [times(x, factor) for x in solved]
         steps = [None if f is None else -times(x, lr) for f, x in zip(force, solved)]
-        new = NaturalState(momentum, hessian, state.key, state.count + 1)
+        new = NaturalState(momentum, hessian, state.key, state.step + 1)
         return steps, op.keep(state, new)
 
     def _increment(self, leaves: list, context: LinkContext) -> Precision:
@@ -369,7 +369,7 @@ class VON(Natural):
         beta = self.betas[1]
         new = increment.scale((1 - beta) / increment.count)
         if type(state.hessian) is Diagonal and not isinstance(increment, Diagonal):
-            if is_readable(state.count) and state.count > 0:
+            if is_readable(state.step) and state.step > 0:
                 raise TypeError(
                     f"{self.name}: the state is diagonal, the increment {type(increment).__name__}: the first increment "
                     "decides the structure; build every estimator with the same structure="
@@ -378,7 +378,7 @@ class VON(Natural):
         return state.hessian.scale(beta).add(new)
 
     def precision(self, state, params):
-        return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.count))
+        return self.decayed(state.hessian, state).scale(1 / now(self.temperature, state.step))
 
 
 @dataclass(frozen=True)

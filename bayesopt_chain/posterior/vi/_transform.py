@@ -67,14 +67,14 @@ class VariationalState(NamedTuple):
         mean_optimizer: the optimizer's state for the mean.
         scale_optimizer: the optimizer's state for phi.
         key: of the random stream, 0-d int64.
-        count: of the updates, 0-d int64.
+        step: of the updates, 0-d int64.
     """
 
     scale: tuple[Tensor, ...]
     mean_optimizer: Any
     scale_optimizer: Any
     key: Tensor
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    step: Tensor
 
 
 class VariationalInfo(NamedTuple):
@@ -177,7 +177,7 @@ class Variational(Drawing):
     ) -> tuple[tuple, list]:
         like, names = self.family.noise_like(leaves), self.family.noise_names(names)
         known = self.n_samples, self.antithetic, self.stream, parts
-        noise = standard_normals(state.key, state.count, like, names, *known)
+        noise = standard_normals(state.key, state.step, like, names, *known)
         return noise, self.family.displace(state.scale, noise, leaves)
 
     def update(
@@ -202,7 +202,7 @@ class Variational(Drawing):
             by_scale, state.scale_optimizer, params=state.scale, inplace=op.inplace
         )
         scale = tuple(s if step is None else s + step for s, step in zip(state.scale, steps))
-        new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.count + 1)
+        new = VariationalState(scale, mean_optimizer, scale_optimizer, state.key, state.step + 1)
         return moves, op.keep(state, new)
 
     def _gradients(self, g: list, noise: Any, state: VariationalState, leaves: list) -> tuple[list, tuple]:
@@ -211,7 +211,7 @@ class Variational(Drawing):
         samples = along_samples(g, leaves, self.n_samples, family.name)
         moves = [x is not None for x in samples]
         filled = [torch.zeros((self.n_samples, *p.shape)).to(p) if x is None else x for x, p in zip(samples, leaves)]
-        temperature = now(self.temperature, state.count - 1)
+        temperature = now(self.temperature, state.step - 1)
         if self.weight_decay:
             theta = [p + x for p, x in zip(leaves, family.displace(state.scale, noise, leaves))]
             filled = [x + self.weight_decay * y if m else x for x, y, m in zip(filled, theta, moves)]
@@ -251,14 +251,14 @@ class Variational(Drawing):
         drawn = [] if draw is None else optree.tree_leaves(draw.params)
         if self.prior is not None:
             density = self.prior.log_prob(like_prior(self.prior, drawn)).mean()
-            loss = loss - times(density.to(loss), now(self.temperature, state.count - 1))
+            loss = loss - times(density.to(loss), now(self.temperature, state.step - 1))
         if self.weight_decay:
             squares = torch.stack([shards.whole(x.square().sum()).to(loss) for x in drawn]).sum()
             loss = loss + times(squares, 0.5 * self.weight_decay / self.n_samples)
         if self.is_deterministic:
             return loss
         entropy = shards.whole(self.family.entropy(state.scale))  # of DTensors a message
-        return loss - times(entropy, now(self.temperature, state.count - 1))
+        return loss - times(entropy, now(self.temperature, state.step - 1))
 
     def shapes(self, state: VariationalState) -> list | int:
         """The parameters' shapes that the state remembers, or their number."""
@@ -267,8 +267,8 @@ class Variational(Drawing):
     def posterior(self, state: VariationalState, params: Any) -> Gaussian:
         if self.is_deterministic:
             raise ValueError(f"{self.family.name}: at temperature=0 there is no posterior; pass temperature=1 / N")
-        temperature = now(self.temperature, state.count - 1)
-        data = 1 / scalar(temperature, state.count.device)
+        temperature = now(self.temperature, state.step - 1)
+        data = 1 / scalar(temperature, state.step.device)
         mean = optree.tree_map(torch.Tensor.detach, params)
         require_finite(mean, "the posterior's mean")
         require_finite(state.scale, f"{self.family.name}: the scale")

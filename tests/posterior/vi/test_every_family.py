@@ -64,7 +64,7 @@ def test_adams_count_advances_in_place(optimizer):
     counts = [
         x for x in optree.tree_leaves((first[0].mean_optimizer, first[0].scale_optimizer)) if x.dtype == torch.int64
     ]
-    assert counts and all(bool((c == 3).all()) for c in counts) and int(first[0].count) == 4
+    assert counts and all(bool((c == 3).all()) for c in counts) and int(first[0].step) == 4
 
 
 @pytest.mark.parametrize("row", DRESSED, ids=str)

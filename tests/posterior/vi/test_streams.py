@@ -21,7 +21,7 @@ by_leaf = pytest.mark.parametrize("name", [name for name in MAKERS if name != "d
 
 def philox(state, path, shape, draws=1):
     like = torch.empty(1, draws, *shape, dtype=torch.float64)
-    ((z,),) = Variables(leaf_numbers((path,)), stream="philox").draw(state.key, state.count, [like])
+    ((z,),) = Variables(leaf_numbers((path,)), stream="philox").draw(state.key, state.step, [like])
     return z
 
 
@@ -68,7 +68,7 @@ def test_the_first_directions_and_all_draws_follow_the_stream(name):
     assert torch.equal(states[0].key, states[1].key)
     if name == "low_rank":
         assert not torch.equal(states[0].scale[1], states[1].scale[1])
-        zero = states[1]._replace(count=torch.zeros((), dtype=torch.int64))
+        zero = states[1]._replace(step=torch.zeros((), dtype=torch.int64))
         ratio = states[1].scale[1] / philox(zero, "['w']", (2, 3), 2)
         torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
 
