@@ -50,15 +50,11 @@ def _flatten(state: State) -> tuple[list[Any], Layout]:
     return list(state), state.layout
 
 
-def _unflatten(layout: Layout, entries: Iterable[Any]) -> State:
-    return State(entries, layout)
-
-
 _trees: Any = optree  # its stubs leave out the name of the namespace in which TorchOpt's tree functions look
 _trees.register_pytree_node(
     State,
     _flatten,
-    _unflatten,
+    lambda layout, entries: State(entries, layout),
     namespace=getattr(_trees.registry, "__GLOBAL_NAMESPACE"),
 )
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")
@@ -133,5 +129,8 @@ def warm_start(fresh: State, like: Any) -> State:
 def _remembered(entry: Any) -> Any:
     """What two entries share that remember the same: the names of class and fields, and the tensors' shapes and dtypes."""
     fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
-    tensors: list[Any] = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in flattened(entry)[0]]
-    return type(entry).__name__, fields, tensors
+    return (
+        type(entry).__name__,
+        fields,
+        [(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in flattened(entry)[0]],
+    )

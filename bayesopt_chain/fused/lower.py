@@ -70,11 +70,18 @@ def _alike(x: Tensor, t: Tensor) -> bool:
 def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     """Whether a kernel may run over the memory of these tensors: on a CPU, dense, of one dtype, of these sizes, and without
     gradients of their own. Whether they are traced has to be asked before."""
-    plain = [
-        type(x) in _KINDS and x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.requires_grad
-        for x in (*g, *kept)
-    ]
-    return dtype in _ONE and all(plain) and sizes == tuple(map(Tensor.numel, g)) == tuple(map(Tensor.numel, kept))
+    return dtype in _ONE and all(
+        [
+            type(x) in _KINDS
+            and x.dtype is dtype
+            and x.is_cpu
+            and x.numel() == n
+            and x.is_contiguous()
+            and not x.requires_grad
+            for xs in (g, kept)
+            for x, n in zip(xs, sizes)
+        ]
+    )
 
 
 def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
