@@ -50,11 +50,15 @@ def _flatten(state: State) -> tuple[list[Any], Layout]:
     return list(state), state.layout
 
 
+def _unflatten(layout: Layout, entries: Iterable[Any]) -> State:
+    return State(entries, layout)
+
+
 _trees: Any = optree  # its stubs leave out the name of the namespace in which TorchOpt's tree functions look
 _trees.register_pytree_node(
     State,
     _flatten,
-    lambda layout, entries: State(entries, layout),
+    _unflatten,
     namespace=getattr(_trees.registry, "__GLOBAL_NAMESPACE"),
 )
 _pytree.register_pytree_node(State, _flatten, State, serialized_type_name="bayesopt_chain.State")

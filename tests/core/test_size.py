@@ -45,4 +45,4 @@ def statements(room: str) -> int:
 
 
 def test_core_and_matching_stay_within_their_statements():
-    assert statements("core") + statements("matching") <= 1055
+    assert statements("core") + statements("matching") <= 1057

@@ -39,7 +39,7 @@ CHAINS = {
 class Plain(bc.Chain):
     """A chain whose links run one by one."""
 
-    lower = staticmethod(lambda links, plan: {})
+    _lower = staticmethod(lambda links, plan: {})
 
 
 def runs_of(tx, state):
