@@ -44,6 +44,7 @@ class FilteredNoise(Keyed):
     gain: Callable[[Tensor], Any] | None = None
     beside: tuple[int, int] = (0, 0)
     noise: str = "gaussian"
+    batch_order: str | None = None  # of the batches that the sampler is meant for; ``bc.sample`` refuses others
 
     @property
     def response(self) -> Response:
@@ -92,6 +93,7 @@ def inject_filtered_noise(
     beside: tuple[int, int],
     gain: Callable[[Tensor], Any] | None = None,
     generator: torch.Generator | None = None,
+    batch_order: str | None = None,
 ) -> Chain:
     """Add noise with constants given by the caller; at the number ``temperature=0`` the identity.
 
@@ -101,6 +103,7 @@ def inject_filtered_noise(
         beside: (before, behind), how many neighbours the constants are right for; a chain in which others act is refused.
         gain: a further factor as a function of the count.
         generator: source of the random key.
+        batch_order: of the batches that the sampler is meant for.
 
     Returns:
         A link.
@@ -110,4 +113,7 @@ def inject_filtered_noise(
         return Chain(())
     if isinstance(temperature, int):
         temperature = float(temperature)
-    return Chain((FilteredNoise(temperature, tuple(current), tuple(later), gain, beside, generator=generator),))
+    link = FilteredNoise(
+        temperature, tuple(current), tuple(later), gain, beside, batch_order=batch_order, generator=generator
+    )
+    return Chain((link,))

@@ -173,6 +173,12 @@ def sample(
     for link in getattr(getattr(getattr(step, "step", step), "tx", None), "links", ()):
         if (room := getattr(link, "room", None)) is not None:
             room.require_batches(batches)
+        wanted = getattr(link, "batch_order", None)
+        if wanted is not None and getattr(batches, "order", wanted) != wanted:
+            raise ValueError(
+                f"sample: this sampler is meant for {wanted} batches, and these are {batches.order}: take "
+                f"bc.epochs(..., order={wanted!r}), or bc.samplers.ubu, which takes any"
+            )
     run = Run(
         step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress, seed
     )

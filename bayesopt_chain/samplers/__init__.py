@@ -16,7 +16,7 @@ from bayesopt_chain.samplers.preconditioned import (
 from bayesopt_chain.samplers.replica_exchange import replica_exchange
 from bayesopt_chain.samplers.samadams import samadams
 from bayesopt_chain.samplers.sghmc_euler import sghmc_euler
-from bayesopt_chain.samplers.splittings import baoab, obabo, splitting_parameters, ubu
+from bayesopt_chain.samplers.splittings import baoab, obabo, palindromic_ubu, splitting_parameters, ubu
 from bayesopt_chain.samplers.stability import step_growth
 from bayesopt_chain.samplers.svgd import scale_by_stein_kernel, svgd
 from bayesopt_chain.samplers.thermostats import badodab, sgnht
@@ -33,6 +33,7 @@ __all__ = [
     "lattice_walk",
     "mclmc",
     "obabo",
+    "palindromic_ubu",
     "psgld",
     "replica_exchange",
     "samadams",

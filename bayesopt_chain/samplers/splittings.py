@@ -142,7 +142,55 @@ def ubu(
         >>> updates.shape
         torch.Size([3])
     """
-    h, gamma, mu = step_size, friction, math.exp(-friction * step_size)
+    return _ubu(step_size, friction, temperature, generator)
+
+
+@checked_as(step_size=POSITIVE, friction=POSITIVE)
+def palindromic_ubu(
+    step_size: float, friction: float, *, temperature: ScalarOrSchedule, generator: torch.Generator | None = None
+) -> Chain:
+    """Symmetric minibatch splitting (Paulin, Whalley, Chada and Leimkuhler, 2024): :func:`ubu` on palindromic epochs.
+
+    The batches of an epoch come in an order, and in the next in the reverse one, ``bc.epochs(..., order="palindrome")``:
+    the steps of both together are a palindrome, whose bias by the batches is of second order in ``h`` where that of
+    independent batches is of first. It asks for a memory of about an epoch, ``friction * step_size`` times the batches of an
+    epoch at most about 1; with a shorter one palindromes are no better than reshuffled epochs (docs/minibatches.md).
+
+    Args:
+        step_size: ``h``, a time, positive.
+        friction: ``gamma``, an inverse time, positive.
+        temperature: ``1 / N`` for a loss that is a mean over ``N`` data, 1 for an unnormalised loss. Along a schedule the
+            variance stays between the old and the new value and never turns.
+        generator: source of the random key (default: torch's global generator).
+
+    Returns:
+        The chain of :func:`ubu`, which :func:`bayesopt_chain.sample` refuses to run on ``bc.epochs`` of another order; a loop
+        of one's own has to see to that.
+
+    Raises:
+        ValueError: a step size or friction that is not positive and finite.
+
+    Example:
+        >>> import torch, bayesopt_chain as bc
+        >>> x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+        >>> tx = bc.samplers.palindromic_ubu(0.1, 1.0, temperature=1 / 12)
+        >>> step, w = bc.make_step(lambda w, batch: (batch[0] - w).square().mean(), tx), torch.zeros(2)
+        >>> data = bc.epochs((x,), 3, order="palindrome", seed=0)
+        >>> len(bc.sample(step, w, tx.init(w), data, steps=16, burn_in=8))
+        8
+    """
+    return _ubu(step_size, friction, temperature, generator, "palindrome")
+
+
+def _ubu(
+    h: float,
+    gamma: float,
+    temperature: ScalarOrSchedule,
+    generator: torch.Generator | None,
+    batch_order: str | None = None,
+) -> Chain:
+    """UBU with a step ``h`` and friction ``gamma``, for batches of an order, if it is meant for one."""
+    mu = math.exp(-gamma * h)
     lr = h * -math.expm1(-gamma * h) / gamma
     n1, n2, n2_alone = ubu_noise(h, gamma)
     return chain(
@@ -152,6 +200,7 @@ def ubu(
             (mu * n1 / lr - n2 / h, -n2_alone / h),
             beside=(0, 2),
             generator=generator,
+            batch_order=batch_order,
         ),
         add_momentum(mu),
         scale_by_neg_lr(lr),

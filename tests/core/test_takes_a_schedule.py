@@ -55,6 +55,7 @@ FOLLOWS = {  # name -> chain of a temperature, whose variance stays between that
     "samplers.baoab": lambda t: bc.samplers.baoab(0.2, friction=1.0, temperature=t),
     "samplers.obabo": lambda t: bc.samplers.obabo(0.2, friction=1.0, temperature=t),
     "samplers.ubu": lambda t: bc.samplers.ubu(0.2, friction=1.0, temperature=t),
+    "samplers.palindromic_ubu": lambda t: bc.samplers.palindromic_ubu(0.2, friction=1.0, temperature=t),
     "samplers.sghmc_euler": lambda t: bc.samplers.sghmc_euler(0.01, 0.9, temperature=t),
 }
 SAYS = {  # name -> what its docstring says of a schedule, where no closed form can be asked for

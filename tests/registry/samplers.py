@@ -152,6 +152,11 @@ SAMPLERS = (
         ),
     ),
     sampler(
+        "palindromic_ubu",
+        lambda t: bc.samplers.palindromic_ubu(0.3, 1.0, temperature=t),
+        lambda: torchopt.sgd(0.3 * -math.expm1(-0.3), momentum=math.exp(-0.3)),
+    ),
+    sampler(
         "sgnht",
         lambda t: bc.samplers.sgnht(0.05, 0.8, temperature=t or 1.0),
         skip=ON_PARTS,
