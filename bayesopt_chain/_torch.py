@@ -98,7 +98,7 @@ def specs_of(leaves: Iterable[Any]) -> list[Any]:
 
 def is_fully_sharded(module: Any) -> bool:
     """Whether ``fully_shard`` was called on a module or on one inside it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
 
 

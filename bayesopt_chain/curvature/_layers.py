@@ -162,7 +162,7 @@ def _factors(
     """Both factors of one layer after the other, added up over the ranks at the layer's owner."""
     units: dict[int, list[Gradient]] = {}
     first_use = {use.leaf: use.tap for use in reversed(seen.uses)}
-    for gradient in _gradients(seen, pulled, plan, set()):
+    for gradient in _gradients(seen, pulled, plan, set(), None):
         units.setdefault(first_use[gradient.leaf], []).append(gradient)
     layers = list(units.values())
     owners = owners_of([[size for g in layer for size in g.kind.factors()] for layer in layers], passes.ranks)

@@ -530,7 +530,7 @@ def product(curvature: Any, like: Any) -> Callable[[Tree], Tree] | None:
     if callable(curvature) and not torch.is_tensor(curvature):
 
         def product(tree: Tree) -> Tree:
-            found = curvature(tree)
+            found: Any = curvature(tree)
             if not kinds.TREE.fits(found) or optree.tree_structure(found) != optree.tree_structure(like):
                 raise TypeError(
                     f"heating: curvature must return a tree of tensors like the parameters, got {short(found)}"
