@@ -113,11 +113,12 @@ def local_learning_coefficient(
     for it in iterate(step, stacked, state, batches, steps=steps, burn_in=burn_in):
         if it.is_draw:
             losses.append(it.info.loss.double())
-    found = torch.stack(losses)
-    if not bool(torch.isfinite(found).all()):
+    cut = len(losses) < steps - burn_in  # iterate has stopped in front of a draw that is not finite
+    if cut or not all(bool(loss.isfinite().all()) for loss in losses):
         raise ValueError(
             "local_learning_coefficient: the chain diverged; lower lr or strength, or look at the scale of batches and loss"
         )
+    found = torch.stack(losses)
     scaled = (found - reference) / temperature
     mean = estimate(scaled)
     return LearningCoefficient(mean.value, mean.standard_error, scaled.mean(0), found, reference)

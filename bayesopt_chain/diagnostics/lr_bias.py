@@ -156,7 +156,8 @@ def _means(
             with torch.no_grad():
                 total = total + (it.info.loss if of_all is None else of_all(it.params)).double()
             count += 1
-    if not bool(torch.isfinite(total).all()):
+    cut = count < (steps - burn_in) // thinning  # iterate has stopped in front of a draw that is not finite
+    if cut or not bool(torch.isfinite(total).all()):
         raise ValueError(
             f"lr_bias: a chain diverged in the run of {steps} steps; lower lr, or look at the scale of batches and loss"
         )
