@@ -59,7 +59,7 @@ FOLLOWS = {  # name -> chain of a temperature, whose variance stays between that
     "samplers.sghmc_euler": lambda t: bc.samplers.sghmc_euler(0.01, 0.9, temperature=t),
 }
 SAYS = {  # name -> what its docstring says of a schedule, where no closed form can be asked for
-    "adadelta": "temperature: must be 0",
+    "adadelta": "T > 0 is refused when ``init`` is called",
     "samplers.badodab": "the thermostat follows",
     "samplers.sgnht": "the thermostat follows",
     "samplers.contour_sgld": "along a schedule",
