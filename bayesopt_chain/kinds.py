@@ -286,7 +286,7 @@ LIKELIHOOD = Kind(
     "one of bc.likelihoods, called, such as bc.likelihoods.categorical()",
 )
 SAMPLED = Kind(
-    lambda x: hasattr(x, "chains") and hasattr(x, "params") and not isinstance(x, type),
+    lambda x: hasattr(x, "chains") and hasattr(type(x), "params") and not isinstance(x, type),  # x.params reads draws
     "bc.Draws, such as bc.sample returns, or bc.Draws.from_trees of a list of parameters",
 )
 SCALAR = Kind(
