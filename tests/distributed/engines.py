@@ -487,7 +487,7 @@ def lora(rank):
 
 @case
 def cost(rank):
-    """The share of the time of 300 steps that goes into comparisons, six of them; a step is that of a small network.
+    """The share of the processor's time of 300 steps that goes into comparisons, six of them; a step is that of a small network.
 
     Each of the six counts as their median, since one that the operating system interrupts is longer than the others together.
     """
@@ -496,14 +496,14 @@ def cost(rank):
     look, spent = optimizer._witness.look, []
 
     def timed(*args):
-        start = time.perf_counter()
+        start = time.process_time()
         look(*args)
-        spent.append(time.perf_counter() - start)
+        spent.append(time.process_time() - start)
 
     optimizer._witness.look = timed
-    start = time.perf_counter()
+    start = time.process_time()
     train(model, optimizer, data(rank, 128), 300)
-    total = time.perf_counter() - start
+    total = time.process_time() - start
     *rest, a, b, c, d, e, f = sorted(spent)
     return (sum(rest) + 6 * statistics.median((a, b, c, d, e, f))) / total
 
