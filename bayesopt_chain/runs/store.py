@@ -9,6 +9,7 @@ the index no longer names.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -149,7 +150,7 @@ class Store:
         def read() -> Tensor | None:
             shards = [s for s in self.shards() if LOSS in s.names()]
             rows = [s.read(LOSS)[s.read(STEP) <= done] for s in shards]
-            return torch.cat([x.reshape(len(x), -1) for x in rows]) if rows else None
+            return torch.cat([x.reshape(len(x), math.prod(x.shape[1:])) for x in rows]) if rows else None
 
         return self.told(read) if self.place is not None and done else None
 
