@@ -98,9 +98,9 @@ def unshared(new: State, old: State) -> State:
 
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
-    return {
-        j for j, bit in enumerate(broadcast_prefix(mask(tree) if callable(mask) else mask, tree)) if is_bit(bit) and bit
-    }
+    bits = broadcast_prefix(mask(tree) if callable(mask) else mask, tree)
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)  # of one that is absent nothing is asked
+    return {j for j, bit in enumerate(bits) if (leaves[j] is None or is_bit(bit)) and bit}
 
 
 def warm_start(fresh: State, like: Any) -> State:

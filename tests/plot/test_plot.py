@@ -78,7 +78,7 @@ def test_traces_show_the_leaves_that_are_named():
         (
             lambda: bc.plot.bands(torch.zeros(3), gaussian(torch.zeros(3)), levels=(90,)),
             ValueError,
-            "levels must lie in",
+            "levels must be a list of numbers in",
         ),
         (lambda: bc.plot.bands(torch.zeros(3), gaussian(torch.zeros(3)), output=1), ValueError, "no output 1"),
         (
