@@ -108,8 +108,8 @@ def reshard(module: Any) -> None:
     The outermost of them keeps whole ones behind a forward pass that no backward pass follows.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for part in () if fsdp is None else module.modules():
-        if isinstance(part, fsdp.FSDPModule):
+    for part in module.modules():
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
             part.reshard()
 
 

@@ -487,7 +487,7 @@ def lora(rank):
 
 @case
 def cost(rank):
-    """The share of the processor's time of 300 steps that goes into comparisons, six of them; a step is that of a small network.
+    """The share of the processor's time of 300 steps that goes into six comparisons; a step is that of a small network.
 
     Each of the six counts as their median, since one that the operating system interrupts is longer than the others together.
     """
