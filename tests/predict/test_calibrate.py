@@ -49,7 +49,10 @@ def test_temperature_scaling_finds_the_least_held_out_loss(scale):
     "call, says",
     [
         (lambda: predict.conformal_level(gaussian(8, 1.0), torch.zeros(8, 1), 0.9), "at least 9 are needed"),
-        (lambda: predict.conformal_level(gaussian(8, 1.0), torch.zeros(8, 1), 90), r"level must be a number in \(0, 1\)"),
+        (
+            lambda: predict.conformal_level(gaussian(8, 1.0), torch.zeros(8, 1), 90),
+            r"level must be a number in \(0, 1\)",
+        ),
         (lambda: predict.conformal_level(gaussian(9, 1.0), torch.full((9, 1), torch.nan)), "hold NaN"),
         (
             lambda: predict.conformal_level(
