@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import optree
@@ -75,13 +77,20 @@ def _schedule(name: str, value: Any, ranges: bool) -> None:
         raise TypeError(f"{name} must be a function of the step count, got {short(value)}")
 
 
+def _transition(name: str, value: Any, ranges: bool) -> None:
+    if isinstance(value, type):
+        raise TypeError(f"{name} must be numbers, a matrix or a function of the parameters, got {short(value)}")
+    NumberOrTree(FINITE)(name, value, ranges)
+
+
 def _transformation(name: str, value: Any, ranges: bool) -> None:
     if value is not None and not isinstance(value, GradientTransformation):
         raise TypeError(f"{name} must be a gradient transformation, got {short(value)}")
 
 
 def _mask(name: str, value: Any, ranges: bool) -> None:
-    if not callable(value) and not all(isinstance(bit, bool) for bit in optree.tree_leaves(value)):
+    is_function = callable(value) and not isinstance(value, type)
+    if not is_function and not all(isinstance(bit, bool) for bit in optree.tree_leaves(value)):
         raise TypeError(f"{name} must be a tree of True and False, or a function of the parameters, got {short(value)}")
 
 
@@ -100,6 +109,7 @@ Rule = Callable[
     [str, Any, bool], None
 ]  # (name, value, whether ranges are checked beside types); refuses what may not be
 _FLAG, COUNT, _MEMORY = OneOf((True, False)), Range(f"[0, {LARGEST}]", integer=True), Range("[0, 1]")
+LARGEST_FLOAT = sys.float_info.max
 POSITIVE, _NOT_NEGATIVE, FINITE = Range("(0, inf)"), Range("[0, inf)"), Range("(-inf, inf)")
 MOMENTUM, ORDER = Range("[0, 1)"), OneOf((1, 2))
 AT_LEAST_ONE = Range(f"[1, {LARGEST}]", integer=True)
@@ -123,7 +133,7 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("omega", "step_size_fn"), _schedule),
     **dict.fromkeys(("optimizer", "scale_optimizer"), _transformation),
     **dict.fromkeys(("init_scale", "prior_precision"), NumberOrTree(POSITIVE)),
-    "transition": NumberOrTree(FINITE),
+    "transition": _transition,
     "transition_noise": NumberOrTree(_NOT_NEGATIVE),
     "clip_radius": Range("(0, inf]"),
     "zeta": Range("(0, 1]"),
@@ -166,6 +176,13 @@ def check_link(link: Any) -> None:
             ARGUMENTS[part.name](_shown(type(link).__name__, part.name), getattr(link, part.name), True)
 
 
+def _plain(value: Any) -> Any:
+    """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
+    if isinstance(value, Real) and not isinstance(value, (int, float)) and abs(value) <= LARGEST_FLOAT:
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def _shown(owner: str, name: str) -> str:
     return f"{owner}: {_SHOWN.get(name, name)}"
 
@@ -177,6 +194,7 @@ def _checking(factory: Factory, ranges: bool, own: Mapping[str, Rule]) -> Factor
 
     @functools.wraps(factory)
     def checking(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:

@@ -74,9 +74,18 @@ def scalar(value: Any, device: torch.device) -> Tensor:
     """What a schedule returned, 0-d, float64; a number is filled in on the device, which a graph can record."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
+    return torch.full((), float(returned(value)), dtype=torch.float64, device=device)
+
+
+def returned(value: Any) -> Any:
+    """What a schedule returned, if it is a number.
+
+    Raises:
+        TypeError: it is none.
+    """
     if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         raise TypeError(f"a schedule (lr, temperature, ...) must return a number or a 0-d tensor, got {value!r:.80}")
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+    return value
 
 
 def by_count(fn: Callable[[Tensor], Any], counts: Sequence[Tensor]) -> list[Any]:

@@ -3,8 +3,9 @@
 Each call of :data:`CALLS` is sound as it stands. Every argument in turn is replaced by each of :data:`VALUES`; what comes of it
 is right if it is
 
-* an exception of this library that names the argument, or which part of it is wrong: a TypeError, a ValueError, or a
-  FileNotFoundError of a path; or whatever a function of the user's own raises for what it was given;
+* an exception of this library that names the argument, or which part of it is wrong: a TypeError, a ValueError, an IndexError
+  of a place behind the end, or a FileNotFoundError of a path; or whatever a function of the user's own raises for what it was
+  given;
 * or a result without NaN, unless NaN was given as data.
 
 Factories of transformations and optimizers find their rows by themselves: what they make has to make some steps
@@ -29,6 +30,7 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optree
@@ -122,6 +124,7 @@ ALSO = {  # what a message calls an argument, besides its name
     "b1": ("beta", "betas"),
     "b2": ("beta", "betas"),
     "lr": ("learning rate", "step_size"),
+    "omega": ("schedule",),
     "step_size_fn": ("step_size", "schedule"),
     "init_scale": ("init scale",),
     "low": ("high",),
@@ -152,6 +155,7 @@ def params():
 
 TX = bc.sgld(0.1, temperature=0.1)
 STEP = bc.make_step(loss, TX)
+PARALLEL = bc.parallel(STEP, 2)
 CUBE = torch.eye(3).expand(2, 3, 3) + 0.1
 VI = bc.vi.mean_field(bc.adam(0.1), temperature=0.1)
 EKF = bc.ekf.dense()
@@ -163,6 +167,7 @@ OTHER = DRAWS.with_columns(
 )
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).eval()
 NORMED = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+REFERRING = bc.make_step(bc.gradients.svrg(loss, BATCHES), TX)  # a step with a reference to move
 PAIRS = [(DATA[:6], torch.arange(6) % 2), (DATA[6:], torch.arange(6) % 2)]
 LIKELIHOOD = bc.likelihoods.categorical()
 
@@ -173,6 +178,24 @@ def run():
 
 def optimizer(model=NORMED):
     return bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.1)
+
+
+def moved(name, **given):
+    """The batch behind a move to another place."""
+    data = bc.epochs(DATA, 4)
+    getattr(data, name)(**given)
+    return next(iter(data))
+
+
+@functools.cache
+def captured():
+    """A recorded step, which returns copies."""
+    return bc.capture(STEP, params(), TX.init(params()), DATA[0], backend="eager", clone=True)
+
+
+def watching():
+    """A collector in a trainer's loop, which says where it stands."""
+    return bc.collect(NORMED, every=1)
 
 
 def collector():
@@ -336,6 +359,13 @@ CALLS = {
         lambda: {"batches": [torch.ones(2, 3)], "reduce": "mean", "chunk": 4, "inputs": None, "transform": None},
     ),
     "Collector.load_state_dict": (lambda **k: collector().load_state_dict(**k), lambda: {"state": {"step": 3}}),
+    "Collector.on_step_end": (
+        lambda **k: watching().on_step_end(**k),
+        lambda: {"args": None, "state": SimpleNamespace(global_step=1), "control": None},
+    ),
+    "Collector.on_train_batch_end": (
+        lambda **k: watching().on_train_batch_end(**k), lambda: {"trainer": SimpleNamespace(global_step=1)}
+    ),
     "Collector.__call__": (lambda **k: collector()(**k), lambda: {"step": 2}),
     # the loop
     "make_step": (
@@ -344,6 +374,7 @@ CALLS = {
                  "monitor": False, "keywords": None, "curvature": None, "buffers": None},
     ),
     "Step.__call__": (STEP, lambda: {"params": params(), "state": TX.init(params()), "batch": None}),
+    "Step.refresh": (REFERRING.refresh, lambda: {"params": params(), "state": REFERRING.init(params())}),
     "Step.init": (STEP.init, lambda: {"params": params(), "like": None, "tx": None, "generator": None}),
     "parallel": (
         lambda **k: bc.parallel(**k) and None,
@@ -351,6 +382,15 @@ CALLS = {
     ),
     "Parallel.init": (
         lambda **k: bc.parallel(STEP, 2).init(**k), lambda: {"tx": TX, "params": bc.stack([params()] * 2), "seed": 1}
+    ),
+    "Parallel.__call__": (
+        PARALLEL,
+        lambda: {"params": bc.stack([params()] * 2), "state": PARALLEL.init(TX, bc.stack([params()] * 2)), "batch": None},
+    ),
+    "Parallel.gather": (lambda **k: PARALLEL.gather(**k), lambda: {"draws": DRAWS}),
+    "Parallel.mine": (lambda **k: PARALLEL.mine(**k), lambda: {"tree": bc.stack([params()] * 2)}),
+    "Captured.__call__": (
+        lambda **k: captured()(**k), lambda: {"params": params(), "state": TX.init(params()), "batch": DATA[0]}
     ),
     "capture": (
         lambda **k: bc.capture(**k) and None,
@@ -370,6 +410,12 @@ CALLS = {
         lambda: {"data": DATA, "batch_size": 4, "order": "reshuffled", "seed": 0, "chains": None, "leave_out": None,
                  "with_rows": False},
     ),
+    "Epochs.batch": (lambda **k: bc.epochs(DATA, 4).batch(**k), lambda: {"epoch": 1, "offset": 2}),
+    "Epochs.batch_at": (lambda **k: bc.epochs(DATA, 4).batch_at(**k), lambda: {"step": torch.tensor(5)}),
+    "Epochs.parts": (lambda **k: list(bc.epochs(DATA, 4).parts(**k)), lambda: {"size": 5, "shuffled": False}),
+    "Epochs.rows": (lambda **k: bc.epochs(DATA, 4).rows(**k), lambda: {"epoch": 1, "offset": 2}),
+    "Epochs.seek": (lambda **k: moved("seek", **k), lambda: {"step": 2}),
+    "Epochs.set_epoch": (lambda **k: moved("set_epoch", **k), lambda: {"epoch": 2}),
     "Epochs.load_state_dict": (
         lambda **k: bc.epochs(DATA, 4).load_state_dict(**k), lambda: {"state": bc.epochs(DATA, 4).state_dict()}
     ),
@@ -636,6 +682,8 @@ CALLS = {
     "optim.SGHMC.load_state_dict": (
         lambda **k: optimizer().load_state_dict(**k), lambda: {"state_dict": optimizer().state_dict()}
     ),
+    "optim.SGHMC.step": (lambda **k: optimizer().step(**k), lambda: {"closure": None}),
+    "optim.SGHMC.watch": (lambda **k: optimizer().watch(**k), lambda: {"every": 3, "first": True}),
     "optim.SGHMC.add_param_group": (
         lambda **k: optimizer().add_param_group(**k),
         lambda: {"param_group": {"params": [torch.nn.Parameter(torch.ones(3))]}},
@@ -888,7 +936,7 @@ def complaint(err, argument):
         return ""  # a function of the user's own was called with what was given
     if any("torch/nn/modules" in x.filename for x in frames):
         return ""  # a model of the user's own likewise
-    if not isinstance(err, (TypeError, ValueError, FileNotFoundError, FloatingPointError)):
+    if not isinstance(err, (TypeError, ValueError, IndexError, FileNotFoundError, FloatingPointError)):
         return f"{type(err).__name__} from {_place(frame)}: {err}"
     if not frame.filename.startswith(HOME):
         return f"raised in {_place(frame)}: {type(err).__name__}: {err}"

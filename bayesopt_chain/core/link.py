@@ -183,8 +183,10 @@ class LinkContext:
             values = [every[j] for j in self.present]
         out: list[Tensor] = []
         for value, p, path in zip(self.parts(values, what), self.params, self.paths):
-            if not isinstance(value, (Real, Tensor)):
-                raise ValueError(f"{what} at {path or 'tensor'} is {short(value)}, which is no number and no tensor")
+            if not isinstance(value, (Real, Tensor)) or (isinstance(value, Tensor) and value.is_meta and not p.is_meta):
+                raise ValueError(
+                    f"{what} at {path or 'tensor'} is {short(value)}, which is no number and no tensor with values"
+                )
             x = torch.as_tensor(
                 value.detach() if detached and isinstance(value, Tensor) else value, dtype=p.dtype, device=p.device
             )

@@ -102,6 +102,7 @@ class Epochs:
             As :meth:`batch`.
 
         Raises:
+            TypeError: a step that is no 0-d tensor of int64.
             ValueError: an order that is a function of one's own.
 
         Example:
@@ -114,16 +115,20 @@ class Epochs:
             >>> bool(counted(w, state, torch.tensor(4))[0] == data.batch(1, 1).mean())
             True
         """
+        kinds.require("epochs: batch_at", step=(step, _COUNT))
         return self._picked(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
 
     def rows(self, epoch: int, offset: int) -> Tensor:
         """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset).
 
         Raises:
-            IndexError: no such position.
+            TypeError: a position that is no pair of whole numbers.
+            IndexError: an offset behind the last batch of the epoch.
+            ValueError: a position before the first.
         """
-        if not (0 <= offset < len(self) and epoch >= 0):
-            raise IndexError(f"epochs: no batch {offset} in epoch {epoch}; an epoch has {len(self)}, from 0")
+        kinds.require("epochs: batch", epoch=(epoch, kinds.whole(0)), offset=(offset, kinds.whole(0)))
+        if offset >= len(self):
+            raise IndexError(f"epochs: no batch at offset {offset} of epoch {epoch}; an epoch has {len(self)}, from 0")
         return self._of_chains(lambda chain: self.stream.rows(epoch, offset, chain))
 
     def common_rows(self) -> Tensor:
@@ -148,8 +153,15 @@ class Epochs:
 
         Returns:
             An iterator over trees like the data, without an axis for chains and without rows.
+
+        Raises:
+            TypeError, ValueError: a size that is no whole number, at least 1; chains that leave out different data.
         """
-        rows, size = self.common_rows(), size or self.batch_size
+        kinds.require("epochs: parts", size=(size, kinds.WHOLE.or_none()), shuffled=(shuffled, kinds.BOOL))
+        return self._parts(self.batch_size if size is None else size, shuffled)
+
+    def _parts(self, size: int, shuffled: bool) -> Iterator[Any]:
+        rows = self.common_rows()
         if shuffled:
             rows = self.stream.permuted(0, 0)
             rows = rows[: len(rows) - len(rows) % size]
@@ -196,14 +208,17 @@ class Epochs:
 
         A ``DataLoader`` with workers fetches ahead of its use: to resume one, seek to the number of batches used.
         """
-        if step < 0:
-            raise ValueError(f"epochs: seek to a step from 0, got {step}")
-        self.epoch, self.offset = divmod(step, len(self))
-        self.at_end = self.offset == 0 and self.epoch > 0 and (self.order != "palindrome" or self.epoch % 2 == 0)
+        kinds.require("epochs: seek", step=(step, kinds.whole(0)))
+        self._go(*divmod(step, len(self)))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.seek(epoch * len(self))
+        kinds.require("epochs: set_epoch", epoch=(epoch, kinds.whole(0)))
+        self._go(epoch, 0)
+
+    def _go(self, epoch: int, offset: int) -> None:
+        self.epoch, self.offset = epoch, offset
+        self.at_end = offset == 0 and epoch > 0 and (self.order != "palindrome" or epoch % 2 == 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, and what it is a position in. It is the same on all ranks, and for any number."""
@@ -257,6 +272,9 @@ class Indices:
 
 
 _SEED = kinds.Kind(lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number", (int,))
+_COUNT = kinds.Kind(  # of which nothing is read, so that a program can be recorded
+    lambda x: isinstance(x, Tensor) and x.ndim == 0 and x.dtype == torch.int64, "a 0-d tensor of int64", (Tensor,)
+)
 _ROWS = kinds.Kind(
     lambda x: x is None or isinstance(x, Tensor) or (kinds.SEQUENCE.fits(x) and all(isinstance(r, Tensor) for r in x)),
     "a tensor of row numbers, a list of them, or None",

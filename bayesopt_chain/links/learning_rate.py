@@ -18,7 +18,7 @@ from bayesopt_chain.core.link import ELEMENTWISE, Link, LinkContext
 from bayesopt_chain.core.op import Leaves, TensorOps
 from bayesopt_chain.links.leaves import new_counts
 from bayesopt_chain.matching.response import Linear, Rate, Response
-from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, scalar
+from bayesopt_chain.schedules import ScalarOrSchedule, by_count, is_schedule, returned, scalar
 from bayesopt_chain.tracing import is_hidden
 
 
@@ -53,7 +53,7 @@ class Scale(Link):
     def factors(self, state: Any, n: int) -> Any:
         """What each of ``n`` leaves is multiplied by."""
         if is_schedule(schedule := self.step_size):
-            return by_count(lambda c: self._signed(schedule(c)), state.count)
+            return by_count(lambda c: self._signed(returned(schedule(c))), state.count)
         return self._signed(self.step_size)
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

@@ -123,10 +123,20 @@ class EstimatorMemory:
     def refreshed(self, params: Any, state: EstimatedState, inplace: bool) -> EstimatedState:
         """Move the reference to ``params``; what was seen of the corrections from the old one is forgotten."""
         fresh = self.estimator.refresh(params, state.estimator)
+        if _shapes(fresh) != _shapes(state.estimator):
+            raise ValueError(
+                "refresh: params are a tree of another structure, or of other shapes, than the state's; pass the parameters of "
+                "this step"
+            )
         if not inplace:
             return EstimatedState(state.inner, fresh, torch.zeros_like(state.watch))
         fresh = optree.tree_map(lambda old, new: old.copy_(new), state.estimator, fresh)
         return EstimatedState(state.inner, fresh, state.watch.zero_())
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    leaves, structure = optree.tree_flatten(tree)
+    return structure, [x.shape for x in leaves]
 
 
 def watched(watch: Tensor, grads: Any, correction: Any) -> Tensor:

@@ -108,7 +108,23 @@ class Parallel:
         """Take this rank's chains out of a tree that has the chains of all ranks on axis 0.
 
         A use is to draw the starting points of all chains from one seed on every rank.
+
+        Args:
+            tree: of tensors with one entry for each of the ``total`` chains on axis 0.
+
+        Returns:
+            The tree with the entries of this rank's chains.
+
+        Raises:
+            TypeError: a tree of anything else.
+            ValueError: another number of chains than all ranks have.
         """
+        kinds.require("parallel: mine", tree=(tree, _STACKED))
+        if wrong := [x.shape for x in optree.tree_leaves(tree) if len(x) != self.total]:
+            raise ValueError(
+                f"parallel: mine takes a tree with the {self.total} chains of all ranks on axis 0, got a leaf of "
+                f"{list(wrong[0])}"
+            )
         return _take(tree, slice(self.numbers.start, self.numbers.stop))
 
     def some(self, rows: slice) -> Parallel:
@@ -135,18 +151,21 @@ class Parallel:
             The draws of all ranks; without a mesh the draws that were given.
 
         Raises:
+            TypeError: what are no draws.
             ValueError: the ranks hold draws of different leaves or steps; all of them raise.
         """
+        kinds.require("parallel: gather", draws=(draws, kinds.SAMPLED))
         return draws if self.mesh is None else draws.gather(self.mesh)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """Make one step of every chain; returns ``(params, state, Info)``, stacked on axis 0."""
         both: Any = (params, state)
-        for leaf in optree.tree_leaves(both):
-            if leaf.ndim == 0 or leaf.shape[0] != self.n:
+        for leaf in optree.tree_leaves(both, none_is_leaf=self.run is _stacked):  # vmap takes no None
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != self.n:
+                got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(
-                    f"parallel: params and state must be stacked for {self.n} chains on axis 0, got a leaf of shape "
-                    f"{tuple(leaf.shape)}; use bc.stack([...]) and chains.init(tx, params)"
+                    f"parallel: params and state must be stacked for {self.n} chains on axis 0, got a leaf of {got}; use "
+                    "bc.stack([...]) and chains.init(tx, params)"
                 )
         dims = _broadcast(self.batch_dim, batch)
         if self.rows is not None:

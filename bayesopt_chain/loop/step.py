@@ -114,7 +114,9 @@ class Step:
             control variates the same.
 
         Raises:
-            ValueError: the step follows the gradient of a loss, which refers to nothing.
+            TypeError: parameters that are no tensors.
+            ValueError: the step follows the gradient of a loss, which refers to nothing; a state that is not of this step, or
+                parameters of another structure or shape than its reference.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -131,6 +133,8 @@ class Step:
                 "refresh: this step follows the gradient of a loss, which has no reference to move; pass "
                 "bc.gradients.svrg(loss, data) to make_step in the place of the loss"
             )
+        kinds.require("refresh", params=(params, kinds.PARAMS))
+        _require(self.memory, state)
         with uninterrupted():
             return self.memory.refreshed(params, state, self.inplace)
 

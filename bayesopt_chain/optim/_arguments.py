@@ -176,3 +176,9 @@ def call_of(who: str, given: Mapping[str, Any]) -> str:
     """A call in words: ``bc.optim.SGD(lr=0.1)``; parameters are only counted."""
     shown = [f"{name}={short(value)}" for name, value in given.items()]
     return f"{who}({', '.join(shown)})"
+
+
+def require_closure(who: str, closure: Any) -> None:
+    """Refuse what cannot be called, before anything moves; without a closure this is one comparison a step."""
+    if closure is not None:
+        kinds.require(f"{who}.step", closure=(closure, kinds.FUNCTION.or_none()))

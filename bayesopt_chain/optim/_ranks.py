@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bayesopt_chain import kinds
 from bayesopt_chain.distributed.witness import Witness
 
 
@@ -41,6 +42,7 @@ class OnRanks:
             first: ``False`` leaves out the steps named above, for ranks that share their noise on purpose.
 
         Raises:
+            TypeError: ``every`` is no whole number, or ``first`` neither True nor False.
             ValueError: ``every`` below 1.
 
         Example:
@@ -49,8 +51,7 @@ class OnRanks:
             >>> optimizer = bc.optim.SGHMC([theta], 0.1, temperature=0.1, generator=bc.distributed.generator(0))
             >>> optimizer.watch(every=1000)
         """
-        if every is not None and (isinstance(every, bool) or int(every) < 1):
-            raise ValueError(f"{self._name}.watch: every must be a positive number of steps or None, got {every!r}")
+        kinds.require(f"{self._name}.watch", every=(every, kinds.WHOLE.or_none()), first=(first, kinds.BOOL))
         self._witness.every, self._witness.first = every, first
 
     @property

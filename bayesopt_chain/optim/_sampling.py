@@ -331,6 +331,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
+            TypeError: a closure that is no function.
             ValueError: at T > 0, options or parameters that no noise is matched to; nothing has moved then.
 
         Example:
@@ -342,6 +343,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> bool(theta.all())
             True
         """
+        _arguments.require_closure(self._name, closure)
         if not any(map(_asks_for_more, self.param_groups)):
             return self._torch_step(closure)
         loss = None

@@ -98,7 +98,11 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
 
         Returns:
             What the closure returned; ``None`` without one.
+
+        Raises:
+            TypeError: a closure that is no function.
         """
+        _arguments.require_closure("bc.optim.Optimizer", closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

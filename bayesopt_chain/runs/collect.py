@@ -30,6 +30,7 @@ from bayesopt_chain.runs.store import SHARD_BYTES, Store
 from bayesopt_chain.runs.table import INDEX, STEP, drawn, read_index, segment_of
 from bayesopt_chain.runs.writing import held_by_one, write_part
 
+_COUNTING = kinds.Kind(lambda x: hasattr(x, "global_step"), "what a trainer gives its callbacks, with global_step")
 MOVING = ("lr", "initial_lr")  # hyperparameters that a loop changes as it goes
 
 
@@ -244,7 +245,16 @@ class Collector:
     # Lightning, which calls what a callback has of its hooks
 
     def on_train_batch_end(self, trainer: Any, *rest: Any, **more: Any) -> None:
-        """Look at the model after a batch, if the optimizer has stepped."""
+        """Look at the model after a batch, if the optimizer has stepped.
+
+        Args:
+            trainer: Lightning's, whose ``global_step`` counts the steps of the optimizer.
+            rest, more: what Lightning gives besides, which is not looked at.
+
+        Raises:
+            TypeError: something that counts no steps.
+        """
+        kinds.require("collect", trainer=(trainer, _COUNTING))
         if not self.counts and trainer.global_step != self.step:
             self(trainer.global_step)
 
@@ -259,7 +269,16 @@ class Collector:
     # transformers
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Look at the model after a step."""
+        """Look at the model after a step.
+
+        Args:
+            args, control: of the trainer, which are not looked at; nor is ``more``.
+            state: the trainer's, whose ``global_step`` counts the steps of the optimizer.
+
+        Raises:
+            TypeError: something that counts no steps.
+        """
+        kinds.require("collect", state=(state, _COUNTING))
         if not self.counts:
             self(state.global_step)
 

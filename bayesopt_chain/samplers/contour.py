@@ -115,7 +115,7 @@ class Contour(Link):
         lowest = torch.minimum(state.lowest, here)
         slope = torch.where(here > lowest, ((member - below) * log_mass).sum() / self.width, 0.0)
         factor = 1.0 + self.zeta * temperature * slope
-        gain = self.omega(state.step) * (member * state.mass).sum() ** self.zeta
+        gain = now(self.omega, state.step) * (member * state.mass).sum() ** self.zeta
         mass = state.mass + gain * (member - state.mass)
         moves = [x * factor.to(x.dtype) for x in g]
         kept = op.put([state.mass, state.lowest], [mass, lowest])

@@ -118,7 +118,7 @@ def scale_by_stein_kernel(temperature: ScalarOrSchedule, *, bandwidth: float | s
         >>> updates.shape
         torch.Size([5, 2])
     """
-    if bandwidth != "median":
+    if not (isinstance(bandwidth, str) and bandwidth == "median"):
         checks.positive("scale_by_stein_kernel: bandwidth", bandwidth)
     return Chain((Stein(temperature, bandwidth),))
 

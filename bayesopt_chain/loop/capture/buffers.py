@@ -197,7 +197,7 @@ class Batch:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
         for n, (x, mine) in enumerate(zip(leaves, self.leaves)):
             if torch.is_tensor(mine):
-                same = torch.is_tensor(x) and (x.shape, x.dtype, x.device) == (mine.shape, mine.dtype, mine.device)
+                same = torch.is_tensor(x) and _looks(x) == _looks(mine)
             else:
                 same = type(x) is type(mine) and x == mine
             if not same:
@@ -235,6 +235,11 @@ class Batch:
         """The batch with these tensors in the place of its own."""
         given = iter(tensors)
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
+
+
+def _looks(x: Tensor) -> tuple[Any, ...]:
+    """What of a tensor a program is recorded for."""
+    return x.shape, x.dtype, x.device, x.layout
 
 
 def _is_immutable(tree: Any) -> bool:

@@ -26,8 +26,10 @@ class CaptureError(RuntimeError):
 
 
 def describe(x: Any) -> str:
-    """Shape, dtype and device of a tensor, for messages; anything else as ``repr`` shows it."""
-    return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if torch.is_tensor(x) else repr(x)
+    """Shape, dtype, device and, unless dense, layout of a tensor, for messages; anything else as ``repr`` shows it."""
+    if not torch.is_tensor(x):
+        return repr(x)
+    return f"{tuple(x.shape)}, {x.dtype} on {x.device}{'' if x.layout is torch.strided else f', {x.layout}'}"
 
 
 def first_line(err: Exception) -> str:
