@@ -179,6 +179,5 @@ def call_of(who: str, given: Mapping[str, Any]) -> str:
 
 
 def require_closure(who: str, closure: Any) -> None:
-    """Refuse what cannot be called, before anything moves; without a closure this is one comparison a step."""
-    if closure is not None:
-        kinds.require(f"{who}.step", closure=(closure, kinds.FUNCTION.or_none()))
+    """Refuse what cannot be called, before anything moves."""
+    kinds.require(f"{who}.step", closure=(closure, kinds.FUNCTION.or_none()))

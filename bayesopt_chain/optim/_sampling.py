@@ -343,11 +343,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             >>> bool(theta.all())
             True
         """
-        _arguments.require_closure(self._name, closure)
         if not any(map(_asks_for_more, self.param_groups)):
+            if closure is not None:
+                _arguments.require_closure(self._name, closure)
             return self._torch_step(closure)
         loss = None
         if closure is not None:
+            _arguments.require_closure(self._name, closure)
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):

@@ -102,7 +102,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         Raises:
             TypeError: a closure that is no function.
         """
-        _arguments.require_closure("bc.optim.Optimizer", closure)
+        if closure is not None:
+            _arguments.require_closure("bc.optim.Optimizer", closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -193,7 +193,8 @@ class IVON(OnRanks, torch.optim.Optimizer):
             TypeError: a closure that is no function.
             ValueError: no draw since the last step, or inside of one; a plain gradient of a DTensor.
         """
-        _arguments.require_closure(self._name, closure)
+        if closure is not None:
+            _arguments.require_closure(self._name, closure)
         loss = None
         if closure is not None:
             with self.sampled(), torch.enable_grad():
