@@ -89,8 +89,8 @@ def _transformation(name: str, value: Any, ranges: bool) -> None:
 
 
 def _mask(name: str, value: Any, ranges: bool) -> None:
-    is_function = callable(value) and not isinstance(value, type)
-    if not is_function and not all(isinstance(bit, bool) for bit in optree.tree_leaves(value)):
+    is_function, tree = callable(value) and not isinstance(value, type), cast(Any, value)
+    if not is_function and not all(isinstance(bit, bool) for bit in optree.tree_leaves(tree)):
         raise TypeError(f"{name} must be a tree of True and False, or a function of the parameters, got {short(value)}")
 
 
@@ -178,7 +178,7 @@ def check_link(link: Any) -> None:
 
 def _plain(value: Any) -> Any:
     """Real numbers of other libraries, such as numpy's scalars and fractions, as Python's own; everything else as it is."""
-    if isinstance(value, Real) and not isinstance(value, (int, float)) and abs(value) <= LARGEST_FLOAT:
+    if isinstance(value, Real) and not isinstance(value, (int, float)) and abs(cast(Any, value)) <= LARGEST_FLOAT:
         return int(value) if isinstance(value, Integral) else float(value)
     return value
 

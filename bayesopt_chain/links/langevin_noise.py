@@ -406,7 +406,8 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    if not isinstance(noise, str) or noise not in ("gaussian", "rademacher", "three_point"):
+    named = isinstance(noise, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not named or noise not in ("gaussian", "rademacher", "three_point"):
         raise ValueError(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
         )
@@ -420,7 +421,8 @@ def inject_langevin_noise(
         checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum is not None:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
-    if stream is not None and not (isinstance(stream, str) and stream in STREAMS):
+    known = isinstance(stream, str) and stream in STREAMS  # pyright: ignore[reportUnnecessaryIsInstance]
+    if stream is not None and not known:
         raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
     room = room_of(room_for)
     if room is not None and lr is not None:
