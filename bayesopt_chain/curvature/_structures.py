@@ -19,8 +19,8 @@ import optree
 import torch
 from torch import Tensor
 
-from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Demand
-from bayesopt_chain.curvature._kinds import Kind, Vector, mirrored, plus_gram
+from bayesopt_chain.curvature._chunks import FEW_DATA, Chunk, Demand, Gradient
+from bayesopt_chain.curvature._kinds import Kind, Matrix, Vector, mirrored, plus_gram
 from bayesopt_chain.curvature._memory import require_dense_fits, require_factor_fits
 from bayesopt_chain.curvature._plan import UNUSED, TapPlan
 from bayesopt_chain.precision import (
@@ -119,6 +119,10 @@ class DenseSum(Structure):
         return self.formed() ** 2
 
     def add(self, chunk: Chunk) -> None:
+        if _is_one_layer(chunk.gradients):
+            added = _of_one_layer(chunk.gradients)
+            self.matrix = added if self.matrix is None else self.matrix + added
+            return
         rows = torch.cat([row.reshape(row.shape[0], -1) for row in _rows(chunk, self.leaves)], dim=1).to(self.dtype)
         self.matrix = plus_gram(self.matrix, rows)
 
@@ -282,6 +286,36 @@ class EigenbasisSum(TappedSum):
 
     def finish(self, count: Tensor) -> Eigenbasis:
         return self.basis._replace(values=self.to_tree([self.sums[i] for i in range(len(self.leaves))]), count=count)
+
+
+def _is_one_layer(gradients: list[Gradient]) -> bool:
+    """Whether all leaves are the weight and the bias of one layer, with enough columns for :func:`_of_one_layer` to pay."""
+    first = gradients[0]
+    if first.tap is None or any(other.tap != first.tap for other in gradients):
+        return False
+    g = first.g()
+    return 2 * g.shape[0] >= g.shape[-1]
+
+
+def _of_one_layer(gradients: list[Gradient]) -> Tensor:
+    """``sum_b H_b (x) x_b x_b^T`` with ``H_b = sum_k g_kb g_kb^T``, as ``[P, P]``: the rows' Gram matrix without the rows.
+
+    With O outputs and I inputs (1 among them for the bias) it takes ``b O^2 I^2`` products; K columns of rows take K times as
+    many.
+    """
+    g = gradients[0].g().flatten(1, -2) if isinstance(gradients[0].kind, Matrix) else gradients[0].g()
+    inputs = [
+        gradient.x()[:, 0] if isinstance(gradient.kind, Matrix) else g.new_ones(g.shape[1], 1) for gradient in gradients
+    ]
+    x, outputs = torch.cat(inputs, 1), g.shape[2]
+    of_outputs = torch.einsum("kbo,kbp->bop", g, g)
+    summed = (of_outputs[..., None] * x[:, None, None]).flatten(1).mT @ x  # [O O I, I]
+    matrix = summed.reshape(outputs, outputs, x.shape[1], -1).transpose(1, 2).reshape(outputs * x.shape[1], -1)
+    place = torch.arange(matrix.shape[0], device=x.device).reshape(outputs, -1)  # of (o, i) in this matrix
+    split = place.split([one.shape[1] for one in inputs], 1)
+    is_turned = [isinstance(gradient.kind, Matrix) and gradient.kind.transposed for gradient in gradients]
+    order = torch.cat([(one.mT if turned else one).flatten() for one, turned in zip(split, is_turned)])
+    return matrix[order][:, order]
 
 
 def _rows(chunk: Chunk, leaves: list[Tensor]) -> list[Tensor]:

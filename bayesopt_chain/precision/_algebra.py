@@ -11,9 +11,9 @@ tree like the parameters, or a batch of them: leaves ``[*lead, *leaf.shape]``.
     times          Lambda x
 
 Four of these questions need the precision decomposed: ``solve``, ``sqrt_solve``, ``logdet`` and ``inverse_diag``.
-``factorised()`` decomposes it once and refuses a precision that is not positive definite, naming the parameter. Two more
-questions are about what a structure can do: ``as_rows()`` and ``layer_bases()``. A new structure is a class here, an entry in
-the table of :mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
+``factorised()`` decomposes it once and refuses a precision that is not positive definite, naming the parameter. Three more
+questions are about what a structure can do: ``as_rows()``, ``layer_bases()`` and ``lower_factor()``. A new structure is a
+class here, an entry in the table of :mod:`bayesopt_chain.curvature` (``_structures.py``) and a test.
 
 A precision is held in float32 at least; an answer that is a tree like ``x`` has the dtypes of ``x``. Each class is a named
 tuple whose fields are given as pairs, since in a class body a field ``count`` would override the method that tuples have.
@@ -250,6 +250,22 @@ class Precision:
             >>> from bayesopt_chain.precision import Diagonal
             >>> Diagonal(torch.tensor([1.0, 2.0]), torch.tensor(1.0)).layer_bases()[0].values
             tensor([1., 2.])
+        """
+        return None
+
+    def lower_factor(self) -> Tensor | None:
+        """Return L with ``Lambda = L L^T`` where a decomposed precision holds it.
+
+        With it ``J Lambda^-1 J^T = V^T V`` takes one triangular system, ``L V = J^T``, where ``solve`` takes two.
+
+        Returns:
+            ``[P, P]``, lower triangular, leaves in optree order; None for a structure that does not hold it.
+
+        Example:
+            >>> import torch
+            >>> from bayesopt_chain.precision import Dense
+            >>> Dense(torch.tensor([[4.0]]), torch.zeros(1), torch.tensor(1.0)).factorised().lower_factor()
+            tensor([[2.]])
         """
         return None
 

@@ -124,6 +124,9 @@ class Cholesky(NamedTuple("_Cholesky", [("factor", Tensor), ("like", Tree), ("co
         drawn = torch.linalg.solve_triangular(self.factor.mT, columns, upper=True)
         return unflatten(drawn.mT.reshape(x.shape), self.like)
 
+    def lower_factor(self) -> Tensor:
+        return self.factor
+
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
 

@@ -4,12 +4,14 @@
 
 The rows of J come a chunk of data at a time. Where the precision is diagonal in a basis u_i (x) v_j of every layer
 (diagonal and Kronecker precisions), a layer's rows g x^T are not formed: in that basis the covariance is
-``sum_oi g_ko g_lo x_i^2 / lambda_oi``. The linearised model is that of Immer et al. 2021.
+``sum_oi g_ko g_lo x_i^2 / lambda_oi``. A dense precision has its factor L: the covariance is ``V^T V`` with ``L V = J^T``.
+The linearised model is that of Immer et al. 2021.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import optree
@@ -25,7 +27,7 @@ from bayesopt_chain.curvature._plan import TapPlan, make_plan
 from bayesopt_chain.likelihoods._roots import Elementwise
 from bayesopt_chain.posterior.gaussian import Gaussian
 from bayesopt_chain.precision import LayerBases, Precision
-from bayesopt_chain.predict._joint import needs_graph, with_graph
+from bayesopt_chain.predict._joint import ROW_BYTES, needs_graph, with_graph
 from bayesopt_chain.trees import Tree, common_dtype, flatten, wide
 
 
@@ -97,9 +99,13 @@ def _without_graph(
 ) -> tuple[Tensor, Tensor]:
     params, precision = posterior.mean, posterior.precision.factorised()
     bases = precision.layer_bases()
-    if isinstance(forward, Affine) and bases and batch[0].ndim == 2:
-        return forward(params, batch), _of_affine(forward, params, batch[0], bases)
     sizes = [leaf.numel() for leaf in optree.tree_leaves(params)]
+    if isinstance(forward, Affine) and batch[0].ndim == 2:
+        mean = forward(params, batch)
+        row = 3 * sum(sizes) * mean.shape[1] * mean.element_size()
+        at_once = len(mean) if bases else max(1, (ROW_BYTES if chunk_bytes is None else chunk_bytes) // row)
+        parts = [_of_affine(forward, params, x, bases, precision) for x in batch[0].split(at_once)]
+        return mean, torch.cat(parts)
     formed = max(sizes) if bases else 3 * sum(sizes)
 
     def run(plan: TapPlan, check: Check) -> tuple[Tensor, Tensor]:
@@ -109,29 +115,38 @@ def _without_graph(
             plan, check
         ):
             means.append(chunk.outputs)
-            covariances.append(_in_bases(chunk, bases) if bases else _by_rows(chunk, params, precision))
+            covariances.append(_in_bases(chunk, bases) if bases else _by_rows(_rows(chunk), params, precision))
             del chunk  # before the next one is made
         return torch.cat(means[::-1]), torch.cat(covariances[::-1])  # chunks come last data first
 
     return checks.run(params, batch, lambda: make_plan(forward, params, batch), run)
 
 
-def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases]) -> Tensor:
-    """The covariance of ``W x + b``: with U and V the bases of W and v its variances there, ``U diag(v (V^T x)^2) U^T``, and
-    likewise of b. The output gradients are the unit vectors, those of one datum for all.
+def _of_affine(forward: Affine, params: Any, x: Tensor, bases: list[LayerBases] | None, precision: Precision) -> Tensor:
+    """The covariance of ``W x + b``, whose output gradients are the unit vectors, those of one datum for all.
+
+    With U and V the bases of W and v its variances there it is ``U diag(v (V^T x)^2) U^T``, and likewise of b.
     """
     uses, seen = forward.uses(params, x.to(wide(x.dtype)))
     units = torch.eye(params[forward.weight].shape[0], dtype=wide(x.dtype), device=x.device)[:, None]
-    parts = [
-        _in_basis(use.kind, use.canonical.x(inputs, len(x)), use.canonical.g(inputs, units, 1), bases[use.leaf])
+    gradients = [
+        (use.leaf, use.kind, use.canonical.x(inputs, len(x)), use.canonical.g(inputs, units, 1))
         for use, inputs in zip(uses, seen)
     ]
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    if bases:
+        return reduce(torch.add, (_in_basis(kind, of_x, g, bases[leaf]) for leaf, kind, of_x, g in gradients))
+    all_data = {leaf: kind.rows(of_x, g.expand(len(g), len(x), *g.shape[2:])) for leaf, kind, of_x, g in gradients}
+    return _by_rows(all_data, params, precision)
 
 
 def _every_output(outputs: Tensor, targets: Any) -> Elementwise:
     """Return the root whose columns pull back to the rows of the Jacobian."""
     return Elementwise(torch.ones_like(outputs))
+
+
+def _rows(chunk: Chunk) -> dict[int, Tensor]:
+    """The Jacobian's rows, by the number of a leaf."""
+    return {leaf: kind.rows(of_input(), of_output()) for leaf, kind, of_input, of_output, _ in chunk.gradients}
 
 
 def _in_bases(chunk: Chunk, bases: list[LayerBases]) -> Tensor:
@@ -149,12 +164,15 @@ def _in_basis(kind: Kind, x: Tensor, g: Tensor, basis: LayerBases) -> Tensor:
     return kind.covariance(x, g, values.reciprocal().reshape(kind.shape))
 
 
-def _by_rows(chunk: Chunk, params: Tree, precision: Precision) -> Tensor:
-    """Solve for the Jacobian's rows."""
+def _by_rows(formed: dict[int, Tensor], params: Tree, precision: Precision) -> Tensor:
+    """``J Lambda^-1 J^T`` of every datum, ``[b, K, K]``, from each leaf's rows ``[K, b, d0, d1]`` of J, by its number."""
     leaves, structure = optree.tree_flatten(params)
-    formed = {leaf: kind.rows(x(), g()) for leaf, kind, x, g, _ in chunk.gradients}
-    rows = optree.tree_unflatten(
-        structure, [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
-    )
-    solved = flatten(precision.solve(rows), params)
-    return torch.einsum("kbp,lbp->bkl", flatten(rows, params).to(common_dtype(params)), solved)
+    parts = [formed[i].reshape((*formed[i].shape[:2], *leaf.shape)) for i, leaf in enumerate(leaves)]
+    rows = optree.tree_unflatten(structure, parts)
+    flat, factor = flatten(rows, params), precision.lower_factor()
+    if factor is None:
+        return torch.einsum("kbp,lbp->bkl", flat.to(common_dtype(params)), flatten(precision.solve(rows), params))
+    columns = flat.reshape(-1, flat.shape[2]).mT.to(factor.dtype)
+    solved = torch.linalg.solve_triangular(factor, columns, upper=False)
+    by_datum = solved.reshape(-1, *flat.shape[:2]).permute(2, 1, 0)
+    return by_datum @ by_datum.mT

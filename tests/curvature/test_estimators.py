@@ -42,6 +42,11 @@ def transposed():
     return lambda p, batch: torch.mm(batch[0], p[0].T) + p[1], (torch.randn(2, 3), torch.randn(2)), torch.randn(B, 3)
 
 
+def turned():
+    """One layer whose weight has the inputs first."""
+    return lambda p, batch: torch.addmm(p[0], batch[0], p[1]), (torch.randn(2), torch.randn(3, 2)), torch.randn(B, 3)
+
+
 def bare():
     return lambda p, batch: (batch[0] @ p)[:, None], torch.randn(3), torch.randn(B, 3)
 
@@ -80,7 +85,8 @@ def unused():
 
 
 MODELS = {
-    f.__name__: f for f in (by_hand, conv, transposed, bare, sequence, lookups_by_nothing, tied, autoencoder, unused)
+    f.__name__: f
+    for f in (by_hand, conv, transposed, turned, bare, sequence, lookups_by_nothing, tied, autoencoder, unused)
 }
 models = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 

@@ -59,7 +59,7 @@ def test_density_and_moments_are_integrals_over_the_outputs(name):
 def test_quantiles_invert_the_distribution_function(name):
     likelihood, (f, w) = ONE_OUTPUT[name], fine()
     predictive = likelihood.predictive(MEAN, COVARIANCE)
-    for level in (0.05, 0.5, 0.95):
+    for level in (0.05, 0.4, 0.95):  # not 0.5, which a symmetric distribution function meets to the last bit
         y = predictive.quantile(level)
         known = likelihood.support_at(f) if name == "gamma" else likelihood.support
         below = (likelihood.cdf(f[:, ::50], y.expand_as(f[:, ::50])) @ w[::50])[:, None] * 50

@@ -384,6 +384,17 @@ def test_what_has_no_rows_says_so():
 
 
 @pytest.mark.parametrize("name", ["diagonal", "eigenbasis", "dense", "woodbury"])
+def test_a_lower_factor_is_that_of_the_matrix_or_absent(name):
+    precision = STRUCTURES[name](TREES["dict"]()).factorised()
+    factor = precision.lower_factor()
+    if name != "dense":
+        assert factor is None
+        return
+    assert_equal(factor, factor.tril())
+    assert_equal(factor @ factor.mT, precision.to_dense())
+
+
+@pytest.mark.parametrize("name", ["diagonal", "eigenbasis", "dense", "woodbury"])
 def test_layer_bases_diagonalise_every_block_or_are_absent(name):
     tree = TREES["dict"]()
     precision = STRUCTURES[name](tree)
