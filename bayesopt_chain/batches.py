@@ -18,8 +18,10 @@ _known: set[type] = set()
 
 def flatten(batch: Any) -> tuple[list[Any], Any]:
     """The leaves of a batch, and its structure, whose ``unflatten`` makes a batch of the same classes."""
-    _make_known(batch)
-    return optree.tree_flatten(batch, namespace=NAMESPACE)
+    while True:
+        leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
+        if not _learnt(leaves):
+            return leaves, structure
 
 
 def tree_map(function: Callable[..., Any], batch: Any) -> Any:
@@ -65,13 +67,16 @@ class Entry:
 
 
 def _make_known(batch: Any) -> None:
-    found = True
-    while found:
-        found = False
-        for leaf in optree.tree_leaves(batch, namespace=NAMESPACE):
-            if type(leaf) not in _known and _opens(leaf):
-                _register(type(leaf))
-                found = True
+    while _learnt(optree.tree_leaves(batch, namespace=NAMESPACE)):
+        pass
+
+
+def _learnt(leaves: list[Any]) -> bool:
+    """Whether there were classes among the leaves that open and were not known; they are known from now on."""
+    new = {type(leaf) for leaf in leaves if type(leaf) not in _known and _opens(leaf)}
+    for kind in new:
+        _register(kind)
+    return bool(new)
 
 
 def _opens(leaf: Any) -> bool:

@@ -847,6 +847,8 @@ class Grouping(NamedTuple):
             tensor([1., 2.])
         """
         n, entries = covariance.shape[:2]
+        if self.order is None and entries == self.width:
+            return covariance.reshape(n, *self.positions, self.width, self.width)
         index = (
             torch.arange(entries, device=covariance.device) if self.order is None else self.order.to(covariance.device)
         )

@@ -127,12 +127,12 @@ def softmax_mean(mean: Tensor, covariance: Tensor, *, pairs: int = 128) -> Tenso
     _require_variance(covariance.diagonal(dim1=-2, dim2=-1))
     classes = mean.shape[-1]
     root = square_root(covariance).reshape(-1, classes, classes)
-    z, mean = sobol_normals(classes, pairs).to(root), mean.to(root.dtype)
+    half, mean = sobol_normals(classes, pairs).to(root).mT, mean.to(root.dtype)
+    z = torch.cat([half, -half], 1)  # [C, 2 S]: points last, where torch's softmax over few classes is fast
     at_once = max(1, NUMBERS_AT_ONCE // (2 * pairs * classes))
     parts = []
     for m, a in zip(mean.reshape(-1, classes).split(at_once), root.split(at_once)):
-        moves, m = a @ z.mT, m[..., None]  # [n, C, S]: points last, where torch's softmax over few classes is fast
-        parts.append(((m + moves).softmax(1).mean(-1) + (m - moves).softmax(1).mean(-1)) / 2)
+        parts.append((m[..., None] + a @ z).softmax(1).mean(-1))
     return torch.cat(parts).reshape(mean.shape) if parts else mean.softmax(-1)
 
 
