@@ -78,6 +78,18 @@ class Epochs:
     def __len__(self) -> int:
         return self.stream.steps
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """``K = N / b``, not rounded: ``N`` without the data that are left out, of the chain with the fewest.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> data = bc.epochs(torch.arange(10.0), 2, leave_out=torch.tensor([0, 1, 2]))
+            >>> data.steps_per_epoch, len(data)
+            (3.5, 3)
+        """
+        return self.stream.least / self.batch_size
+
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self) - self.offset):
             yield self.batch(*self._advance())

@@ -173,7 +173,7 @@ def take(batches: Iterable[Any], most: int) -> tuple[list[list[Any]], float | No
     blocks = [[batches.batch(epoch, k) for k in range(length)] for epoch in numbers]
     if batches.order == "independent":
         blocks = [[batch for block in blocks for batch in block]]
-    return blocks, batches.size / batches.batch_size, batches.order
+    return blocks, batches.steps_per_epoch, batches.order
 
 
 def gradients(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[Tensor]:

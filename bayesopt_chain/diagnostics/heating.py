@@ -68,7 +68,7 @@ from bayesopt_chain.diagnostics.top_curvature import lanczos
 from bayesopt_chain.links.room import Room
 from bayesopt_chain.precision._algebra import Precision
 from bayesopt_chain.testing._lyapunov import Unstable, solve_lyapunov
-from bayesopt_chain.trees import Tree, common_dtype, flatten, unflatten
+from bayesopt_chain.trees import Tree, common_dtype, flatten, paths_of, unflatten
 
 SMALL = 1e-7  # relative size below which eigenvalues count as zero
 
@@ -290,6 +290,7 @@ def _room(system: Reduced, report: Heating, tx: Any, again: GradientNoise | None
         steps_per_epoch=report.steps_per_epoch,
         tolerance=tolerance,
         links=tx.links,
+        paths=paths_of(system.like),
     )
 
 

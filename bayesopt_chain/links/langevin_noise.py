@@ -106,11 +106,7 @@ def _check_room(
         )
     if layout.pieces is not None:
         raise ValueError(f"{who}: its directions are of whole parameters, and these are sharded: leave room_for out")
-    shapes = [tuple(rows.shape[1:]) for rows in room.directions]
-    if shapes != [None if x is None else tuple(x) for x in layout.shapes]:
-        raise ValueError(
-            f"{who}: the report is of leaves of the shapes {shapes}, the parameters have {[*map(tuple, layout.shapes)]}"
-        )
+    room.require_leaves(who, layout.paths, list(zip(layout.shapes, layout.dtypes)))
 
 
 def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:

@@ -38,6 +38,7 @@ from bayesopt_chain.optim._plan import (
     has_drawn,
 )
 from bayesopt_chain.optim._refusals import warn_of_rounding
+from bayesopt_chain.optim._room import leaving
 
 _DRAW = ("noise", "noise_direct")  # where the last draw lies in ``optimizer.state[p]``, by branch
 _AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # the key and the count that make it again
@@ -128,7 +129,10 @@ def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch
     for w in work if not draws else ():
         _warn_once(rule, w)
     tensors = Tensors([w.param for w in work], velocities, [], draws)
-    return Batch(work, work[0].numbers, branch, tensors, normals.filler(draws, work, branch))
+    fill: Callable[[], None] = normals.filler(draws, work, branch)
+    if rule.room is not None:
+        fill = leaving(rule.room, work[0].group, fill, draws)
+    return Batch(work, work[0].numbers, branch, tensors, fill)
 
 
 def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from bayesopt_chain.links.room import Room
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
 BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
@@ -46,9 +47,11 @@ class Rule(Protocol):
         adaptive: whether the step divides by a denominator ``D`` that it makes of the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step are those of its group, whatever the count of steps.
+        room: what is left to the noise of the batches; ``None`` where none is.
         param_groups, state: torch's.
     """
 
+    room: Room | None
     adaptive: ClassVar[bool]
     averages_scaled: ClassVar[bool]
     timeless: ClassVar[bool]
@@ -227,12 +230,16 @@ class Place:
         large: the large leaves, each with the branch of its noise.
         small: by branch, the small leaves.
         batches: these in batches, made when a step first comes to them.
+
+    Args:
+        branches: by branch, the leaves.
+        most: elements of the largest small leaf.
     """
 
-    def __init__(self, *branches: list[Work]) -> None:
-        self.large = [(branch, w) for branch, leaves in enumerate(branches) for w in leaves if w.param.numel() > BLOCK]
+    def __init__(self, *branches: list[Work], most: float) -> None:
+        self.large = [(branch, w) for branch, leaves in enumerate(branches) for w in leaves if w.param.numel() > most]
         self.small = [
-            (branch, [w for w in leaves if w.param.numel() <= BLOCK]) for branch, leaves in enumerate(branches)
+            (branch, [w for w in leaves if w.param.numel() <= most]) for branch, leaves in enumerate(branches)
         ]
         self.batches: list[Batch] | None = None
 
@@ -303,9 +310,14 @@ def _entries(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 
 
 class Plan:
-    """The leaves of a step, sorted by the way that their noise takes."""
+    """The leaves of a step, sorted by the way that their noise takes.
 
-    def __init__(self, work: list[Work]) -> None:
+    Args:
+        work: the leaves.
+        together: whether the draws of all of them are made together, however large they are.
+    """
+
+    def __init__(self, work: list[Work], together: bool = False) -> None:
         self.work = work
         alike: dict[int, list[Work]] = {}
         for w in work:
@@ -316,9 +328,12 @@ class Plan:
         self.frozen = [w for w in work if w.numbers.route.is_frozen]
         self.groups = list({id(w.group): w.group for w in noisy}.values())
         self.redrawn = [w for w in noisy if w.redraws]
-        self.in_front = Place([w for w in noisy if w.numbers.route.is_early])
+        most = math.inf if together else BLOCK
+        self.in_front = Place([w for w in noisy if w.numbers.route.is_early], most=most)
         self.behind = Place(
-            [w for w in noisy if w.numbers.route.is_late], [w for w in noisy if w.numbers.route.has_direct]
+            [w for w in noisy if w.numbers.route.is_late],
+            [w for w in noisy if w.numbers.route.has_direct],
+            most=most,
         )
         self.moves: list[FusedMove] | None = None
         self.kept = self.settled = self.repeats = False

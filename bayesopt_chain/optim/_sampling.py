@@ -37,15 +37,17 @@ from bayesopt_chain.distributed.parts import elements_of, place_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.distributed.witness import Claim
+from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
 from bayesopt_chain.optim._injection import add_behind, add_in_front
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
+from bayesopt_chain.optim._room import require_room, require_saved, require_together
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
-_OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "freeze_after")
+_OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "noise_room", "freeze_after")
 _HAS_RANKS = dist.is_available()
 
 
@@ -76,7 +78,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         adaptive: whether the step divides by a denominator that it makes of the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
         timeless: whether the numbers of a step are those of its group, whatever the count of steps.
+        takes_room: whether its noise can leave room for that of the batches.
         torch_class: the class of ``torch.optim``.
+        room: what the noise leaves to the batches; ``None`` where nothing.
         heat_guard: watches the gradients for the heat of minibatches; ``None`` does not.
     """
 
@@ -84,6 +88,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     adaptive: ClassVar[bool] = False
     averages_scaled: ClassVar[bool] = False
     timeless: ClassVar[bool] = False
+    takes_room: ClassVar[bool] = False
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     # torch's constructor calls add_param_group before ours could set anything, and torch's __getstate__ drops all of these
@@ -92,6 +97,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     _generator: torch.Generator | None = None
     _scales_in_kernel: bool = False
     heat_guard: HeatGuard | None = None
+    room: Room | None = None
     _cache: Cache
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -104,7 +110,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return
         theirs = list(inspect.signature(bases[0]).parameters.values())
         names = ["temperature", "generator", "stream", "keep_draws", *(["freeze_after"] if cls.adaptive else [])]
-        names += ["heat_guard", "steps_per_epoch"]
+        names += ["heat_guard", "steps_per_epoch", *(["room_for"] if cls.takes_room else [])]
         mine = inspect.signature(Sampling.__init__).parameters
         cls.__signature__ = inspect.Signature([*theirs, *(mine[name] for name in names)])
 
@@ -119,6 +125,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         freeze_after: int | None = None,
         heat_guard: Literal["warn"] | HeatGuard | None = "warn",
         steps_per_epoch: int | None = None,
+        room_for: Any = None,
         **kwargs: Any,
     ) -> None:
         ours: dict[str, Any] = {
@@ -137,6 +144,23 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise TypeError(f"{self._name}: nothing here learns a preconditioner, so freeze_after= has no meaning")
         if freeze_after is not None and (isinstance(freeze_after, bool) or int(freeze_after) < 1):
             raise ValueError(f"{self._name}: freeze_after must be a positive number of updates, got {freeze_after!r}")
+        if room_for is not None and not self.takes_room:
+            raise TypeError(
+                f"{self._name}: its preconditioner learns, and how much room there is was measured at one, so room_for= has "
+                "no meaning; bc.optim.SGD, SGHMC and SGLD take it"
+            )
+        if (room := room_of(room_for, self._name)) is not None:
+            self.room = room
+            if isinstance(heat_guard, HeatGuard):
+                raise ValueError(
+                    f"{self._name}: heat_guard would take the noise that room_for= leaves room for as heat; leave it out"
+                )
+            if steps_per_epoch is not None and abs(steps_per_epoch - room.steps_per_epoch) >= 1.0:
+                raise ValueError(
+                    f"{self._name}: steps_per_epoch={steps_per_epoch}, and the report of room_for= is of "
+                    f"{room.steps_per_epoch:.6g} an epoch; make another report"
+                )
+            heat_guard = steps_per_epoch = None
         if heat_guard == "warn":
             heat_guard = HeatGuard(steps_per_epoch, who=self._name)
         elif heat_guard is not None and not isinstance(heat_guard, HeatGuard):
@@ -151,7 +175,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 f'{self._name}: keep_draws=False asks for stream="philox", whose draws can be made again in pieces'
             )
         learns = {"freeze_after": freeze_after} if self.adaptive else {}
-        self._noise_defaults = {"temperature": temperature, "noise_stream": stream, "noise_kept": keep_draws, **learns}
+        rooms = {} if self.room is None else {"noise_room": self.room.fingerprint}
+        self._noise_defaults = {
+            "temperature": temperature,
+            "noise_stream": stream,
+            "noise_kept": keep_draws,
+            **learns,
+            **rooms,
+        }
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
         shown = {k: v for k, v in given.items() if k != "params"}
@@ -160,6 +191,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if generator is not None:  # drawn at temperature 0 too, so that it is there when the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
+        if self.room is not None:
+            for group in self.param_groups:
+                self._temperature(group)
 
     # groups and state
 
@@ -182,6 +216,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             [0.5, 0.0]
         """
         _arguments.require_group(f"{self._name}.add_param_group", param_group)
+        if self.room is not None and not self._is_constructing:
+            raise ValueError(
+                f"{self._name}.add_param_group: room_for= is of the parameters that are there; make another report"
+            )
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
         options = {**self.defaults, **param_group}
@@ -246,6 +284,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             group["noise_key"] = key
         self._compare_anew()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **({} if self.room is None else {"room": self.room})}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._cache = Cache()
@@ -281,6 +322,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
+        require_saved(self._name, self.room, saved)
         dials = [g["temperature"] if torch.is_tensor(g["temperature"]) else None for g in self.param_groups]
         for mine, theirs in zip(self.param_groups, saved):
             for name in _OURS:
@@ -425,7 +467,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                         self.state.get(p, {}).pop(name, None)
             if temperature > 0.0 or group.get("freeze_after") is not None:
                 work += self._work(group, numbers, temperature)
-        return Plan(work)
+        plan = Plan(work, together=self.room is not None)
+        if self.room is not None and plan.noisy:
+            require_together(self._name, plan, self.param_groups[0])
+        return plan
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
         """Work out the same for one group. Leaves that are alike share their numbers."""
@@ -508,6 +553,8 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         spread = "_cache" in self.__dict__ and self._cache.normals.runs is not None
         _refusals.check_group(self._name, group, self.adaptive, self.refusal, spread)
+        if self.room is not None and not self._is_constructing:
+            require_room(self._name, self.room, self.param_groups)
 
     # what a subclass says of its step: the methods of bayesopt_chain.optim._plan.Rule
 

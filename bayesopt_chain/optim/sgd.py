@@ -53,12 +53,19 @@ class SGD(Sampling, torch.optim.SGD):
         keep_draws: ``False`` makes the last draw again in every step instead of keeping it, the same to the last bit: 4 bytes
             a parameter less, for a second draw a step. It asks for Philox: ``stream="philox"`` on a CPU, the default elsewhere.
 
+        heat_guard, steps_per_epoch: watch for the heat of minibatches (docs/minibatches.md); ``None`` does not.
+        room_for: a report of :func:`bayesopt_chain.diagnostics.heating`, made for the chain of these numbers (``bc.sgd``,
+            ``bc.sghmc``, ``bc.sgld``) at ``dict(model.named_parameters())`` or at the list of parameters. The draws then leave
+            room for the noise that minibatches bring, as :func:`bayesopt_chain.inject_langevin_noise` says. It is for one group
+            of plain parameters at constant numbers without Nesterov's momentum, which all have a gradient in every step. A
+            state dict knows of it, and the guard does not look.
+
     State: in float32, 8 bytes a parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 
     Raises:
         ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
             lr or weight decay that requires grad, complex parameters, or ``stream="generator"`` for parameters that are
-            spread over ranks; a negative or infinite temperature.
+            spread over ranks; a negative or infinite temperature; ``room_for`` of another chain, order, dtype or parameters.
             Nothing has moved then.
 
     The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it
@@ -75,6 +82,7 @@ class SGD(Sampling, torch.optim.SGD):
     """
 
     timeless = True
+    takes_room = True
 
     def _clock(self, state: dict[str, Any]) -> Clock:
         return _ALWAYS

@@ -17,6 +17,7 @@ import optree
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.loop.capture.captured import Captured
 from bayesopt_chain.loop.parallel import Parallel
 from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
@@ -170,10 +171,11 @@ def sample(
     chains = step.n if chains is None and isinstance(step, Parallel) else chains
     if seed is not None:
         state = seeded(state, seed, getattr(step, "numbers", None))
-    for link in getattr(getattr(getattr(step, "step", step), "tx", None), "links", ()):
-        if (room := getattr(link, "room", None)) is not None:
+    alone = _innermost(step)
+    for owner in (*getattr(getattr(alone, "tx", None), "links", ()), getattr(alone, "optimizer", None)):
+        if (room := getattr(owner, "room", None)) is not None:
             room.require_batches(batches)
-        wanted = getattr(link, "batch_order", None)
+        wanted = getattr(owner, "batch_order", None)
         if wanted is not None and getattr(batches, "order", wanted) != wanted:
             raise ValueError(
                 f"sample: this sampler is meant for {wanted} batches, and these are {batches.order}: take "
@@ -203,6 +205,13 @@ def _in_store(run: Run, place: Place | None, interval: float) -> Draws:
                     store.shards(), store.spec, store.names, chains=run.chains, complete=False, why=caught_up.why
                 )
         return go(run, store)
+
+
+def _innermost(step: Any) -> Any:
+    """The step of one chain inside ``parallel`` and ``capture``."""
+    while isinstance(step, (Parallel, Captured)):
+        step = step.step
+    return step
 
 
 def _is_meta(x: Any) -> bool:

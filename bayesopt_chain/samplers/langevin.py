@@ -35,7 +35,12 @@ from bayesopt_chain.schedules import ScalarOrSchedule
 
 @checked
 def sgld(
-    lr: ScalarOrSchedule, *, temperature: ScalarOrSchedule, order: int = 2, generator: torch.Generator | None = None
+    lr: ScalarOrSchedule,
+    *,
+    temperature: ScalarOrSchedule,
+    order: int = 2,
+    generator: torch.Generator | None = None,
+    room_for: Any = None,
 ) -> Chain:
     """Stochastic gradient Langevin dynamics (Welling and Teh, 2011). At ``temperature=0`` it is SGD.
 
@@ -46,6 +51,7 @@ def sgld(
             change of it the variance goes to the new value without turning; with ``order=1`` it may turn on its way.
         order: 2 (Leimkuhler-Matthews) or 1 (classical).
         generator: source of the random key (default: torch's global generator).
+        room_for: as in :func:`sghmc`.
 
     Returns:
         A chain; its state holds one tensor for each parameter (order 2) or none (order 1).
@@ -61,7 +67,8 @@ def sgld(
             scale_by_neg_lr(0.1),
         )
     """
-    return chain(inject_langevin_noise(temperature, order=order, generator=generator), scale_by_neg_lr(lr))
+    noise = inject_langevin_noise(temperature, order=order, generator=generator, room_for=room_for)
+    return chain(noise, scale_by_neg_lr(lr))
 
 
 @checked

@@ -13,9 +13,23 @@ logit of a test image (mnist, where the Hessian is too large for mclmc's precisi
     log variance    mean over functions of log(variance / that of the reference), and its root mean square
     stiffest        variance / that of the reference along the stiffest direction, minus 1 (linear: the mean over directions)
     test NLL        of the mean of the predictive probabilities, minus that of the reference
-    energy          mean of ``N loss``, minus that of the reference, in nats
+    energy          mean of ``N loss``, minus that of the reference, in nats, and its standard error
+    training        the part of the energy that is not the prior's: mean negative log likelihood of all data, likewise
     ESS             effective draws an epoch, median over functions, from all chains, over the number of chains
     left            of the noise by a control variate at a draw of the reference, 1 without it; the method is refused at 1
+
+On pima the chain of a method is paired with one on full gradients of the same rate and momentum, from the same draws and with
+the same injected noise. The posterior is log-concave, so that the two stay together, and what differs between them is what the
+batches do; the Monte Carlo error of their difference is a fraction of that of either:
+
+    batches         variance / that of the paired chain along the stiffest direction, minus 1, and its standard error
+    worst           the same where it is furthest from 0, over all directions
+    law             what ``bc.diagnostics.heating`` predicts of ``batches``, from noise and curvature at the mode
+    rate            variance of the paired chain along the stiffest direction / the exact one, minus 1: what a full gradient
+                    leaves at this rate; the exact one by importance sampling from the Laplace approximation
+
+The standard errors are over groups of chains: ``sequences`` of batches, each shared by ``chains / sequences`` chains. Where a
+direction needs more than ``burn_in`` epochs to relax, the batches' noise has not reached it in full; there it is small.
 
 A method that the library refuses stands there with what it measured. ``--workers`` cells run at once, a file each, and a second
 call goes on.
@@ -30,9 +44,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 import bayesopt_chain as bc
 from benchmarks.experiments import mnist, pima
@@ -50,7 +65,9 @@ METHODS = (
     "room for the batches",
     "stored control variates",
     "control variates",
+    "svrg",
     "mclmc",
+    "mclmc, full batch",
     "mclmc, precision",
 )
 
@@ -68,6 +85,11 @@ class Task(NamedTuple):
     def n(self) -> int:
         return len(self.data[0])
 
+    def energies(self, draws: Tensor) -> Tensor:
+        """``N loss`` of draws ``[n, P]``, and the part of the likelihood in it: ``[2, n]``."""
+        total = self.n * torch.stack([self.loss(w, self.data) for w in draws]).double()
+        return torch.stack([total, total - draws.double().square().sum(1) / 2])
+
 
 def pima_task(s: Mapping[str, Any]) -> Task:
     x, y = pima.read()
@@ -75,7 +97,8 @@ def pima_task(s: Mapping[str, Any]) -> Task:
     x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
 
     def loss(w: Tensor, batch: Any) -> Tensor:
-        return binary_cross_entropy_with_logits(batch[0] @ w, batch[1]) + w.square().sum() / (2 * len(x))
+        z = batch[0] @ w
+        return (softplus(z) - batch[1] * z).mean() + w.square().sum() / (2 * len(x))
 
     w = torch.zeros(9, dtype=torch.float64)
     for _ in range(20):
@@ -166,7 +189,9 @@ class Setting(NamedTuple):
     data: Any
     gradients: float
     left: float | None = None
-    steps: int | None = None  # an epoch, where it is not the number of batches
+    steps: int | None = None  # an epoch on full batches
+    paired: Any = None  # the chain on full gradients at the same rate
+    law: float | None = None
 
 
 def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor, curvature: float) -> Setting:
@@ -174,7 +199,7 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
 
     ``curvature`` is the largest of the mean loss at a draw.
     """
-    n, b, T, chains = task.n, s["batch"], 1 / task.n, s["chains"]
+    n, b, T, chains = task.n, s["batch"], 1 / task.n, s["sequences"]
     steps, kappa, memory = n / b, s["kappa"], "long memory" in method
     friction = (0.1 if "palindrome" in method else 0.3) / steps if memory else 0.1
     lr = min(kappa * friction / (steps * curvature), 1.0 / curvature)
@@ -187,7 +212,7 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
     make = lambda **more: bc.sghmc(lr, 1 - friction, temperature=T, **more)  # noqa: E731
     if method == "full batch":
         lr = 0.3 / curvature
-        return Setting(make(), task.loss, [task.data], 1.0, steps=max(round(steps), 1))
+        return Setting(make(), task.loss, [task.data], steps, steps=max(round(steps), 1))
     if method.startswith("mclmc"):
         precision = None
         if "precision" in method:
@@ -197,6 +222,8 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
             task.loss, reference[0], task.data, temperature=T, precision=precision, steps=s["tune"]
         )
         tx = bc.samplers.mclmc(found.lr, found.length, temperature=T, precision=precision)
+        if "full batch" in method:
+            return Setting(tx, task.loss, [task.data], steps, steps=max(round(steps), 1))
         return Setting(tx, task.loss, bc.epochs(task.data, b, chains=chains), 1.0)
     table: Any = None
     rows = False
@@ -205,13 +232,19 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
     if method == "stored control variates":
         estimate = bc.gradients.stored_control_variates(task.loss, table, data=one)
         left, rows, gradients = bc.gradients.noise_left(estimate, reference[-1], one, memory=()), True, 1.0
-    elif method == "control variates":
+    elif method in ("control variates", "svrg"):
         some = [one.batch(0, k)[0] for k in range(len(one))]
-        estimate, gradients = bc.gradients.control_variates(task.loss, some, task.start), 2.0
-        left = bc.gradients.noise_left(estimate, reference[-1], some, memory=estimate.init(task.start))
+        about_the_mode = method == "control variates"
+        estimate = (
+            bc.gradients.control_variates(task.loss, some, task.start)
+            if about_the_mode
+            else bc.gradients.svrg(task.loss, some)
+        )
+        place = task.start if about_the_mode else reference[-2]  # of a snapshot: any other draw
+        left, gradients = bc.gradients.noise_left(estimate, reference[-1], some, memory=estimate.init(place)), 2.0
     else:
         estimate, left, gradients = task.loss, None, 1.0
-    room = None
+    room = law = None
     if method == "room for the batches":
         noise, again = (
             bc.diagnostics.gradient_noise(task.loss, w, bc.epochs(task.data, b), rank=s["rank"])
@@ -222,20 +255,35 @@ def settings_of(task: Task, method: str, s: Mapping[str, Any], reference: Tensor
     data = bc.epochs(
         task.data, b, order=order, chains=chains, with_rows=rows, **({"table": table} if order == "herded" else {})
     )
-    return Setting(make(room_for=room), estimate, data, gradients, left)
+    if s["paired"] and estimate is task.loss and order != "herded" and room is None:
+        noise = bc.diagnostics.gradient_noise(task.loss, task.start, bc.epochs(task.data, b), rank=s["rank"])
+        product = bc.diagnostics.hessian_product(task.loss, task.start, [task.data])
+        law = float(bc.diagnostics.heating(make(), noise, order=order, curvature=product).excess[0])
+    return Setting(
+        make(room_for=room), estimate, data, gradients, left, paired=make() if s["paired"] else None, law=law
+    )
 
 
-def draws_of(task: Task, setting: Setting, s: Mapping[str, Any], reference: Tensor) -> Tensor:
-    """Draws ``[draws, chains, P]`` of one method, at all phases of the epochs."""
+def draws_of(setting: Setting, s: Mapping[str, Any], reference: Tensor) -> Tensor:
+    """Draws ``[draws, chains, P]`` of one method, at all phases of the epochs.
+
+    Two settings with the same chain get the same starts and the same injected noise.
+    """
     chains = s["chains"]
     full = setting.steps is not None
-    step = bc.parallel(bc.make_step(setting.estimate, setting.tx), chains, batch_dim=None if full else 0)
+    alone = bc.make_step(setting.estimate, setting.tx)
+    step = bc.parallel(alone, chains, batch_dim=None if full else 0)
     params = reference[torch.linspace(0, len(reference) - 1, chains).long()].clone()
+    torch.manual_seed(0)
     state, out, t = step.init(setting.tx, params), [], 0
     every = setting.steps or len(setting.data)
     stride = max(every // s["per_epoch"] + 1, 1)
     for epoch in range(s["epochs"]):
+        if getattr(setting.estimate, "refresh", None) is not None:
+            state = torch.vmap(alone.refresh)(params, state)
         for batch in setting.data * every if full else setting.data:
+            if not full:
+                batch = optree.tree_map(lambda x: x.repeat_interleave(chains // s["sequences"], 0), batch)
             params, state, _ = step(params, state, batch)
             t += 1
             if epoch >= s["burn_in"] and t % stride == 0:
@@ -250,20 +298,66 @@ def measured(task: Task, draws: Tensor, reference: Tensor, epochs: int) -> dict[
     flat = draws.flatten(0, 1)
     functions, known = task.functions(flat), task.functions(reference)
     logs = (functions.var(0) / known.var(0)).log()
-    energy = lambda w: task.n * torch.stack([task.loss(x, task.data) for x in w]).double()  # noqa: E731
     nll = lambda w: -(task.log_predictive(w).double().logsumexp(0) - math.log(len(w))).mean()  # noqa: E731
+    some = draws[:: max(draws.shape[0] * draws.shape[1] // 4000, 1)]
+    energies = task.energies(some.flatten(0, 1)).unflatten(1, some.shape[:2]).mean(1)  # of each chain
+    theirs = task.energies(reference[:: max(len(reference) // 4000, 1)]).mean(1)
+    energy, training = (energies.mean(1) - theirs).tolist()
     by_chain = functions.unflatten(0, draws.shape[:2])[:, :, :20].double()
     return {
         "log variance": float(logs.mean()),
         "rms": float(logs.square().mean().sqrt()),
         **({} if len(flat[0]) > 100 else {"stiffest": float((functions[:, 0].var() / known[:, 0].var()) - 1)}),
         "test NLL": float(nll(flat[:: max(len(flat) // 2000, 1)]) - nll(reference[:: max(len(reference) // 2000, 1)])),
-        "energy": float(
-            energy(flat[:: max(len(flat) // 500, 1)]).mean()
-            - energy(reference[:: max(len(reference) // 500, 1)]).mean()
-        ),
+        "energy": energy,
+        "energy s.e.": float(energies[0].std() / draws.shape[1] ** 0.5),
+        "training": training,
         "ESS": float(bc.diagnostics.ess({"f": by_chain})["f"].median()) / draws.shape[1] / epochs,
     }
+
+
+def against_pair(task: Task, draws: Tensor, pair: Tensor, groups: int, exact: Tensor) -> dict[str, float]:
+    """What batches do to the variances of a chain: its draws against those of the paired chain on full gradients.
+
+    With ``A`` and ``B`` the sums of squares of a group of chains about the mean of all, the ratio of variances is ``sum A /
+    sum B``, and its standard error that of the mean of ``A - ratio B``, over the mean of ``B``.
+    """
+
+    def squares(w: Tensor) -> Tensor:
+        f = task.functions(w.flatten(0, 1))
+        return (f - f.mean(0)).square().unflatten(0, (len(w), groups, -1)).mean((0, 2))  # [groups, F]
+
+    def ratio(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        r = a.mean(0) / b.mean(0)
+        return r - 1, (a - r * b).std(0) / groups**0.5 / b.mean(0)
+
+    a, b = squares(draws), squares(pair)
+    (batches, error), (rate, rate_error) = ratio(a, b), ratio(b, exact.expand_as(b))
+    worst = int(batches.abs().argmax())
+    return {
+        "batches": float(batches[0]),
+        "batches s.e.": float(error[0]),
+        "worst": float(batches[worst]),
+        "worst s.e.": float(error[worst]),
+        "rate": float(rate[0]),
+        "rate s.e.": float(rate_error[0]),
+    }
+
+
+def importance(task: Task, draws: int) -> tuple[Tensor, float]:
+    """The variances of the functions, by importance sampling from the Laplace approximation, a twentieth wider; the ESS."""
+    g = torch.Generator().manual_seed(0)
+    hessian = task.n * torch.func.hessian(task.loss)(task.start, task.data)
+    root = 1.05 * torch.linalg.cholesky(torch.linalg.inv(hessian))
+    functions, logs = [], []
+    for _ in range(draws // 10_000):
+        z = torch.randn(10_000, len(root), generator=g, dtype=root.dtype)
+        w = task.start + z @ root.T
+        logs.append(z.square().sum(1) / 2 - task.n * torch.vmap(task.loss, (0, None))(w, task.data))
+        functions.append(task.functions(w))
+    weights, f = torch.cat(logs).softmax(0)[:, None], torch.cat(functions)
+    mean = (weights * f).sum(0)
+    return (weights * (f - mean).square()).sum(0), float(1 / weights.square().sum())
 
 
 def reference_of(task: str, s: Mapping[str, Any], folder: Path) -> tuple[Task, Tensor]:
@@ -284,25 +378,45 @@ def one_cell(task: str, method: str, s: Mapping[str, Any], folder: Path) -> None
             i = int(method.split()[1])
             torch.save(hmc(TASKS[task](s), s, i), folder / f"{task}-hmc-{i}.pt")
             return {"gradients": float(s["hmc_draws"] * 5 // 4 * s["leaps"])}
+        if method == "exact":
+            exact, effective = importance(TASKS[task](s), s["importance"])
+            torch.save(exact, folder / f"{task}-exact.pt")
+            return {"ESS": effective}
         made, chains = reference_of(task, s, folder)
         reference = chains.flatten(0, 1)
         if method == "HMC":
             f = torch.stack([made.functions(x) for x in chains], 1)[:, :, :20].double()
-            return {
+            row = {
                 "R-hat": float(bc.diagnostics.r_hat({"f": f})["f"].max()),
                 "ESS of all draws": float(bc.diagnostics.ess({"f": f})["f"].median()),
             }
+            if not s["paired"]:
+                return row
+            known, exact = made.functions(reference).var(0), torch.load(folder / f"{task}-exact.pt")
+            return {**row, "stiffest": float(known[0] / exact[0]) - 1}
         value = torch.func.grad(made.loss)
         w, v = reference[0], torch.randn(reference[0].shape, dtype=reference.dtype)
-        for _ in range(40):
+        for _power in range(40):
             v = torch.func.jvp(lambda w: value(w, made.data), (w,), (v / v.norm(),))[1]
         try:
             setting = settings_of(made, method, s, reference, float(v.norm()))
-            draws = draws_of(made, setting, s, reference)
+            draws = draws_of(setting, s, reference)
         except ValueError as refusal:
             (folder / f"{task}-{slug(method)}.refused").write_text(str(refusal))
             return {"refused": 1.0}
         row = {"gradients": setting.gradients, **measured(made, draws, reference, s["epochs"] - s["burn_in"])}
+        if setting.paired is not None:
+            path = folder / f"{task}-pair-{slug(repr(setting.paired))}.pt"  # several methods have the same
+            if not path.exists():
+                full = setting._replace(
+                    tx=setting.paired, estimate=made.loss, data=[made.data], steps=len(setting.data)
+                )
+                written = path.with_suffix(f".{os.getpid()}")
+                torch.save(draws_of(full, s, reference), written)
+                written.replace(path)
+            pair = torch.load(path)
+            row |= against_pair(made, draws, pair, s["sequences"], torch.load(folder / f"{task}-exact.pt"))
+        row |= {} if setting.law is None else {"law": setting.law}
         return row if setting.left is None else {**row, "left": setting.left}
 
     kept(folder, f"{task} {method}", make)
@@ -349,6 +463,7 @@ def run(settings: Mapping[str, Any], seed: int) -> Table:
     folder.mkdir(parents=True, exist_ok=True)
     table = linear(settings)
     first = [(task, f"HMC {i}") for task in settings["tasks"] for i in range(settings[task]["hmc_chains"])]
+    first += [(task, "exact") for task in settings["tasks"] if settings[task]["paired"]]
     second = [(task, method) for task in settings["tasks"] for method in ("HMC", *settings["methods"])]
     second.remove(("mnist", "mclmc, precision")) if ("mnist", "mclmc, precision") in second else None
     for cells in (first, second):
@@ -382,25 +497,25 @@ def scale(**more: Any) -> dict[str, Any]:
     return {
         **common,
         "pima": {
-            "batch": 24, "kappa": 1.0, "chains": 8, "epochs": 300, "burn_in": 20, "rank": 9, "hmc_chains": 4,
-            "hmc_draws": 4000, "hmc_step": 0.03, "leaps": 20,
+            "batch": 24, "kappa": 1.0, "chains": 512, "sequences": 32, "epochs": 60, "burn_in": 15, "rank": 9,
+            "hmc_chains": 4, "hmc_draws": 4000, "hmc_step": 0.03, "leaps": 20, "paired": True, "importance": 200_000,
         },
         "mnist": {
-            "data": 1000, "descent": 1500, "batch": 20, "kappa": 20.0, "chains": 4, "epochs": 150, "burn_in": 50, "rank": 16,
-            "hmc_chains": 4, "hmc_draws": 800, "hmc_step": 0.02, "leaps": 60,
+            "data": 1000, "descent": 1500, "batch": 20, "kappa": 20.0, "chains": 8, "sequences": 8, "epochs": 150,
+            "burn_in": 50, "rank": 16, "hmc_chains": 4, "hmc_draws": 800, "hmc_step": 0.02, "leaps": 60, "paired": False,
         },
         **more,
     }  # fmt: skip
 
 
 def smoke() -> dict[str, Any]:
-    tiny = {"epochs": 3, "burn_in": 1, "hmc_chains": 2, "hmc_draws": 20, "leaps": 3, "chains": 2}
+    tiny = {"epochs": 3, "burn_in": 1, "hmc_chains": 2, "hmc_draws": 20, "leaps": 3, "chains": 2, "sequences": 2}
     small = scale(tune=20)
-    few = ["independent", "room for the batches", "stored control variates", "mclmc"]
+    few = ["independent", "room for the batches", "stored control variates", "svrg", "mclmc"]
     return {
         **small,
         "methods": few,
-        "pima": {**small["pima"], **tiny},
+        "pima": {**small["pima"], **tiny, "chains": 4, "importance": 10_000},
         "mnist": {**small["mnist"], **tiny, "descent": 20},
     }
 
@@ -413,6 +528,26 @@ EXPERIMENT = Experiment(
     seeds={"smoke": 1, "small": 1, "full": 3},
     run=run,
     says=says,
-    shown=("gradients", "stiffest", "log variance", "rms", "test NLL", "energy", "ESS", "left", "R-hat", "refused"),
+    shown=(
+        "gradients",
+        "batches",
+        "batches s.e.",
+        "law",
+        "worst",
+        "worst s.e.",
+        "rate",
+        "rate s.e.",
+        "stiffest",
+        "log variance",
+        "rms",
+        "test NLL",
+        "energy",
+        "energy s.e.",
+        "training",
+        "ESS",
+        "left",
+        "R-hat",
+        "refused",
+    ),
     seconds=lambda settings, seeds: spent("heat", settings, seeds),
 )

@@ -226,3 +226,64 @@ def test_draws_that_are_much_too_hot_are_not_cooled():
         report.cool(torch.zeros(4, D))
     with pytest.raises(ValueError, match=r"cool: draws must be leaves \[n, \*leaf\.shape\]"):
         report_of(CHAINS["sghmc"](None), "reshuffled").cool(torch.zeros(4, 2, D))
+
+
+def test_parameters_of_another_structure_or_dtype_are_refused():
+    """The leaves of a dictionary come in the order of the alphabet, so that equal shapes do not mean equal leaves."""
+    names = ("c", "a", "b")
+    _, _, _, noise = problem(like={name: torch.zeros(1, dtype=DOUBLE) for name in names})
+    report = heating(
+        CHAINS["sghmc"](None), noise, order="reshuffled", steps_per_epoch=4, curvature=problem()[0], again=noise
+    )
+    refused(report, params={name: torch.zeros(1, dtype=DOUBLE) for name in sorted(names)})
+    with pytest.raises(
+        ValueError, match=r"is of the leaves \['a'\], \['b'\], \['c'\], the parameters are \[0\], \[1\], \[2\]"
+    ):
+        refused(report, params=[torch.zeros(1, dtype=DOUBLE) for _ in names])
+    with pytest.raises(ValueError, match="the report is of leaves in float64, the parameters are in float32"):
+        refused(report_of(CHAINS["sghmc"](None), "reshuffled"), params=torch.zeros(D))
+
+
+def test_what_would_make_another_noise_or_take_it_for_heat_is_refused():
+    _, n, loss, _ = problem()
+    report = report_of(CHAINS["sghmc"](None), "reshuffled")
+    tx, start = CHAINS["sghmc"](report), torch.zeros(D, dtype=DOUBLE)
+    rows = bc.epochs(n, 1, with_rows=True)
+    table = bc.gradients.gradient_table(loss, rows, start, rank=2)
+    with pytest.raises(ValueError, match="this estimator makes another noise, so that the chain would be too cold"):
+        bc.make_step(bc.gradients.stored_control_variates(loss, table, data=rows), tx)
+    with pytest.raises(
+        ValueError, match="leaves room for reshuffled batches in 3 directions, whose noise the guard would"
+    ):
+        bc.make_step(loss, tx, heat_guard=bc.diagnostics.HeatGuard(4))
+    with pytest.raises(ValueError, match="pass the same chain without room_for="):
+        report_of(tx, "reshuffled")
+    for scale, words in (
+        (bc.links.running_rms(0.9), "learns its preconditioner, and how much room there is was measured at one"),
+        (torch.tensor([0.5, 2.0, 1.5], dtype=DOUBLE), "was made for the chain"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused(
+                report_of(CHAINS["preconditioned"](None), "reshuffled"),
+                lambda room, scale=scale: bc.chain(
+                    bc.scale_by_preconditioner(scale), bc.sghmc(0.1, temperature=T, room_for=room)
+                ),
+            )
+
+
+def test_an_epoch_without_some_data_is_shorter():
+    _, n, loss, _ = problem()
+    data = bc.epochs(n, 1, leave_out=torch.tensor([1]))
+    assert data.steps_per_epoch == gradient_noise(loss, torch.zeros(D, dtype=DOUBLE), data).steps_per_epoch == 3.0
+
+
+def test_batches_of_another_order_are_refused_behind_a_capture_too():
+    _, n, loss, _ = problem()
+    step = bc.make_step(loss, CHAINS["Philox"](report_of(CHAINS["Philox"](None), "reshuffled")))
+    start, data = torch.zeros(D, dtype=DOUBLE), bc.epochs(n, 1)
+    captured = bc.capture(step, start, step.init(start), data.batch(0, 0), backend="eager")
+    with pytest.raises(
+        ValueError, match=r"is of reshuffled batches, 4 an epoch, and these are independent, 4 an epoch"
+    ):
+        bc.sample(captured, start, step.init(start), bc.epochs(n, 1, order="independent"), steps=2)
+    assert len(bc.sample(captured, start, step.init(start), data, steps=2)) == 2

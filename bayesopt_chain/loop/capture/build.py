@@ -121,7 +121,7 @@ def capture(
         replay = Compiled if chosen == "inductor" else Interpreted
         return Program(body, modes, replay(body, graph, closed_over))
 
-    return Captured(recorded(body), chosen, clone, recorded, signatures)
+    return Captured(step, recorded(body), chosen, clone, recorded, signatures)
 
 
 def _pure(step: Any) -> Callable:

@@ -34,17 +34,20 @@ class Captured:
     hands of the first; so the step belongs to the first thread that calls it, as long as that thread lives.
 
     Attributes:
+        step: what was captured.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``.
     """
 
     def __init__(
         self,
+        step: Callable,
         program: Program,
         backend: Backend,
         clone: bool,
         record: Callable[[Body], Program],
         signatures: int,
     ) -> None:
+        self.step = step
         self.backend: Backend = backend
         self._program = program  # the last one that was called
         self._programs = [program]
