@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each builds its own virtual environment on a machine that has only Python.
+# Two commands: `make demo` and `make test`. Each builds the virtual environment on a machine that has only Python.
 # Beside them: `make quick` (two minutes), `make lint`, `make types`, `make processors`, `make package`, `make clean`.
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers,trainers]'
 	touch $@
 
-demo: $(VENV)/.installed
+# What the demo needs and no more. The index has torch for processors alone; elsewhere torch is what the package index has.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch (from $(TORCH_INDEX) where it answers) and the extra demo into $(VENV)"
+	@date +%s > $@.began
+	$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --editable '.[demo]'
+	@echo "installed in $$(( $$(date +%s) - $$(cat $@.began) )) seconds:"
+	@$(BIN)/python -m bayesopt_chain.demo.installed
+	@mv $@.began $@
+
+demo: $(VENV)/.demo
 	$(BIN)/python -m bayesopt_chain.demo
 
 # The table of docs/howto/digits.md.

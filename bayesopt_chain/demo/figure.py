@@ -1,113 +1,97 @@
-"""The demo's figure: one column per method, the same scales in every column."""
+"""The demo's figure: what is won and lost on every task, calibration, and what refusing the least sure inputs is worth."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Rectangle
-from torch import Tensor
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#6B6B6B"  # from Okabe and Ito's colour-blind-safe palette
-STRIP = 7  # digits in a strip
+from bayesopt_chain.demo.contestants import ENSEMBLE, LAPLACE, METHODS, NETWORK, POSTERIOR
+from bayesopt_chain.demo.table import Cells, difference
+
+COLORS = dict(
+    zip((NETWORK, LAPLACE, ENSEMBLE, POSTERIOR), ("#6B6B6B", "#009E73", "#D55E00", "#0072B2"))
+)  # Okabe and Ito
+Sure = dict[str, list[dict[str, list[float]]]]  # by method, what scores.sureness found under every seed
+BINS = 8
 
 
-def draw_figure(
-    path: str | Path,
-    predictions: dict[str, tuple[Tensor, Tensor, Tensor]],
-    images: Tensor,
-    labels: Tensor,
-    classes: int,
-    table: dict[str, dict[str, float]],
-) -> None:
+def draw_figure(path: str | Path, cells: Cells, sure: Sure, task: str) -> None:
     """Write the figure.
 
     Args:
-        predictions: per method the mean probabilities (data, classes) and the aleatoric and epistemic uncertainty (data,).
-        images: (data, height, width). labels: (data,); those of ``classes`` and above were not seen in training.
-        table: per method the scores that the titles quote.
+        path: of the file.
+        cells: all scores.
+        sure: of the task with unseen classes.
+        task: its name.
     """
-    seen = labels < classes
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-    figure = Figure(figsize=(3.4 * len(predictions), 9.2), layout=layout)
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(4, len(predictions), height_ratios=[3, 3, 0.85, 0.85], squeeze=False)
-    for column, (name, (mean, aleatoric, epistemic)) in zip(rows.T, predictions.items()):
-        reliability(column[0], mean[seen], labels[seen])
-        column[0].set_title(f"{name}\n", fontweight="bold", fontsize=13)
-        column[0].text(
-            0.5,
-            1.03,
-            f"NLL {table[name]['nll']:.3f}    ECE {table[name]['ece']:.3f}",
-            transform=column[0].transAxes,
-            ha="center",
-            color=GREY,
-        )
-        uncertainty(column[1], aleatoric, epistemic, seen, table[name]["auroc_total"])
-        order = (aleatoric + epistemic).argsort()
-        strip(column[2], order[:STRIP], images, labels, mean, classes, "most sure of, and its prediction")
-        strip(column[3], order.flip(0)[:STRIP], images, labels, mean, classes, "least sure of, and its prediction")
-    tidy_scales(rows[1])
-    rows[0, 0].set_ylabel("accuracy")
-    rows[1, 0].set_ylabel("epistemic uncertainty (nats)")
-    rows[1, 0].legend(loc="upper left", frameon=False, handletextpad=0.2, markerscale=1.6)
-    figure.savefig(path, dpi=150)
+    against, reliable, refused = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
+    bars(against, cells)
+    if sure:
+        reliability(reliable, sure)
+        refusals(refused, sure)
+        for axes, title in ((reliable, "Calibration"), (refused, "Refusing the least sure")):
+            axes.set_title(f"{title}\n{task}", fontsize=11)
+            axes.legend(frameon=False, fontsize=9)
+    for axes in (against, reliable, refused):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    figure.savefig(path, dpi=130)
 
 
-def reliability(axes: Axes, mean: Tensor, labels: Tensor, bins: int = 5) -> None:
-    """Accuracy against confidence in equal-width bins, each with its 90 % Wilson interval and its number of digits."""
-    confidence, guess = mean.max(-1)
-    correct = (guess == labels).float()
-    which = (confidence * bins).long().clamp(max=bins - 1)
-    n = torch.bincount(which, minlength=bins)
-    filled = n > 0
-    n = n[filled]
-    centre = torch.bincount(which, confidence, minlength=bins)[filled] / n
-    accuracy = torch.bincount(which, correct, minlength=bins)[filled] / n
-    z2 = 1.645**2
-    middle = (accuracy + z2 / (2 * n)) / (1 + z2 / n)
-    half = (z2 * accuracy * (1 - accuracy) / n + (z2 / (2 * n)) ** 2).sqrt() / (1 + z2 / n)
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1)
-    axes.vlines(centre, middle - half, middle + half, color=BLUE, alpha=0.35, linewidth=5)
-    axes.scatter(centre, accuracy, s=42, color=BLUE, edgecolor="white", zorder=3)
-    for x, count in zip(centre.tolist(), n.tolist()):
-        axes.annotate(str(count), (x, 1.04), ha="center", color=GREY, fontsize=8)
-    axes.set(xlim=(0.18, 1.04), ylim=(-0.03, 1.13), xlabel="confidence")
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.grid(alpha=0.2)
+def bars(axes: Axes, cells: Cells) -> None:
+    """Differences of the negative log likelihood from that of the ensemble of equal cost, a row for each task."""
+    others = [name for name in METHODS if name != ENSEMBLE]
+    for k, name in enumerate(others):
+        for place, task in enumerate(cells):
+            mean, half = difference(cells, task, name, ENSEMBLE)
+            scale = abs(statistics.fmean(row["nll"] for row in cells[task][ENSEMBLE]))
+            at, label = place + 0.22 * (k - 1), name if place == 0 else None
+            half = half if half < float("inf") else 0.0
+            axes.errorbar(
+                mean / scale, at, xerr=half / scale, fmt="o", color=COLORS[name], label=label, markersize=6, capsize=2
+            )
+    axes.axvline(0, color=COLORS[ENSEMBLE], linewidth=1.5)
+    axes.set_yticks(range(len(cells)), list(cells))
+    axes.invert_yaxis()
+    axes.set_xscale("symlog", linthresh=0.1)
+    ticks = [-1, -0.1, -0.05, 0, 0.05, 0.1, 1]
+    axes.set_xticks(ticks, [f"{100 * x:+g} %" if x else "equal" for x in ticks], fontsize=8)
+    axes.set_xlabel("negative log likelihood, from the ensemble's; left is better")
+    axes.set_title("Against a deep ensemble of equal cost", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
 
 
-def uncertainty(axes: Axes, aleatoric: Tensor, epistemic: Tensor, seen: Tensor, auroc: float) -> None:
-    """Every test digit by both kinds of uncertainty."""
-    for mask, color, label in ((seen, BLUE, "seen: 0 to 7"), (~seen, ORANGE, "unseen: 8 and 9")):
-        axes.scatter(aleatoric[mask], epistemic[mask], s=9, alpha=0.45, color=color, label=label, linewidth=0)
-    axes.set(xlabel="aleatoric uncertainty (nats)")
-    axes.set_title(f"AUROC of unseen digits {auroc:.3f}", fontsize=10, color=GREY)
-    axes.grid(alpha=0.2)
+def reliability(axes: Axes, sure: Sure) -> None:
+    """Accuracy against confidence of the seen classes, over all seeds, in bins that hold as many inputs each."""
+    axes.plot([0, 1], [0, 1], color="#6B6B6B", linestyle=":", linewidth=1)
+    for name, runs in sure.items():
+        pairs = [torch.tensor([r["confidence"][: int(r["seen"][0])], r["right"][: int(r["seen"][0])]]) for r in runs]
+        both = torch.cat(pairs, 1)
+        both = both[:, both[0].argsort()]
+        points = torch.stack([part.mean(1) for part in both.chunk(BINS, 1)])
+        axes.plot(*points.T.tolist(), "o-", color=COLORS[name], label=name, markersize=4)
+    axes.set(xlabel="confidence", ylabel="accuracy on digits 0 to 7")
 
 
-def strip(axes: Axes, chosen: Tensor, images: Tensor, labels: Tensor, mean: Tensor, classes: int, title: str) -> None:
-    """A row of digits framed in the colour of seen or unseen, with the predicted class under each."""
-    size = images.shape[-1]
-    for place, i in enumerate(chosen.tolist()):
-        left = place * (size + 2)
-        axes.imshow(images[i], cmap="gray_r", extent=(left, left + size, 0, size))
-        known = labels[i] < classes
-        color = BLUE if known else ORANGE
-        axes.add_patch(Rectangle((left, 0), size, size, fill=False, color=color, linewidth=1.5))
-        axes.text(left + size / 2, -1, str(int(mean[i].argmax())), ha="center", va="top", color=color, fontsize=10)
-    axes.set(xlim=(-1, STRIP * (size + 2) - 1), ylim=(-5, size + 1), aspect="equal")
-    axes.set_title(title, fontsize=10, color=GREY)
-    axes.axis("off")
-
-
-def tidy_scales(row) -> None:
-    """The same limits for all panels of a row."""
-    x = max(axes.get_xlim()[1] for axes in row)
-    y = max(axes.get_ylim()[1] for axes in row)
-    for axes in row:
-        axes.set(xlim=(-0.03 * x, x), ylim=(-0.03 * y, y))
+def refusals(axes: Axes, sure: Sure) -> None:
+    """The share of wrong answers among those kept, seen and unseen classes together, averaged over the seeds."""
+    shares = torch.linspace(0, 0.6, 61)
+    for name, runs in sure.items():
+        curves = []
+        for r in runs:
+            wrong = 1 - torch.tensor(r["right"])[torch.tensor(r["confidence"]).argsort(descending=True)]
+            kept = ((1 - shares) * len(wrong)).long().clamp_min(1)
+            curves.append(wrong.cumsum(0)[kept - 1] / kept)
+        axes.plot(100 * shares, torch.stack(curves).mean(0), color=COLORS[name], label=name)
+    axes.set(
+        xlabel="refused, % of all test digits, 8 and 9 among them",
+        ylabel="wrong answers among those kept",
+        ylim=(0, None),
+    )

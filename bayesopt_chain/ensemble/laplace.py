@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ class LaplaceEnsemble(Ensemble):
 
     Attributes:
         fits: one :class:`bayesopt_chain.FittedLaplace` a member.
+        modes: the deep ensemble that the fits are of, with a held-out scale: what ``method="ensemble"`` returns.
     """
 
     fits: tuple[FittedLaplace, ...] = ()
+    modes: Ensemble | None = None
 
     def predict(self, data: Any) -> EnsemblePrediction:
         """The predictive distribution of new targets; see :meth:`Ensemble.predict`."""
@@ -89,6 +91,6 @@ def laplace(plan: Plan) -> Ensemble:
             fits.append(fit_laplace(module, found.likelihood, loader))
     # one pass for features and curvature together
     cost = passes(1, problem.data.size, problem.data.size, FORWARD)
-    made.report.passes["laplace"] = cost
-    made.report.said[-1] = "laplace: the last layer of every mode, its prior and noise by the evidence."
-    return LaplaceEnsemble(made.levels, made.weights, 1.0, made.likelihood, made.report, made.problem, tuple(fits))
+    said = "laplace: the last layer of every mode, its prior and noise by the evidence."
+    report = replace(made.report, passes={**made.report.passes, "laplace": cost}, said=[*made.report.said[:-1], said])
+    return LaplaceEnsemble(made.levels, made.weights, 1.0, made.likelihood, report, made.problem, tuple(fits), made)

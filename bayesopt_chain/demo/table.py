@@ -1,0 +1,110 @@
+"""The tables, and what they say in words: won and lost against the ensemble of equal cost.
+
+    d_s = score of the posterior - score of the other under split s,     mean d +- t_{n-1, 1 - alpha / (2 k)} sd(d) / sqrt(n)
+
+for k tasks: intervals of 95 %, corrected for their number (Bonferroni). Smaller scores are better, but for ``unseen``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from scipy.stats import t
+
+from bayesopt_chain.demo.contestants import ENSEMBLE, METHODS, NETWORK, POSTERIOR
+
+Cells = dict[str, dict[str, list[dict[str, float]]]]  # scores of every seed by task and method
+
+LEVEL = 0.95
+SHOWN = {
+    "nll": "negative log likelihood (lower is better)",
+    "error": "error: share of wrong classes; of diabetes the root mean squared error (lower is better)",
+    "miscovered": "calibration error; of diabetes how far the coverage of 90 % intervals is from it (lower is better)",
+    "unseen": "area under the ROC curve of telling digits never trained on (higher is better)",
+    "cost": "cost in gradients of a network for each datum, as a share of the posterior's",
+}
+
+
+def difference(cells: Cells, task: str, who: str, other: str, score: str = "nll") -> tuple[float, float]:
+    """Mean and half width of the corrected interval of a paired difference; infinite for one split."""
+    mine, theirs = ([row[score] for row in cells[task][name]] for name in (who, other))
+    gaps = [a - b for a, b in zip(mine, theirs, strict=True)]
+    mean, n = statistics.fmean(gaps), len(gaps)
+    if n < 2:
+        return mean, math.inf
+    return mean, float(t.ppf(1 - (1 - LEVEL) / (2 * len(cells)), n - 1)) * statistics.stdev(gaps) / math.sqrt(n)
+
+
+def verdict(mean: float, half: float) -> str:
+    """What an interval of a difference says, smaller being better.
+
+    Example:
+        >>> from bayesopt_chain.demo.table import verdict
+        >>> [verdict(mean, 0.01) for mean in (-0.02, 0.005, 0.02)]
+        ['won', 'undecided', 'lost']
+    """
+    return "won" if mean + half < 0 else "lost" if mean - half > 0 else "undecided"
+
+
+def rows(cells: Cells, score: str) -> list[str]:
+    """The means of a score over the seeds, a row for each task that has it."""
+    found = [f"{'':22}" + "".join(f"{name:>20}" for name in METHODS)]
+    for task, by in cells.items():
+        if score in by[POSTERIOR][0]:
+            whole = statistics.fmean(row["cost"] for row in by[POSTERIOR]) if score == "cost" else 1.0
+            means = [statistics.fmean(row[score] for row in by[name]) / whole for name in METHODS]
+            found.append(f"{task:22}" + "".join(f"{mean:>20.3f}" for mean in means))
+    return found
+
+
+def differences(cells: Cells, other: str) -> list[str]:
+    """The posterior's negative log likelihood minus another's, with intervals and what they say, a row for each task."""
+    found = []
+    for task in cells:
+        mean, half = difference(cells, task, POSTERIOR, other)
+        about = f" +- {half:.3f}   {verdict(mean, half)}" if half < math.inf else "   one split has no interval"
+        found.append(f"{task:22}{mean:+8.3f}{about}")
+    return found
+
+
+def said(cells: Cells) -> str:
+    """In words what is won and what is lost, computed from the cells."""
+    sentences = []
+    for other, name in ((NETWORK, "one network"), (ENSEMBLE, "the ensemble of equal cost")):
+        by: dict[str, list[str]] = {"won": [], "lost": [], "undecided": []}
+        for task in cells:
+            by[verdict(*difference(cells, task, POSTERIOR, other))].append(task)
+        parts = [f"{word} on {', '.join(tasks)}" for word, tasks in by.items() if tasks]
+        sentences.append(f"In likelihood, the posterior against {name}: {'; '.join(parts)}.")
+    for score, name in (("error", "error"), ("miscovered", "calibration"), ("unseen", "telling unseen digits")):
+        better: list[str] = []
+        worse: list[str] = []
+        sign = -1 if score == "unseen" else 1
+        for task, row in cells.items():
+            if score in row[POSTERIOR][0]:
+                mean, half = difference(cells, task, POSTERIOR, ENSEMBLE, score)
+                word = verdict(sign * mean, half)
+                better += [task] * (word == "won")
+                worse += [task] * (word == "lost")
+        sentences.append(
+            f"In {name}, against that ensemble: surely better on {', '.join(better) or 'none'}, surely worse on "
+            f"{', '.join(worse) or 'none'}."
+        )
+    return "\n".join(sentences)
+
+
+def text(cells: Cells) -> str:
+    """All tables, and what they say."""
+    parts = []
+    for score, title in SHOWN.items():
+        if any(score in by[POSTERIOR][0] for by in cells.values()):
+            parts += [title, *rows(cells, score), ""]
+    for other, name in ((NETWORK, NETWORK), (ENSEMBLE, f"the {ENSEMBLE}")):
+        parts += [
+            f"negative log likelihood of the posterior minus that of {name}: means over the splits, {LEVEL:.0%} intervals",
+            f"corrected for {len(cells)} tasks",
+            *differences(cells, other),
+            "",
+        ]
+    return "\n".join([*parts, said(cells)])
