@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bayesopt_chain.demo.contestants import ENSEMBLE, LAPLACE, METHODS, NETWORK, POSTERIOR
 from bayesopt_chain.demo.table import Cells, difference
 
-COLORS = dict(
+COLORS: dict[str, str] = dict(
     zip((NETWORK, LAPLACE, ENSEMBLE, POSTERIOR), ("#6B6B6B", "#009E73", "#D55E00", "#0072B2"))
 )  # Okabe and Ito
 Sure = dict[str, list[dict[str, list[float]]]]  # by method, what scores.sureness found under every seed
@@ -29,7 +29,7 @@ def draw_figure(path: str | Path, cells: Cells, sure: Sure, task: str) -> None:
         sure: of the task with unseen classes.
         task: its name.
     """
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    figure = Figure(figsize=(13.5, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     against, reliable, refused = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
     bars(against, cells)
@@ -61,9 +61,9 @@ def bars(axes: Axes, cells: Cells) -> None:
     axes.set_yticks(range(len(cells)), list(cells))
     axes.invert_yaxis()
     axes.set_xscale("symlog", linthresh=0.1)
-    ticks = [-1, -0.1, -0.05, 0, 0.05, 0.1, 1]
+    ticks = [-1, -0.1, 0, 0.1, 1]
     axes.set_xticks(ticks, [f"{100 * x:+g} %" if x else "equal" for x in ticks], fontsize=8)
-    axes.set_xlabel("negative log likelihood, from the ensemble's; left is better")
+    axes.set_xlabel("negative log likelihood, less is better")
     axes.set_title("Against a deep ensemble of equal cost", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
 
@@ -91,7 +91,7 @@ def refusals(axes: Axes, sure: Sure) -> None:
             curves.append(wrong.cumsum(0)[kept - 1] / kept)
         axes.plot(100 * shares, torch.stack(curves).mean(0), color=COLORS[name], label=name)
     axes.set(
-        xlabel="refused, % of all test digits, 8 and 9 among them",
+        xlabel="refused, % of digits 0 to 9",
         ylabel="wrong answers among those kept",
         ylim=(0, None),
     )
