@@ -14,15 +14,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers,trainers]'
 	touch $@
 
-# What the demo needs and no more. The index has torch for processors alone; elsewhere torch is what the package index has.
+# What the demo needs and no more. This index has torch for processors alone (0.2 GB in the place of 3); where it does not
+# answer, torch is what the package index has.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP = $(BIN)/python -m pip install --progress-bar off --constraint constraints.txt
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch (from $(TORCH_INDEX) where it answers) and the extra demo into $(VENV)"
+	@echo "installing torch (for processors alone, where $(TORCH_INDEX) answers) and the extra demo into $(VENV)"
 	@date +%s > $@.began
-	$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --extra-index-url $(TORCH_INDEX) torch
-	$(BIN)/python -m pip install --progress-bar off --constraint constraints.txt --editable '.[demo]'
+	-$(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) torch
+	$(PIP) torch
+	$(PIP) --editable '.[demo]'
 	@echo "installed in $$(( $$(date +%s) - $$(cat $@.began) )) seconds:"
 	@$(BIN)/python -m bayesopt_chain.demo.installed
 	@mv $@.began $@
