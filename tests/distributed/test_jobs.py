@@ -13,7 +13,7 @@ import torch
 import bayesopt_chain as bc
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/howto/jobs.md").read_text()
+PAGE, SCHEDULERS = ((ROOT / f"docs/howto/{name}.md").read_text() for name in ("jobs", "schedulers"))
 (SCRIPT,) = re.findall(r"`jobs.py`:\n\n```python\n(.*?)```", PAGE, re.S)
 
 
@@ -45,7 +45,7 @@ def called(command, folder, **variables):
 
 
 def test_the_pages_script_for_slurm_calls_the_function_with_the_number_of_its_job(tmp_path):
-    (script,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    (script,) = re.findall(r"```bash\n(.*?)```", SCHEDULERS, re.S)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
     assert re.search(r"^#SBATCH --array=0-999$", script, re.M), "a line that Slurm reads begins with #SBATCH"
     said = called(["bash", "-c", script], tmp_path, SLURM_ARRAY_TASK_ID="7", USER="somebody")
@@ -54,7 +54,7 @@ def test_the_pages_script_for_slurm_calls_the_function_with_the_number_of_its_jo
 
 def test_the_pages_job_for_kubernetes_calls_the_function_with_the_number_of_its_pod(tmp_path):
     yaml = pytest.importorskip("yaml")
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    (text,) = re.findall(r"```yaml\n(.*?)```", SCHEDULERS, re.S)
     job = yaml.safe_load(text)["spec"]
     assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
     (container,), (volume,) = job["template"]["spec"]["containers"], job["template"]["spec"]["volumes"]

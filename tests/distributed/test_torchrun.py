@@ -1,4 +1,4 @@
-"""The commands of the page on several ranks, as they stand there."""
+"""The commands of the pages on several ranks, as they stand there."""
 
 import os
 import re
@@ -13,16 +13,16 @@ import bayesopt_chain as bc
 from tests.distributed.ranks import server
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "howto" / "many_ranks.md").read_text()
+PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md")))
 
 
 def script_of(name):
-    (script,) = re.findall(rf"`{name}`:\n\n```python\n(.*?)```", PAGE, re.S)
+    (script,) = re.findall(rf"`{name}`:\n\n```python\n(.*?)```", PAGES, re.S)
     return script
 
 
 def alone(name, draws, spread=False):
-    """Run a script of the page as the only rank, in a process that has imported torch already.
+    """Run a script of the pages as the only rank, in a process that has imported torch already.
 
     ``spread``: it has DTensors, whose meshes torch keeps in caches of its own.
     """
@@ -41,7 +41,7 @@ def _execute(script, draws, spread):
 
 
 def torchrun(name, size, folder, draws):
-    """Run a script of the page on so many ranks; what it prints."""
+    """Run a script of the pages on so many ranks; what it prints."""
     (folder / name).write_text(script_of(name))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -54,7 +54,7 @@ def torchrun(name, size, folder, draws):
 def shown(name):
     """Ranks and output of the page's command for a script."""
     ((size, said),) = re.findall(
-        rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node (\d) {name}\n(.*?)\n```", PAGE
+        rf"\$ DRAWS=draws torchrun --standalone --nproc-per-node (\d) {name}\n(.*?)\n```", PAGES
     )
     return int(size), said
 

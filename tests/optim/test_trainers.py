@@ -1,4 +1,4 @@
-"""The examples of ``docs/trainers.md``, each run as it stands, at temperature 0, and with torch's class in the one line."""
+"""The examples of the pages on training loops, each run as it stands, at temperature 0, and with torch's class in the one line."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,12 @@ from torch import nn
 
 import bayesopt_chain as bc
 
-DOCS = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in ("trainers", "howto/lightning", "howto/hugging_face", "howto/pyro")]
 EXAMPLES = {
     title.strip(): code
-    for title, code in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", DOCS, re.M | re.S)
+    for page in PAGES
+    for title, code in re.findall(r"^##? ([^\n]+)\n(?:(?!^##? ).)*?```python\n(.*?)```", page.read_text(), re.M | re.S)
 }
 NEEDS = {
     "A plain loop": [],
@@ -28,7 +30,7 @@ NEEDS = {
 def run(code, folder, monkeypatch):
     monkeypatch.chdir(folder)
     space: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, "docs/trainers.md", "exec"), space)
+    exec(compile(code, "docs", "exec"), space)
     params = space["params"].values() if "params" in space else space["model"].parameters()
     return torch.cat([p.detach().flatten() for p in params]), space
 

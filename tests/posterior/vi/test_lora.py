@@ -1,4 +1,4 @@
-"""The recipe of ``docs/variational.md`` for IVON on a LoRA adapter, run as it stands."""
+"""The recipe of ``docs/howto/ivon.md`` for IVON on a LoRA adapter, run as it stands."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 CODE = re.search(
-    r"### On a LoRA adapter.*?```python\n(.*?)```",
-    (Path(__file__).parents[3] / "docs/variational.md").read_text(),
+    r"## On a LoRA adapter.*?```python\n(.*?)```",
+    (Path(__file__).parents[3] / "docs/howto/ivon.md").read_text(),
     re.S,
 )
 
@@ -22,7 +22,7 @@ def test_ivon_on_an_adapter_learns_its_posterior():
     pytest.importorskip("peft")
     assert CODE is not None
     space: dict[str, Any] = {}
-    exec(compile(CODE[1], "docs/variational.md", "exec"), space)
+    exec(compile(CODE[1], "docs/howto/ivon.md", "exec"), space)
     params, state, draws = space["params"], space["state"], space["draws"]
     assert all("lora_" in name for name in params) and len(params) == 4
     loss = lambda p: (space["forward"](p, (space["x"], None)) - space["y"]).square().mean() / 2  # noqa: E731
