@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # What the demo needs and no more. This index has torch for processors alone (0.2 GB in the place of 3); where it does not
 # answer, torch is what the package index has.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP = $(BIN)/python -m pip install --progress-bar off --constraint constraints.txt
+PIP = $(BIN)/python -m pip install --progress-bar off --no-compile --constraint constraints.txt
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

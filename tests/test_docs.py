@@ -23,7 +23,9 @@ def test_a_page_has_an_example_that_runs_and_says_what_can_go_wrong(page):
 
 def test_a_page_is_at_most_two_screens_long():
     """What is looked up and not read may be longer."""
-    pages = [page for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")] if page.stem not in LOOKED_UP]
+    pages = [
+        page for page in [*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")] if page.stem not in LOOKED_UP | {*MADE}
+    ]
     assert len(pages) > 40
     lengths = {page.stem: len(page.read_text().splitlines()) for page in pages}
     assert {name: n for name, n in lengths.items() if n > TWO_SCREENS} == {}

@@ -17,7 +17,9 @@ def test_the_table_of_speed_is_the_measured_one():
 
 
 def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():
-    assert of_mnist() in MEASURED, "run `python -m benchmarks.choosing` and put its last line into docs/measured_choices.md"
+    assert of_mnist() in MEASURED, (
+        "run `python -m benchmarks.choosing` and put its last line into docs/measured_choices.md"
+    )
     temperature, start = RESULTS.read_text().strip().split("\n\n")
     assert temperature in MEASURED and start in MEASURED
 

@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--tasks", default=",".join(NAMES), help="separated by commas (%(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="splits of every task (%(default)s)")
-    parser.add_argument("--steps", type=int, default=1000, help="of the first training of every network (%(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="of the first training of every network (%(default)s)")
     parser.add_argument("--workers", type=int, default=min(2, cores), help="processes (%(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("demo.png"), help="where to write it (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write all scores here")

@@ -1,4 +1,4 @@
-"""The examples of the pages on training loops, each run as it stands, at temperature 0, and with torch's class in the one line."""
+"""The examples of the pages on training loops, each as it stands, at temperature 0, and with torch's class in one line."""
 
 import re
 from pathlib import Path
