@@ -152,15 +152,15 @@ def training_step(kind: str, make: Callable) -> Callable[[], None]:
     return step
 
 
-def training_step_in_place(kind: str, tx) -> Callable[[], None]:
-    """The same step by ``make_step(..., inplace=True)``, the module taken as a function of its parameters."""
+def made_step(kind: str, tx, inplace: bool) -> Callable[[], None]:
+    """The same step by ``make_step``, the module taken as a function of its parameters."""
     model, x, y = network(kind)
     functional = bc.make_functional(model)
 
     def loss(params, batch):
         return torch.nn.functional.cross_entropy(functional.forward(params, batch), batch[1])
 
-    step, params, state = bc.make_step(loss, tx, inplace=True), functional.params, tx.init(functional.params)
+    step, params, state = bc.make_step(loss, tx, inplace=inplace), functional.params, tx.init(functional.params)
     now = [params, state]
 
     def run() -> None:

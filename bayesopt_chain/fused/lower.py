@@ -9,21 +9,26 @@ The link of a run reads and writes the same entries of the state as the links th
 
 Matched noise can be lowered if it enters the chain at one place only, there enters such a run, has constant coefficients and is
 shaped by no preconditioner. A run gives the bits of its links one by one, pure and in place, with the kernel of
-:mod:`bayesopt_chain.fused.sweep_cpu` or without.
+:mod:`bayesopt_chain.fused.sweep_cpu` or without. A chain that is one run and nothing else makes a pure step in one pass,
+parameters included (:func:`moved`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from bayesopt_chain import checks
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.link import Link, LinkContext, Traits
-from bayesopt_chain.core.op import Leaves, TensorOps, are_small
+from bayesopt_chain.core.op import PURE, Leaves, TensorOps, are_small
+from bayesopt_chain.core.state import State
 from bayesopt_chain.fused.sweep_cpu import Pointers, pointers, sweep_kernel
 from bayesopt_chain.links.langevin_noise import LangevinNoise, LangevinNoiseState
 from bayesopt_chain.links.learning_rate import Scale
@@ -34,7 +39,8 @@ from bayesopt_chain.random import stream as keyed_stream
 from bayesopt_chain.tracing import is_plain, is_transformed
 
 BLOCK = 2**20  # elements; two float32 blocks fit a third-level cache, and smaller ones cost calls
-_KINDS = (Tensor, torch.nn.Parameter)
+_KINDS = frozenset((Tensor, torch.nn.Parameter))
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 
@@ -45,15 +51,17 @@ class MomentumThenScale(Link):
     momentum: float
     factor: float
 
-    def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
+    ) -> tuple[Leaves, Any]:
+        """The run; with parameters ``onto`` that it :meth:`takes`, their sums with the updates."""
         first: TraceState = states[0]
         mu, factor = self.momentum, self.factor
-        if are_small(g) and is_plain(g[0]) and (kernel := sweep_kernel()) is not None:
-            sizes = tuple(map(Tensor.numel, g))
-            if all(map(_alike, g, first.trace)) and _are_plain(g, first.trace, sizes, g[0].dtype):
-                u, v = _results(op, g, first.trace)
-                kernel(g[0].dtype, sizes, *map(pointers, (g, first.trace, u, v)), factor, mu)
-                return u, (first._replace(trace=tuple(v)), states[1])
+        if onto or (are_small(g) and is_plain(g[0]) and self.takes((), g, states)):
+            u, v = _results(op, g, first.trace)
+            lists, base, kernel = (g, first.trace, u, v), onto and pointers(onto), _kernel()
+            kernel(g[0].dtype, tuple(map(Tensor.numel, g)), *map(pointers, lists), factor, mu, onto=base)
+            return u, (first._replace(trace=tuple(v)), states[1])
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
@@ -62,14 +70,25 @@ class MomentumThenScale(Link):
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
 
+    def takes(self, p: Sequence[Tensor], g: Sequence[Tensor], states: Any) -> bool:
+        """Whether the kernel may run over parameters (none: over updates alone), gradients and velocities, which nothing
+        traces."""
+        kept = states[0].trace
+        sizes = tuple(map(Tensor.numel, g))
+        return _kernel() is not None and all(map(_alike, g, kept)) and _are_plain((g, kept, p), sizes, g[0].dtype)
+
+
+def _kernel() -> Any:
+    return sweep_kernel()
+
 
 def _alike(x: Tensor, t: Tensor) -> bool:
     return x.shape == t.shape
 
 
-def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
-    """Whether a kernel may run over the memory of these tensors: on a CPU, dense, of one dtype, of these sizes, and without
-    gradients of their own. Whether they are traced has to be asked before."""
+def _are_plain(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+    """Whether a kernel may run over the memory of these lists of tensors: on a CPU, dense, of one dtype, of these sizes, and
+    without gradients of their own. Whether they are traced has to be asked before."""
     return dtype in _ONE and all(
         [
             type(x) in _KINDS
@@ -78,7 +97,7 @@ def _are_plain(g: Sequence[Tensor], kept: Sequence[Tensor], sizes: tuple[int, ..
             and x.numel() == n
             and x.is_contiguous()
             and not x.requires_grad
-            for xs in (g, kept)
+            for xs in lists
             for x, n in zip(xs, sizes)
         ]
     )
@@ -131,19 +150,31 @@ class Noisy(Link):
     variables: keyed_stream.Variables  # of which the noise is made
     traits = Traits(all_leaves=True)
 
-    def update(self, g: Leaves, states: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
+    ) -> tuple[Leaves, Any]:
+        """The run; with parameters ``onto`` that it :meth:`takes`, their sums with the updates."""
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
         plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.step) and noise.key.is_cpu
-        move = self._at_once if plain and _are_plain(g, kept, self.sizes, self.dtype) else self._by_links
-        u, kept = move(g, kept, noise, op)
+        if onto or (plain and _are_plain((g, kept), self.sizes, self.dtype)):
+            u, kept = self._at_once(g, kept, noise, op, onto)
+        else:
+            u, kept = self._by_links(g, kept, noise, op)
         count = op.next_count(noise.step)
         if self.momentum is None:
             return u, (noise._replace(step=count, memory=kept), states[1])
         return u, (states[0]._replace(trace=kept), states[1], noise._replace(step=count))
 
+    def takes(self, p: Sequence[Tensor], g: Sequence[Tensor], states: Any) -> bool:
+        """Whether noise can be drawn at once for these parameters, gradients and what is kept, which nothing traces."""
+        noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
+        kept = noise.memory if self.momentum is None else states[0].trace
+        plain = self.noise.noise == "gaussian" and noise.key.is_cpu
+        return plain and _are_plain((g, kept, p), self.sizes, self.dtype)
+
     def _at_once(
-        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
+        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps, onto: Leaves | None
     ) -> tuple[Leaves, tuple[Tensor, ...]]:
         """Span by span the draw, and one pass for the rest while it is in cache."""
         drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
@@ -153,7 +184,7 @@ class Noisy(Link):
             flat = torch.cat([e.clone() for _, e in drawn])
             return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
         u, t = _results(op, g, kept)
-        self.sweep(drawn, g, kept, u, t)
+        self.sweep(drawn, g, kept, u, t, onto)
         return u, tuple(t)
 
     def sweep(
@@ -163,8 +194,8 @@ class Noisy(Link):
         kept: Sequence[Tensor],
         u: Sequence[Tensor],
         t: Sequence[Tensor],
-        moves: bool = False,
-        known: Sequence[Sequence[Pointers]] | None = None,
+        onto: Sequence[Tensor] | None = None,
+        known: Sequence[Sequence[Pointers | None]] | None = None,
     ) -> None:
         """The run by the kernel of :mod:`bayesopt_chain.fused.sweep_cpu`, which checks nothing: lists of contiguous tensors.
 
@@ -173,14 +204,14 @@ class Noisy(Link):
             g: gradients.
             kept: the velocities, or without momentum the remembered draws.
             u, t: where the results go, and what is kept for the next step.
-            moves: the results are parameters, to which the updates are added.
-            known: for every span where ``kept``, ``u`` and ``t`` lie in memory, if that has been looked up before.
+            onto: parameters, where their sums with the updates are wanted in the place of the updates.
+            known: for every span where ``kept``, ``u``, ``t`` and ``onto`` lie in memory, if that has been looked up before.
         """
         kernel: Any = sweep_kernel()
+        f, mu = self.factor, self.momentum
         for n, (span, e) in enumerate(drawn):
-            places = known[n] if known else [pointers(xs, span) for xs in (kept, u, t)]
-            numbers = (self.factor, self.momentum, e, self.deferred_gain, moves)
-            kernel(e.dtype, span.sizes, pointers(g, span), *places, *numbers)
+            at = known[n] if known else (*map(pointers, (kept, u, t), [span] * 3), onto and pointers(onto, span))
+            kernel(e.dtype, span.sizes, pointers(g, span), *at[:3], f, mu, e, self.deferred_gain, at[3])
 
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
@@ -221,6 +252,45 @@ def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], 
         if len(injection.noise_inputs) == 1 and (run := _noisy(links, plan, n, injection)) is not None:
             runs[run[0][0]] = run
     return runs
+
+
+def moved(chain: Chain, params: Any, grads: Any, state: Any) -> tuple[Any, State] | None:
+    """A pure step of a chain that is one run and nothing else: the bits of ``update`` and ``apply_updates`` in one pass.
+
+    Args:
+        chain: the chain.
+        params, grads: trees of one structure, of which all leaves are tensors.
+        state: of the chain.
+
+    Returns:
+        New parameters and the new state; ``None``, with nothing done, where a chain has other links, and for trees or tensors
+        that the kernel cannot take: it wants dense ones on a CPU, for all leaves of the run, that nothing traces.
+    """
+    plan = chain.plan(state)
+    [(places, run), *more] = plan.stages or [((0,), chain)]
+    if more or plan.drawn or not isinstance(run, MomentumThenScale | Noisy) or not is_plain() or _kernel() is None:
+        return None
+    p: Any
+    p, spec = optree.tree_flatten(params, none_is_leaf=True)
+    try:
+        g: Any = spec.flatten_up_to(grads)
+    except ValueError:
+        return None
+    if spec != plan.spec or len(plan.where[places[0]]) != len(p) or not _KINDS.issuperset(map(type, [*p, *g])):
+        return None
+    layout = plan.layout
+    for xs in (p, g):
+        if tuple(map(_SHAPE, xs)) != layout.shapes or tuple(map(_DTYPE, xs)) != layout.dtypes:
+            return None
+    g = [x if x.is_contiguous() else x.contiguous() for x in g]
+    states = [state[k] for k in places]
+    if not run.takes(p, g, states):
+        return None
+    new, entries = run.update(g, states, PURE, None, p)
+    # a key of its own: whoever overwrites one state must not change the other
+    entries = [x._replace(key=x.key.clone()) if isinstance(x, LangevinNoiseState) else x for x in entries]
+    after = dict(zip(places, entries))
+    return spec.unflatten(new), State([after.get(k, entry) for k, entry in enumerate(state)], layout)
 
 
 def _heavy_ball(link: Link) -> float | None:

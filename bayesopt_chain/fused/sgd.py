@@ -227,13 +227,13 @@ class _Lowered:
         self.noise, self.run, self.variables, self.sizes = noise, run, variables, sizes
         self.theta, self.kept = tensors.theta, tensors.kept()
         tensors.view(tensors.velocity)
-        lists = (self.kept, self.theta, self.kept)
+        lists = (self.kept, self.theta, self.kept, self.theta)
         self.known = [[pointers(xs, span) for xs in lists] for span in variables.spans(sizes)]
 
     def __call__(self, g: list[Any], state: State) -> State:
         noise, g = state[self.noise], _dense(g)
         drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
-        self.run.sweep(drawn, g, self.kept, self.theta, self.kept, moves=True, known=self.known)
+        self.run.sweep(drawn, g, self.kept, self.theta, self.kept, self.theta, known=self.known)
         torch.autograd.graph.increment_version([*self.theta, *self.kept])  # addresses, of which autograd knows nothing
         noise.step.add_(1)
         return state

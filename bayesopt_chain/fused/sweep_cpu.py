@@ -6,8 +6,8 @@ For every element, ``e`` being the noise of this step, each operation rounded by
     v = mu s + (g + e),      u = f v,    s <- v + deferred e      with noise, a part of which the next step adds
     x = g + (e + m),         u = f x,    m <- e                   no momentum: the noise remembers its draw
 
-and ``theta <- theta + u`` in the same pass if asked. With tensor operations every one of these is a pass over memory and a
-call for each leaf; here all leaves are one call. Results may be written over ``g`` and ``s`` or into new tensors.
+and ``theta + u`` in the place of ``u`` if asked. With tensor operations every one of these is a pass over memory and a call
+for each leaf; here all leaves are one call. Results may be written over ``g`` and ``s`` or into new tensors.
 Compiled at its first use and kept, or came with the wheel (:mod:`bayesopt_chain.random.compiled`).
 """
 
@@ -41,11 +41,12 @@ def pointers(tensors: Sequence[Tensor], span: Span | None = None) -> Pointers:
 
 @cache
 def sweep_kernel() -> Sweep | None:
-    """``sweep(dtype, sizes, g, s, u, t, f, mu, e, deferred, moves)``, or ``None`` where nothing compiles.
+    """``sweep(dtype, sizes, g, s, u, t, f, mu, e, deferred, onto)``, or ``None`` where nothing compiles.
 
     ``g``, ``s``, ``u``, ``t`` are :func:`pointers` to contiguous tensors of one dtype, float32 or float64, and of these sizes,
     ``u`` and ``t`` written and perhaps the same as ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf. Where
-    ``mu`` is ``None``, ``s`` is what the noise remembers. ``moves``: ``u`` are parameters, to which the updates are added.
+    ``mu`` is ``None``, ``s`` is what the noise remembers. Where ``onto``, parameters, is given, its sums with the updates are
+    written to ``u``, which may be the parameters themselves.
     """
     try:
         library = compiled.load(_SOURCE)
@@ -55,7 +56,7 @@ def sweep_kernel() -> Sweep | None:
     integer, pointer, real, small = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double, ctypes.c_int
     for kernel in kernels.values():
         kernel.restype = None
-        kernel.argtypes = [integer, *[pointer] * 6, small, small, real, real, real, small]
+        kernel.argtypes = [integer, *[pointer] * 7, small, real, real, real, small]
 
     @cache
     def integers(sizes: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
@@ -72,11 +73,11 @@ def sweep_kernel() -> Sweep | None:
         mu: float | None,
         e: Tensor | None = None,
         deferred: float = 0.0,
-        moves: bool = False,
+        onto: Pointers | None = None,
     ) -> None:
         numbers, total = integers(sizes)
         noise = None if e is None else e.data_ptr()
         threads = torch.get_num_threads() if total > _PARALLEL else 1
-        kernels[dtype](len(sizes), numbers, g, s, noise, u, t, moves, mu is not None, mu or 0.0, f, deferred, threads)
+        kernels[dtype](len(sizes), numbers, onto, g, s, noise, u, t, mu is not None, mu or 0.0, f, deferred, threads)
 
     return sweep

@@ -22,9 +22,11 @@ from torch import Tensor
 from torchopt.base import GradientTransformation
 
 from bayesopt_chain import _torch, kinds
+from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.core.op import owned
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
+from bayesopt_chain.fused import lower
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.skip_nonfinite import SkipNonfinite, SkipState
 from bayesopt_chain.links.weighted import Weighted, weight_of
@@ -186,7 +188,12 @@ class Step:
         try:
             # ``advanced`` compares the number of steps left out before and behind this one; an update in place overwrites it
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
-            if after is None:
+            swept = None
+            if not self.inplace and not extra and isinstance(self.tx, Chain):
+                swept = lower.moved(self.tx, params, grads, inner)
+            if swept is not None:
+                params, after = swept
+            elif after is None:
                 if self.inplace:
                     grads = _writable(grads)
                 updates, after = self.tx.update(grads, inner, params=params, inplace=self.inplace, **extra)

@@ -185,9 +185,9 @@ def test_the_kernel_has_the_bits_of_tensor_operations_at_every_length(threads):
             e = torch.randn(sum(sizes), dtype=dtype)
             for mu, noise in ((0.9, e), (0.9, None), (None, e)):
                 u, t, theta = ([torch.ones_like(x) for x in xs] for xs in (g, s, g))
-                for out, moves in ((u, False), (theta, True)):
+                for out, onto in ((u, None), (theta, pointers(theta))):
                     places = map(pointers, (g, s, out, t))
-                    sweep_kernel()(dtype, sizes, *places, -0.3, mu, noise, 1.1, moves)
+                    sweep_kernel()(dtype, sizes, *places, -0.3, mu, noise, 1.1, onto)
                 for x, v, y, got, moved, kept in zip(g, s, e.split(sizes), u, theta, t):
                     if mu is None:
                         want, keeps = (x + (y + v)) * -0.3, y
@@ -197,3 +197,66 @@ def test_the_kernel_has_the_bits_of_tensor_operations_at_every_length(threads):
                     assert torch.equal(got, want) and torch.equal(kept, keeps) and torch.equal(moved, 1.0 + want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
+@given(
+    name=st.sampled_from(["sgd", "sghmc", "white noise", "sgld"]),
+    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    stream=st.sampled_from(["generator", "philox"]),
+    strided=st.booleans(),
+    chunk=st.sampled_from([16, 48, 2**18]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_pure_step_in_one_pass_has_the_bits_of_update_and_apply(name, shapes, dtype, stream, strided, chunk, seed):
+    torch.manual_seed(seed)
+    tx = CHAINS[name](0.3)
+    tx = bc.with_stream(tx, stream) if name != "sgd" else tx
+    params = {str(i): torch.randn(shape, dtype=dtype) for i, shape in enumerate(shapes)}
+    gradients = [{k: torch.randn(p.shape, dtype=dtype) for k, p in params.items()} for _ in range(3)]
+    if strided:
+        gradients = [{k: g.T.contiguous().T if g.ndim == 2 else g for k, g in each.items()} for each in gradients]
+    start = tx.init(params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "SPAN", chunk)
+        forget_spans()
+        mine, theirs = (params, start), (params, start)
+        for g in gradients:
+            before = copy.deepcopy((mine, g))
+            after = lower.moved(tx, mine[0], g, mine[1])
+            assert after is not None
+            assert all(map(torch.equal, optree.tree_leaves((mine, g)), optree.tree_leaves(before)))
+            kept, new = ({x.data_ptr() for x in optree.tree_leaves(each) if x.numel()} for each in (mine, after))
+            assert not kept & new
+            mine = after
+    forget_spans()
+    for g in gradients:
+        updates, state = tx.update(g, theirs[1], params=theirs[0], inplace=False)
+        theirs = optree.tree_map(torch.add, theirs[0], updates), state
+    assert optree.tree_structure(mine) == optree.tree_structure(theirs) and mine[1].layout == theirs[1].layout
+    for x, y in zip(optree.tree_leaves(mine), optree.tree_leaves(theirs), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous() and torch.equal(x, y)
+
+
+@pytest.mark.skipif(sweep_kernel() is None, reason="needs a C++ compiler")
+def test_a_pure_step_of_anything_else_is_left_to_update():
+    p, g = {"w": torch.zeros(3), "b": torch.zeros(2)}, {"w": torch.ones(3), "b": torch.ones(2)}
+    tx = bc.sghmc(0.1, temperature=0.3)
+    state = tx.init(p)
+    assert lower.moved(tx, p, g, state) is not None
+    for grads in ({"w": g["w"]}, {**g, "b": None}, {**g, "b": torch.ones(1)}, {**g, "b": torch.ones(2).double()}):
+        assert lower.moved(tx, p, grads, state) is None
+    mine = torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {}))
+    assert lower.moved(tx, {**p, "b": mine}, g, state) is None
+    absent = {**p, "b": None}
+    assert lower.moved(tx, absent, {**g, "b": None}, tx.init(absent)) is None
+    assert lower.moved(bc.adam(0.1, temperature=0.3), p, g, bc.adam(0.1, temperature=0.3).init(p)) is None
+    little = CHAINS["little momentum"](0.3)  # whose noise is drawn by its link, in front of the run
+    assert lower.moved(little, p, g, little.init(p)) is None
+    signs = CHAINS["signs"](0.3)
+    assert lower.moved(signs, p, g, signs.init(p)) is None
+    half = {k: x.bfloat16() for k, x in p.items()}
+    assert lower.moved(tx, half, {k: x.bfloat16() for k, x in g.items()}, tx.init(half)) is None
+    one = bc.masked(tx, {"w": True, "b": False})
+    assert lower.moved(one, p, g, one.init(p)) is None
