@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import optree
 import torch
@@ -47,7 +48,7 @@ def fused(tx, params, grads) -> Callable:
     """What ``make_step(..., inplace=True)`` does once it has its gradients."""
     state, form = tx.init(params), sweep.recognise(tx)
     with torch.no_grad():
-        assert form.move(params, grads, state) is not None
+        assert form is not None and form.move(params, grads, state) is not None
         return lambda: form.move(params, grads, state)
 
 
@@ -58,7 +59,7 @@ def captured(tx, params, grads) -> Callable:
         updates, state = tx.update(grads, state, params=params, inplace=False)
         return optree.tree_map(torch.add, params, updates), state, bc.Info(torch.zeros(()), ())
 
-    fast = bc.capture(step, params, tx.init(params), grads)
+    fast: Any = bc.capture(step, params, tx.init(params), grads)
     now = list(fast(params, tx.init(params), grads)[:2])
 
     def run():
@@ -82,7 +83,8 @@ def posteriors_sghmc(params, grads) -> Callable:
     """posteriors' SGHMC in place, net of the gradient: its ``grad_and_value`` hands back the gradients given here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from posteriors.sgmcmc import sghmc
+        from posteriors.sgmcmc import sghmc as module
+    sghmc: Any = module
 
     value = torch.zeros(()), torch.zeros(())
     tree = {str(i): p for i, p in enumerate(params)}
@@ -160,6 +162,7 @@ def made_step(kind: str, tx, inplace: bool) -> Callable[[], None]:
     def loss(params, batch):
         return torch.nn.functional.cross_entropy(functional.forward(params, batch), batch[1])
 
+    step: Any
     step, params, state = bc.make_step(loss, tx, inplace=inplace), functional.params, tx.init(functional.params)
     now = [params, state]
 

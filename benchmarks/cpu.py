@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -163,8 +163,9 @@ def _running(step, params, state, batch) -> Callable:
 def posteriors_step(batch) -> Callable:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import posteriors
+        import posteriors as module
 
+    posteriors: Any = module
     transform = posteriors.sgmcmc.sghmc.build(
         lambda p, b: (-logistic(p, b), torch.zeros(())), lr=0.2, alpha=0.5, temperature=1 / N
     )
