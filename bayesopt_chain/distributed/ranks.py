@@ -18,7 +18,7 @@ The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -274,6 +274,26 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
     out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
     dist.all_gather_object(out, value, group=None if mesh is None else mesh.get_group())
     return out
+
+
+def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Tensor]]:
+    """Named tensors of all ranks of a mesh, in the order of ranks, on the devices of this rank's own.
+
+    The names are the same on every rank; shapes and dtypes may differ.
+    """
+    kinds = gather_objects({name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}, mesh)
+    every: list[dict[str, Tensor]] = [{} for _ in kinds]
+    device = _device(mesh)
+    for name, x in mine.items():
+        sizes = [theirs[name][0].itemsize * torch.Size(theirs[name][1]).numel() for theirs in kinds]
+        sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        sent[: sizes[mesh.get_local_rank()]] = x.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+        came = [torch.empty_like(sent) for _ in kinds]
+        dist.all_gather(came, sent, group=mesh.get_group())
+        for tensors, theirs, raw, n in zip(every, kinds, came, sizes):
+            dtype, shape = theirs[name]
+            tensors[name] = raw[:n].clone().view(dtype).view(shape).to(x.device)
+    return every
 
 
 def together(mesh: Mesh | None, what: Callable[[], T]) -> T:

@@ -9,21 +9,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bayesopt_chain import batches, checks
+from bayesopt_chain import batches, checks, kinds
+from bayesopt_chain.distributed.ranks import world
 from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.ivon import ivon
 from bayesopt_chain.ensemble.laplace import laplace
-from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.ensemble.members import described, members_of
 from bayesopt_chain.ensemble.plan import batch_size_for, rate, steps_for, training_likelihood
 from bayesopt_chain.ensemble.problem import Problem
 from bayesopt_chain.ensemble.progress import Progress
+from bayesopt_chain.ensemble.ranks import is_first, require_ranks
 from bayesopt_chain.ensemble.recipe import Plan, ensemble, sghmc
 from bayesopt_chain.ensemble.stages import Stages, checksum
 from bayesopt_chain.ensemble.swag import swag
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.runs.describe import describe
 
 Method = Literal["sghmc", "ensemble", "swag", "laplace", "ivon"]
+LEAST_SCORED = 4  # data of a fold
+MOST = 2**53  # of whole numbers
 METHODS: dict[str, Callable[[Plan], Ensemble]] = {
     "sghmc": sghmc,
     "ensemble": ensemble,
@@ -49,6 +54,7 @@ def posterior_ensemble(
     path: str | Path | None = None,
     progress: bool = True,
     method: Method = "sghmc",
+    mesh: Any = None,
 ) -> Ensemble:
     """From a module to networks that know what they do not know, in one call.
 
@@ -83,6 +89,10 @@ def posterior_ensemble(
         method: "sghmc" (default), the recipe above; "ensemble", the same without chains: a deep ensemble with held-out stop and
             scale; "swag", MultiSWAG from the modes; "laplace", :func:`bayesopt_chain.fit_laplace` of the last layer of every
             mode; "ivon", variational networks.
+        mesh: a DeviceMesh of one axis whose ranks share out the members. Every rank makes the same call with all data, and gets
+            the whole ensemble. Members are those of one process to the rounding of their matrix products, and bit for bit where
+            ``vmap`` refuses the network. With ``path=`` the first rank writes, and any number of ranks goes on. Default: one
+            process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
 
     Returns:
         :class:`Ensemble`, with ``predict``, ``report``, ``more``, ``save``, ``open``, ``draws`` and ``to_arviz``.
@@ -90,7 +100,7 @@ def posterior_ensemble(
     Raises:
         TypeError: neither a module nor a function; data that hold no tensors.
         ValueError: an argument out of range; layers whose weights cannot be drawn anew; targets that the likelihood cannot
-            have; training that diverges; ``path`` of another call.
+            have; training that diverges; ``path`` of another call; fewer members than ranks, or ranks with other calls.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -106,7 +116,7 @@ def posterior_ensemble(
         (torch.Size([3, 1]), torch.Size([3, 1]), True)
     """
     who = "posterior_ensemble: "
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"{who}method={method!r}: pass one of {', '.join(map(repr, METHODS))}")
     if not isinstance(likelihood, Likelihood):
         raise TypeError(
@@ -118,8 +128,10 @@ def posterior_ensemble(
         ("batch_size", batch_size, 1),
         ("seed", seed, 0),
     ):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise ValueError(f"{who}{name}={number!r}: pass a whole number of at least {least}")
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (whole and least <= number <= MOST):
+            raise ValueError(f"{who}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
+    kinds.require(who.strip(": "), path=(path, kinds.FOLDER.or_none()), progress=(progress, kinds.BOOL))
     if lr is not None:
         checks.positive(f"{who}lr", lr)
     searched = prior_precision == "held out" or (prior_precision is None and method == "sghmc")
@@ -136,7 +148,7 @@ def posterior_ensemble(
     levels = _levels(temperatures)
     held, loaders = read(data)
     n = held.size
-    fold = max(4, int(held_out * n))
+    fold = max(LEAST_SCORED, int(held_out * n))
     if 2 * fold >= n:
         raise ValueError(f"{who}{n} data are too few for two folds of {fold}: pass more data")
     size = min(n, batch_size or loaders or batch_size_for(n))
@@ -148,12 +160,13 @@ def posterior_ensemble(
     trained = training_likelihood(likelihood, held.targets)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     pair = [order[:fold].sort().values, order[fold : 2 * fold].sort().values]
+    for rows in pair:
+        _require_scores(likelihood, held.take(rows)[1])
     folds = [pair[0] if i < members / 2 else pair[1] for i in range(members)]
     precision = 1.0 if searched or prior_precision is None else float(prior_precision)
     # what the bar foresees: pilot and modes, one prior that is tried, the levels twice
-    bar = Progress(int((1.45 if searched else 1.3) * steps + len(levels) * 2 * max(20, 0.1 * steps)), progress)
+    foreseen = int((1.45 if searched else 1.3) * steps + len(levels) * 2 * max(20, 0.1 * steps))
     size = min(size, n - fold)
-    problem = Problem(held, trained, networks, members, size, precision, folds, seed, bar).vmappable()
     chosen = {
         "members": members,
         "steps": steps,
@@ -170,9 +183,17 @@ def posterior_ensemble(
         "lr": lr,
         "data": checksum((held.inputs, held.targets)),
         "starts": checksum(networks.params),
-        "likelihood": likelihood.name,
+        "frozen": checksum(networks.frozen()),
+        "network": described(networks.training.module),
+        "likelihood": [likelihood.name, describe(trained)],
     }
-    stages = Stages(path, about)
+    if mesh is not None:
+        require_ranks(mesh, members, about)
+    elif path is not None and world().size > 1:
+        path = Path(path) / f"rank-{world().rank:05d}-of-{world().size:05d}"
+    stages = Stages(path, about, mesh)
+    bar = Progress(foreseen, progress and is_first(mesh))
+    problem = Problem(held, trained, networks, members, size, precision, folds, seed, bar, mesh=mesh).vmappable()
     try:
         found = stages.once("rate", lambda: rate(problem, lr, steps))
         plan = Plan(
@@ -193,7 +214,7 @@ def posterior_ensemble(
 
 def _levels(temperatures: Any) -> list[float]:
     try:
-        levels = [float(t) for t in temperatures]
+        levels = [-1.0] if isinstance(temperatures, str) else [float(t) for t in temperatures]
     except (TypeError, ValueError):
         levels = [-1.0]
     if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
@@ -201,6 +222,16 @@ def _levels(temperatures: Any) -> list[float]:
             f"posterior_ensemble: temperatures={temperatures!r}: pass positive numbers, ascending, such as (0.3, 1.0)"
         )
     return levels
+
+
+def _require_scores(likelihood: Likelihood, targets: Any) -> None:
+    """Refuse a fold on which nothing could be scored."""
+    weights = likelihood.weights(targets)
+    if weights is not None and int((weights.reshape(len(weights), -1) > 0).any(1).sum()) < LEAST_SCORED:
+        raise ValueError(
+            f"posterior_ensemble: a held-out fold has fewer than {LEAST_SCORED} data whose targets count (weights above 0, "
+            "classes that are not ignored): leave data without targets out, or pass a larger held_out="
+        )
 
 
 def _require_targets(networks: Any, held: Any, likelihood: Likelihood) -> None:

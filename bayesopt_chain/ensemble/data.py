@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from bayesopt_chain import batches
 from bayesopt_chain.data.epochs import Epochs
@@ -75,10 +75,21 @@ def read(data: Any) -> tuple[Data, int | None]:
     n = leaves[0].shape[0]
     if n < LEAST:
         raise ValueError(f"posterior_ensemble: {n} data are too few to leave some out: at least {LEAST}")
-    for x in batches.flatten(inputs)[0]:
-        if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise ValueError("posterior_ensemble: inputs hold NaN or infinity: fill in what is missing first")
+    require_inputs("posterior_ensemble", inputs)
     return Data(inputs, targets, n), size
+
+
+def require_inputs(who: str, inputs: Any) -> None:
+    """Refuse inputs that are sparse or hold NaN or infinity, which a network would turn into predictions that are nothing.
+
+    Raises:
+        ValueError: naming what they hold.
+    """
+    for x in batches.flatten(inputs)[0]:
+        if x.layout != torch.strided:
+            raise ValueError(f"{who}: inputs are {x.layout}: pass dense tensors (x.to_dense())")
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            raise ValueError(f"{who}: inputs hold NaN or infinity: fill in what is missing first")
 
 
 def _of_epochs(data: Epochs) -> Any:
@@ -95,10 +106,19 @@ def _of_epochs(data: Epochs) -> Any:
 
 
 def _in_order(loader: DataLoader) -> Iterable[Any]:
-    """All batches of a loader, without the data that ``drop_last`` would leave out, in the order of the data."""
+    """All batches of a loader, with what ``drop_last`` would leave out and without what its sampler does, in order."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return loader
-    return DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    data: Any = loader.dataset
+    if type(loader.sampler) not in (SequentialSampler, RandomSampler) or getattr(loader.sampler, "replacement", False):
+        rows = sorted(loader.sampler)
+        if len(set(rows)) < len(rows):
+            raise ValueError(
+                f"posterior_ensemble: the loader's {type(loader.sampler).__name__} gives data more than once: pass the data "
+                "without it, and weights by bc.likelihoods.weighted"
+            )
+        data = Subset(data, rows)
+    return DataLoader(data, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
 
 
 def _joined(loader: Iterable[Any]) -> Any:

@@ -14,19 +14,23 @@ from torch import Tensor, nn
 from bayesopt_chain import kinds
 from bayesopt_chain.batches import flatten
 from bayesopt_chain.checks import short
-from bayesopt_chain.ensemble.data import Data, read
+from bayesopt_chain.ensemble.data import Data, read, require_inputs
 from bayesopt_chain.ensemble.ladder import Sghmc
-from bayesopt_chain.ensemble.members import members_of
+from bayesopt_chain.ensemble.members import described, members_of
 from bayesopt_chain.ensemble.predict import EnsemblePrediction
 from bayesopt_chain.ensemble.problem import FEW, Level, Problem, level_of
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.report import Report
+from bayesopt_chain.ensemble.stages import checksum, loaded, read_or_refuse
 from bayesopt_chain.fitting.batches import as_pair
 from bayesopt_chain.fitting.predictions import batches_of
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.runs.describe import describe, difference
 from bayesopt_chain.runs.draws import Draws
 
-FORMAT = 1
+FORMAT = 2
+
+WHAT = {"likelihood": "likelihood", "network": "network", "frozen": "network, its frozen parameters differ,"}
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,9 @@ class Ensemble:
             "prior_precision": self.problem.prior_precision,
             "batch_size": self.problem.batch_size,
             "seed": self.problem.seed,
+            "likelihood": [self.likelihood.name, None if noise is not None else describe(self.likelihood)],
+            "network": described(self.problem.members.still.module),
+            "frozen": checksum(self.problem.members.frozen()),
         }
         temporary = f"{path}.{os.getpid()}"
         torch.save(state, temporary)
@@ -243,7 +250,8 @@ class Ensemble:
             An :class:`Ensemble`.
 
         Raises:
-            ValueError: a file of another format, or a module of other parameters.
+            ValueError: a damaged file, or one of another format; another module, frozen parameters or likelihood than were
+                saved.
 
         Example:
             >>> import bayesopt_chain as bc
@@ -253,8 +261,10 @@ class Ensemble:
         """
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Ensemble.open: path {str(path)!r} is no file; pass what save wrote")
-        state = torch.load(path, weights_only=True)
-        if state.get("format") != FORMAT:
+        state = read_or_refuse(Path(path), loaded, "save it again")
+        if not isinstance(state, dict) or "format" not in state:
+            raise ValueError(f"Ensemble.open: {path} was not written by Ensemble.save")
+        if state["format"] != FORMAT:
             raise ValueError(f"Ensemble.open: {path} has format {state.get('format')!r}, this version reads {FORMAT}")
         levels = [Level(**level) for level in state["levels"]]
         count = levels[0].loss.shape[1]
@@ -267,6 +277,16 @@ class Ensemble:
             raise ValueError(
                 f"Ensemble.open: make_model makes other parameters than the file's: {', '.join(wrong[:4])}"
             )
+        given = {
+            "likelihood": [likelihood.name, None if state["noise"] is not None else describe(likelihood)],
+            "network": described(members.still.module),
+            "frozen": checksum(members.frozen()),
+        }
+        for name, mine in given.items():
+            if what := difference({name: state[name]}, {name: mine}):
+                raise ValueError(
+                    f"Ensemble.open: this is not the {WHAT[name]} that was saved: {what}; pass what the call had"
+                )
         if state["noise"] is not None:
             likelihood = likelihood.scaled(_noise(likelihood) / state["noise"])
         held = Data(None, None, 0) if data is None else read(data)[0]
@@ -324,6 +344,7 @@ def _inputs(batch: Any) -> Any:
     leaves = flatten(inputs)[0]
     if not leaves or not all(kinds.VALUES.fits(x) and x.ndim for x in leaves):
         raise TypeError(f"predict: data must be tensors with the data on axis 0, got {short(inputs)}")
+    require_inputs("predict", inputs)
     return inputs
 
 

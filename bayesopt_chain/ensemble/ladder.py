@@ -24,6 +24,7 @@ from torch import Tensor
 from bayesopt_chain.ensemble.cost import FORWARD, passes
 from bayesopt_chain.ensemble.curvature import top
 from bayesopt_chain.ensemble.problem import FEW, Problem, Tensors, last_of, level_of, outputs_of
+from bayesopt_chain.ensemble.ranks import firsts
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.runs.draws import Draws
 from bayesopt_chain.samplers.langevin import sghmc
@@ -82,7 +83,7 @@ def ladder(
     full = n <= FEW
     K = 1 if full else n // problem.batch_size
     mu = 0.9 if full else 1 - 0.3 / K
-    at_mode = _energies(problem, params, buffers, likelihood, held_out)
+    at_mode = firsts(_energies(problem, params, buffers, likelihood, held_out), problem.mesh)
     cost = passes(1, n, problem.data.size, FORWARD)
     levels, about = [], []
     halved, sharpest = torch.ones(problem.count), torch.zeros(problem.count)
@@ -93,7 +94,7 @@ def ladder(
         k, vectors, spent = top(
             problem, params, buffers, likelihood, vectors, held_out=held_out, products=products, seed=problem.seed
         )
-        sharpest = torch.maximum(sharpest, k.cpu())
+        sharpest = torch.maximum(sharpest, firsts(k.cpu(), problem.mesh))
         steps = max(LEAST_STEPS, int(SHARE * epochs * K))
 
         def attempt(
@@ -207,6 +208,6 @@ def _energies(problem: Problem, params: Tensors, buffers: Tensors, likelihood: L
         inputs, targets = problem.data.take(None if rows is None else rows[i])
         outputs = outputs_of(problem.members.still, p, b, inputs, problem.loop)[0]
         fit = likelihood.nll(outputs, targets).mean()
-        prior = sum(x.square().sum() for x in p.values())
+        prior = problem.penalty({k: x[i] for k, x in params.items()})
         found.append(fit + problem.prior_precision / (2 * n) * prior)
     return torch.stack(found).cpu()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bayesopt_chain.fitting.batches import logits_of
 from bayesopt_chain.loop.parallel import stack
 from bayesopt_chain.modules.functional import Forward, make_functional
+from bayesopt_chain.runs.describe import describe
 
 DRAWING = (nn.modules.dropout._DropoutNd,)
 
@@ -36,6 +37,19 @@ class Members(NamedTuple):
     training: Forward
     still: Forward
     draws: bool
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that all members share, by name."""
+        return {n: p.detach() for n, p in self.still.module.named_parameters() if not p.requires_grad}
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    """What a network computes, as JSON that compares: of every layer its class, what it shows, and, of one's own, its code."""
+    layers = {}
+    for name, layer in module.named_modules():
+        own = not type(layer).__module__.startswith("torch.nn")
+        layers[name] = [type(layer).__name__, layer.extra_repr(), describe(type(layer).forward) if own else None]
+    return layers
 
 
 def members_of(make_model: nn.Module | Callable[[], nn.Module], members: int, seed: int, device: Any) -> Members:

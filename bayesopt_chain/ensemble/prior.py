@@ -24,6 +24,7 @@ import torch
 from bayesopt_chain.ensemble.held import Held, z_of
 from bayesopt_chain.ensemble.pilot import descend
 from bayesopt_chain.ensemble.problem import Level, Problem, last_of
+from bayesopt_chain.ensemble.ranks import firsts
 from bayesopt_chain.ensemble.scale import best
 from bayesopt_chain.ensemble.stop import ONE
 
@@ -85,4 +86,4 @@ def _scored(held: Held, level: Level) -> tuple[torch.Tensor, float]:
     """Log scores of the data of both folds, under the noise that is best there, and that noise's factor."""
     outputs = [held.outputs(level)]
     factor = best(held, outputs, ONE) if held.problem.likelihood.has_noise_scale else 1.0
-    return held.score(outputs, ONE, factor), factor
+    return firsts((held.score(outputs, ONE, factor), factor), held.problem.mesh)

@@ -24,6 +24,7 @@ from bayesopt_chain.data.epochs import epochs
 from bayesopt_chain.ensemble.data import Data
 from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.ensemble.progress import Progress
+from bayesopt_chain.ensemble.ranks import of_all_members, rows_of
 from bayesopt_chain.likelihoods import Likelihood
 from bayesopt_chain.loop.module_state import ModuleState, buffers_of
 from bayesopt_chain.loop.parallel import Parallel, parallel
@@ -76,6 +77,7 @@ class Problem:
         seed: of every order, start and stream.
         progress: the bar.
         loop: whether ``vmap`` refuses the network, so that members run one after the other.
+        mesh: the ranks that share out the members; ``None`` for one process.
     """
 
     data: Data
@@ -88,6 +90,7 @@ class Problem:
     seed: int
     progress: Progress
     loop: bool = False
+    mesh: Any = None
 
     def data_of(self, held_out: bool) -> int:
         """How many data a member sees."""
@@ -100,6 +103,11 @@ class Problem:
         every = torch.arange(self.data.size)
         return [every[~torch.isin(every, fold)] for fold in self.folds]
 
+    @staticmethod
+    def penalty(params: Tensors) -> Any:
+        """The squares of one member's parameters, summed: minus twice the prior's log density at precision 1."""
+        return sum(p.square().sum() for p in params.values())
+
     def loss(self, n: int, likelihood: Likelihood | None = None, *, still: bool, prior: bool = True) -> Callable:
         """The energy per datum, of ``(params, batch)`` or ``(params, batch, buffers)``; ``prior=False`` leaves the "
         "prior out."""
@@ -109,7 +117,7 @@ class Problem:
 
         def energy(params: Any, batch: Any, outputs: Tensor) -> Tensor:
             fit = likelihood.nll(outputs, batch[1]).mean()
-            return fit + precision * sum(p.square().sum() for p in params.values()) if precision else fit
+            return fit + precision * self.penalty(params) if precision else fit
 
         def plain(params: Any, batch: Any) -> Tensor:
             return energy(params, batch, forward(params, batch))
@@ -154,13 +162,18 @@ class Problem:
         seed: int = 0,
         path: Path | None = None,
     ) -> Draws:
-        """Run all members at once; the draws of :func:`bayesopt_chain.sample`."""
+        """Run all members at once, on a mesh each rank its share; the draws of all of them."""
         own = {k: x[0] for k, x in buffers.items()} if self.carries(still) else None
         loss = self.loss(self.data_of(held_out), likelihood, still=still, prior=prior)
         make = (lambda **k: make_step(loss, tx(**k), buffers=own)) if each else make_step(loss, tx, buffers=own)
         data, axis, _ = self.batches(held_out, full=full)
         count = next(iter(params.values())).shape[0]
-        chains = parallel(make, count, batch_dim=axis, each=each, loop=self.loop)
+        mesh = self.mesh if count == self.count else None  # rates that are tried on one member are not shared out
+        chains = parallel(make, count, batch_dim=axis, each=each, loop=self.loop, mesh=mesh)
+        if mesh is not None:
+            mine = slice(chains.numbers.start, chains.numbers.stop)
+            params, buffers = rows_of(params, mine), rows_of(buffers, mine)
+            chains.rows = None if axis is None else mine  # the batches are those of all members
         state = started(chains, tx, params, buffers, 7919 * self.seed + seed)
         if path is None:
             return self._sampled(chains, params, state, data, steps, burn_in, thinning, None)
@@ -191,6 +204,8 @@ class Problem:
                 path=path,
                 callbacks=(self.progress,),
             )
+        if chains.mesh is not None:
+            drawn = of_all_members(drawn, chains.mesh)
         if "interrupted" in drawn.why:
             raise KeyboardInterrupt(f"posterior_ensemble: {drawn.why}; call again with the same path= to go on")
         return drawn

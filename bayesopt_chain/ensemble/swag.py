@@ -15,6 +15,7 @@ from bayesopt_chain.ensemble.cost import passes
 from bayesopt_chain.ensemble.curvature import top
 from bayesopt_chain.ensemble.ensemble import Ensemble
 from bayesopt_chain.ensemble.problem import Level, draws_of_members, last_of
+from bayesopt_chain.ensemble.ranks import firsts
 from bayesopt_chain.ensemble.recipe import Plan, finished, held_of, train
 from bayesopt_chain.optimizers.functional import sgd
 from bayesopt_chain.posterior.swag import swag as collecting
@@ -41,7 +42,8 @@ def walk(plan: Plan, start: Level, likelihood: Any, held_out: bool, name: str) -
     problem.progress.stage(name)
     params, buffers = start.last()
     k, _, cost = top(problem, params, buffers, likelihood, None, held_out=held_out, products=10, seed=problem.seed)
-    rates = OF_LIMIT * 2 * (1 + MOMENTUM) / k.cpu() / max(1, problem.data_of(held_out) // problem.batch_size) ** 0.5
+    k = firsts(k.cpu(), problem.mesh)
+    rates = OF_LIMIT * 2 * (1 + MOMENTUM) / k / max(1, problem.data_of(held_out) // problem.batch_size) ** 0.5
     steps = max(2 * ITERATES, int(SHARE * plan.steps))
     gap = max(1, 3 * steps // (4 * ITERATES))
     tx = _Walk(steps - gap * ITERATES, gap)

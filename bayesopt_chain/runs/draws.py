@@ -15,11 +15,10 @@ from typing import Any, Literal, cast, overload
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bayesopt_chain import kinds
-from bayesopt_chain.distributed.ranks import gather_objects
+from bayesopt_chain.distributed.ranks import gather_objects, gather_tensors
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.modules.functional import make_functional
 from bayesopt_chain.runs import checkpoint
@@ -423,26 +422,14 @@ class Draws:
         if not hasattr(mesh, "get_local_rank"):
             raise TypeError(f"Draws.gather: mesh must be a DeviceMesh of torch.distributed, got {type(mesh).__name__}")
         mine = self.columns()
-        kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
-        every = gather_objects((kinds, self.chains, self.complete, self.why), mesh)
-        if any(their[0].keys() != kinds.keys() for their in every):
+        every = gather_objects((sorted(mine), self.chains, self.complete, self.why), mesh)
+        if any(names != sorted(mine) for names, *_ in every):
             raise ValueError(
                 "gather: the ranks' draws have other leaves; run the same chains over the same parameters on each"
             )
-        columns: list[dict[str, Tensor]] = [{} for _ in every]
-        device = torch.device(mesh.device_type)
-        for name, x in mine.items():
-            sizes = [their[0][name][0].itemsize * torch.Size(their[0][name][1]).numel() for their in every]
-            sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-            sent[: sizes[mesh.get_local_rank()]] = x.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
-            came = [torch.empty_like(sent) for _ in every]
-            dist.all_gather(came, sent, group=mesh.get_group())
-            for column, their, raw, n in zip(columns, every, came, sizes):
-                dtype, shape = their[0][name]
-                column[name] = raw[:n].clone().view(dtype).view(shape).to(x.device)
         parts = [
             self.with_columns(column, chains=chains, complete=complete, why=why)
-            for column, (_, chains, complete, why) in zip(columns, every)
+            for column, (_, chains, complete, why) in zip(gather_tensors(mine, mesh), every)
         ]
         return parts[0].stack_chains(*parts[1:])
 

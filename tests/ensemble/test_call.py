@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import bayesopt_chain as bc
 from bayesopt_chain.ensemble import recipe
+from bayesopt_chain.ensemble.data import read
 from bayesopt_chain.ensemble.members import members_of
 
 N = 48
@@ -349,3 +350,89 @@ def test_chains_have_the_prior_of_training_in_units_of_their_noise(monkeypatch, 
     assert e.report.chosen["prior_precision"] == e.problem.prior_precision == wanted
     assert e.report.chosen["noise factor"] == factor and e.report.passes["prior"] == 0.5
     assert any("precision 100; held-out scores -2.000 at 1, -1.000 at 100" in s for s in e.report.said)
+
+
+class Even:
+    """Every other datum, in an order of its own."""
+
+    def __iter__(self):
+        return iter(range(N - 2, -1, -2))
+
+    def __len__(self):
+        return N // 2
+
+
+def test_a_loaders_sampler_says_which_data_there_are():
+    x = inputs()
+    pairs = TensorDataset(x, x[:, :1])
+    held, _ = read(DataLoader(pairs, 16, sampler=SubsetRandomSampler([3, 1, *range(20, 30)]), drop_last=True))
+    assert torch.equal(held.inputs, x[[1, 3, *range(20, 30)]])
+    assert torch.equal(read(DataLoader(pairs, 16, sampler=Even()))[0].inputs, x[::2])
+    assert torch.equal(read(DataLoader(pairs, 16, shuffle=True))[0].inputs, x)
+    with pytest.raises(ValueError, match="RandomSampler gives data more than once"):
+        read(DataLoader(pairs, 16, sampler=RandomSampler(pairs, replacement=True, num_samples=200)))
+
+
+def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
+    x = inputs()
+    with pytest.raises(ValueError, match="predict: inputs hold NaN"):
+        fitted.predict(torch.cat([x[:3], torch.full((1, 2), float("nan"))]))
+    with pytest.raises(ValueError, match="to_dense"):
+        bc.posterior_ensemble(maker(), (x.to_sparse(), x[:, :1]), bc.likelihoods.gaussian(), **SMALL)
+
+
+def test_folds_on_which_nothing_can_be_scored_are_refused():
+    x = inputs()
+    y = (x[:, 0] > 0).long()
+    y[5:] = -100
+    with pytest.raises(ValueError, match="fewer than 4 data whose targets count"):
+        bc.posterior_ensemble(maker(2), (x, y), bc.likelihoods.categorical(), **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 2**70}, "seed="),
+        ({"method": ["swag"]}, "method="),
+        ({"temperatures": "1"}, "temperatures='1'"),
+        ({"path": 3}, "path must be"),
+        ({"progress": "no"}, "progress must be"),
+        ({"mesh": "cpu"}, "mesh must be a DeviceMesh"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(change, says):
+    x = inputs()
+    with pytest.raises((TypeError, ValueError), match=says):
+        bc.posterior_ensemble(maker(), (x, x[:, :1]), bc.likelihoods.gaussian(), **{**SMALL, **change})
+
+
+def test_a_file_is_opened_with_what_it_was_made_with_alone(tmp_path, fitted):
+    file, gaussian, opening = tmp_path / "e.pt", bc.likelihoods.gaussian(), bc.ensemble.Ensemble.open
+    fitted.save(file)
+    with pytest.raises(ValueError, match="not the likelihood that was saved"):
+        opening(file, maker(), bc.likelihoods.student_t())
+    with pytest.raises(ValueError, match=r"not the network that was saved: .*Tanh, here ReLU"):
+        opening(file, lambda: nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 1)), gaussian)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"e\.pt is damaged"):
+        opening(file, maker(), gaussian)
+    torch.save([1], file)
+    with pytest.raises(ValueError, match=r"was not written by Ensemble\.save"):
+        opening(file, maker(), gaussian)
+
+
+def test_frozen_weights_of_another_network_are_refused(tmp_path):
+    x, gaussian = inputs(), bc.likelihoods.gaussian()
+
+    def frozen():
+        module = maker()()
+        module[0].requires_grad_(False)
+        return module
+
+    module = frozen()
+    e = bc.posterior_ensemble(module, (x, x[:, :1]), gaussian, method="ensemble", **SMALL)
+    e.save(tmp_path / "e.pt")
+    again = bc.ensemble.Ensemble.open(tmp_path / "e.pt", module, gaussian)
+    assert torch.equal(again.predict(x).mean, e.predict(x).mean)
+    with pytest.raises(ValueError, match="frozen parameters differ"):
+        bc.ensemble.Ensemble.open(tmp_path / "e.pt", frozen(), gaussian)

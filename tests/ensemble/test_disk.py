@@ -87,6 +87,33 @@ def test_another_call_under_the_same_path_is_refused(tmp_path):
         call(tmp_path, method="ensemble", seed=1)
 
 
+def test_another_network_likelihood_or_frozen_weight_under_the_same_path_is_refused(tmp_path):
+    x, y = data()
+    cold = {**SMALL, "method": "ensemble", "path": tmp_path}
+    bc.posterior_ensemble(make, (x, y), bc.likelihoods.student_t(4.0), **cold)
+
+    def other():
+        return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 1))
+
+    with pytest.raises(ValueError, match=r"p=0\.1"):
+        bc.posterior_ensemble(other, (x, y), bc.likelihoods.student_t(4.0), **cold)
+    with pytest.raises(ValueError, match=r"likelihood.* is 4\.0, here 8\.0"):
+        bc.posterior_ensemble(make, (x, y), bc.likelihoods.student_t(8.0), **cold)
+
+
+def test_damaged_files_are_named(tmp_path):
+    call(tmp_path, method="ensemble")
+    file = tmp_path / "modes.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"modes\.pt is damaged .*delete it"):
+        call(tmp_path, method="ensemble")
+    file.unlink()
+    call(tmp_path, method="ensemble")  # made anew
+    (tmp_path / "call.json").write_text("{")
+    with pytest.raises(ValueError, match=r"call\.json is damaged"):
+        call(tmp_path, method="ensemble")
+
+
 def test_a_complete_call_returns_at_once(tmp_path, monkeypatch):
     first = call(tmp_path)
     from bayesopt_chain.ensemble.problem import Problem

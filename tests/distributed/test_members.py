@@ -1,0 +1,116 @@
+"""The one call with its members over ranks: the same members and predictions as in one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import members
+from tests.distributed.ranks import run
+
+ROOT = Path(__file__).parents[2]
+CLOSE = {
+    "rtol": 1e-4,
+    "atol": 1e-5,
+}  # 40 steps in float32, whose matrix products round as the members in one call are many
+
+
+def same(mine, alone):
+    torch.testing.assert_close(mine, alone, **CLOSE, equal_nan=True)  # modes have no loss
+
+
+def test_uneven_members_over_forked_ranks_are_those_of_one_process(tmp_path):
+    alone = members.result(members.call())
+    ranks = run(members.over_ranks, 2, tmp_path)
+    for mine in ranks:
+        same(mine, alone)
+        assert [len(x["loss"][0]) for x in mine["levels"]] == [3] * len(mine["levels"])
+    torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_members_that_run_one_after_the_other_are_bit_for_bit_those_of_one_process(tmp_path):
+    alone = members.result(members.call(members.Recurrent))
+    for mine in run(members.over_ranks, 2, tmp_path, members.Recurrent):
+        torch.testing.assert_close(mine, alone, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kill",
+    [{"stage": "pilot", "every": True}, {"stage": "ladder of pilots", "every": True}, {"step": 12, "every": True}],
+    ids=str,
+)
+def test_a_call_that_is_killed_goes_on_with_the_same_results_bit_for_bit(kill, tmp_path):
+    wanted = run(members.over_ranks, 2, tmp_path)
+    path = tmp_path / "kept"
+    assert run(members.killed, 2, tmp_path, path, *[kill.get(k) for k in ("stage", "step", "every")]) == ["killed"] * 2
+    went_on = run(members.over_ranks, 2, tmp_path, members.Normed, path)
+    torch.testing.assert_close(went_on, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_a_call_that_is_killed_goes_on_on_another_number_of_ranks(tmp_path):
+    alone, path = members.result(members.call()), tmp_path / "kept"
+    run(members.killed, 2, tmp_path, path, None, 12, True)
+    (one,) = run(members.over_ranks, 1, tmp_path, members.Normed, path)
+    same(one["log_prob"], alone["log_prob"])
+
+
+def test_what_ranks_cannot_share_out_is_refused_on_every_rank(tmp_path):
+    members.call(method="ensemble", path=tmp_path / "kept")
+    for few, data, seed, text, path in run(members.refused, 2, tmp_path, tmp_path / "kept"):
+        assert few.startswith("ValueError") and "members=1 on 2 ranks" in few
+        assert "not given the same call: data differ" in data
+        assert "seed" in seed and "starts differ" in seed
+        assert text.startswith("TypeError") and "mesh must be a DeviceMesh" in text
+        assert "holds another call" in path
+
+
+def test_all_ranks_say_that_training_diverges(tmp_path):
+    for said in run(members.diverging, 2, tmp_path):
+        assert "training diverged" in said
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What every case of ``members.py`` gave on both ranks, of one launch."""
+    folder = tmp_path_factory.mktemp("members")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    script = Path(members.__file__)
+    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_under_torchrun_members_and_predictions_are_those_of_one_process(launched):
+    for mine in launched:
+        same(mine["normed"]["log_prob"], members.result(members.call())["log_prob"])
+        bitwise = members.result(members.call(members.Recurrent))
+        torch.testing.assert_close(mine["recurrent"], bitwise, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(mine["kept"]["mean"], mine["normed"]["mean"])  # a path changes nothing
+        assert torch.equal(mine["again"]["mean"], mine["normed"]["mean"])  # and a complete call returns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ensemble", "swag", "ivon", "laplace"])
+def test_under_torchrun_other_methods_share_their_members_out_too(method, launched):
+    alone = members.result(members.call(method=method))
+    for mine in launched:
+        same(mine[method]["levels"], alone["levels"])
+        if method != "laplace":  # its prior and noise end a search that stops where the evidence is flat
+            same(mine[method]["mean"], alone["mean"])
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_hottest_level_goes_on(launched):
+    alone = members.result(members.call(temperatures=(1.0,)).more(60))
+    for mine in launched:
+        assert len(mine["longer"]["levels"][-1]["loss"]) == len(alone["levels"][-1]["loss"])
+        same(mine["longer"]["mean"], alone["mean"])
