@@ -26,7 +26,9 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "bayesopt_chain"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_copyright = False
 html_math_renderer = "mathml"
 exclude_patterns = ["_build", "jupyter_execute"]
 templates_path: list[str] = []

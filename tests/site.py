@@ -21,7 +21,17 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DOCS = Path(__file__).parents[1] / "docs"
-PHOTOGRAPHED = ("index", "trainers", "minibatches", "theory", "laplace", "howto/check_a_run", "glossary")
+PHOTOGRAPHED = (
+    "index",
+    "demo",
+    "howto/many_ranks",
+    "trainers",
+    "minibatches",
+    "theory",
+    "laplace",
+    "howto/check_a_run",
+    "glossary",
+)
 WIDTHS = (1280, 400)
 MEASURE = """<iframe id="page" style="border:0;width:{width}px;height:2000px" src="/{page}.html"></iframe>
 <p id="width"></p><script>

@@ -1,4 +1,4 @@
-"""The tables, and what they say in words: won and lost against the ensemble of equal cost.
+"""The tables, and what they say in words: what is won and what is lost against each of the others.
 
     d_s = score of the posterior - score of the other under split s,     mean d +- t_{n-1, 1 - alpha / (2 k)} sd(d) / sqrt(n)
 
@@ -12,7 +12,7 @@ import statistics
 
 from scipy.stats import t
 
-from bayesopt_chain.demo.contestants import ENSEMBLE, METHODS, NETWORK, POSTERIOR
+from bayesopt_chain.demo.contestants import ENSEMBLE, LAPLACE, METHODS, NETWORK, POSTERIOR
 
 Cells = dict[str, dict[str, list[dict[str, float]]]]  # scores of every seed by task and method
 
@@ -24,6 +24,8 @@ SHOWN = {
     "unseen": "area under the ROC curve of telling digits never trained on (higher is better)",
     "cost": "cost in gradients of a network for each datum, as a share of the posterior's",
 }
+
+NAMES = {"nll": "likelihood", "error": "error", "miscovered": "calibration", "unseen": "telling unseen digits"}
 
 
 def difference(cells: Cells, task: str, who: str, other: str, score: str = "nll") -> tuple[float, float]:
@@ -69,29 +71,23 @@ def differences(cells: Cells, other: str) -> list[str]:
 
 
 def said(cells: Cells) -> str:
-    """In words what is won and what is lost, computed from the cells."""
+    """In words what the posterior wins and loses, computed from the cells; where the intervals hold 0 nothing is said."""
     sentences = []
-    for other, name in ((NETWORK, "one network"), (ENSEMBLE, "the ensemble of equal cost")):
-        by: dict[str, list[str]] = {"won": [], "lost": [], "undecided": []}
-        for task in cells:
-            by[verdict(*difference(cells, task, POSTERIOR, other))].append(task)
-        parts = [f"{word} on {', '.join(tasks)}" for word, tasks in by.items() if tasks]
-        sentences.append(f"In likelihood, the posterior against {name}: {'; '.join(parts)}.")
-    for score, name in (("error", "error"), ("miscovered", "calibration"), ("unseen", "telling unseen digits")):
-        better: list[str] = []
-        worse: list[str] = []
-        sign = -1 if score == "unseen" else 1
-        for task, row in cells.items():
-            if score in row[POSTERIOR][0]:
-                mean, half = difference(cells, task, POSTERIOR, ENSEMBLE, score)
-                word = verdict(sign * mean, half)
-                better += [task] * (word == "won")
-                worse += [task] * (word == "lost")
+    for other in (NETWORK, LAPLACE, ENSEMBLE):
+        found: dict[str, list[str]] = {"won": [], "lost": []}
+        for score, name in NAMES.items():
+            by: dict[str, list[str]] = {"won": [], "lost": [], "undecided": []}
+            for task, by_method in cells.items():
+                if score in by_method[POSTERIOR][0]:
+                    mean, half = difference(cells, task, POSTERIOR, other, score)
+                    by[verdict(-mean if score == "unseen" else mean, half)].append(task)
+            for word, parts in found.items():
+                parts += [f"{name} on {', '.join(by[word])}"] if by[word] else []
         sentences.append(
-            f"In {name}, against that ensemble: surely better on {', '.join(better) or 'none'}, surely worse on "
-            f"{', '.join(worse) or 'none'}."
+            f"The posterior against {'' if other == NETWORK else 'the '}{other}: "
+            f"won {'; '.join(found['won']) or 'nothing'}. Lost {'; '.join(found['lost']) or 'nothing'}."
         )
-    return "\n".join(sentences)
+    return "\n".join([*sentences, "Whatever is not named is undecided by these splits."])
 
 
 def text(cells: Cells) -> str:

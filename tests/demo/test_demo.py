@@ -81,13 +81,22 @@ def test_a_difference_has_the_interval_of_student_and_its_words():
     assert table.verdict(mean, half) == "undecided"
     for differences, word in (([-0.1, -0.1, -0.11], "won"), ([0.1, 0.1, 0.11], "lost")):
         words = table.text(made(differences))
-        assert f"against one network: {word} on task." in words
-        assert f"against the ensemble of equal cost: {word} on task." in words
+        for other in ("one network", "the last-layer Laplace", "the deep ensemble"):
+            won, lost = ("likelihood on task", "nothing") if word == "won" else ("nothing", "likelihood on task")
+            assert f"against {other}: won {won}. Lost {lost}." in words
 
 
 def test_one_split_decides_nothing():
     assert "one split has no interval" in table.text(made([-5.0]))
-    assert "undecided on task" in table.text(made([-5.0]))
+    assert "against one network: won nothing. Lost nothing." in table.text(made([-5.0]))
+
+
+def test_more_of_what_tells_unseen_digits_is_better():
+    cells = made([0.0, 0.0, 0.0])
+    for name, rows in cells["task"].items():
+        for k, row in enumerate(rows):
+            row["unseen"] = 0.9 + 0.001 * k if name == POSTERIOR else 0.8
+    assert "against the deep ensemble: won telling unseen digits on task. Lost nothing." in table.text(cells)
 
 
 @pytest.mark.parametrize(("option", "least"), [("--seeds", 1), ("--steps", 20), ("--workers", 1)])
@@ -132,7 +141,7 @@ def test_the_command_prints_a_line_a_task_the_tables_and_the_words_and_writes_fi
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 20_000
     for k, (name, seed) in enumerate(((n, s) for s in range(2) for n in ("wine", "mislabelled digits")), 1):
         assert f"[ {k}/4] {name}, seed {seed}: one network" in result.stdout
-    assert "In likelihood, the posterior against the ensemble of equal cost:" in result.stdout
+    assert "The posterior against the deep ensemble: won" in result.stdout
     assert "seconds of processor time" in result.stdout
     cells = json.loads(found.read_text())["cells"]
     for by in cells.values():

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.notebooks.needs import DATA, FOLDER, PACKAGES
+
 nbformat = pytest.importorskip("nbformat")
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 ALLOWED = {
+    "json",
     "logging",
     "math",
     "os",
@@ -27,23 +29,7 @@ ALLOWED = {
     "botorch",
 }
 # Notebooks that show the records of long experiments; every other one spells out its methods with the public names alone.
-OF_RECORDS = {"bayesian_optimisation", "pima", "a_network_one_trusts", "imdb", "continual_lora", "bayesian_llama"}
-DATA = {
-    "pima": "pima/pima-indians-diabetes.data.csv",
-    "a_network_one_trusts": "mnist/mnist.npz",
-    "imdb": "imdb/imdb_20k_100.npz",
-    "continual_lora": "books",
-    "bayesian_llama": "statements/statements.json",
-}
-PACKAGES = {
-    "lightning": ["lightning"],
-    "bayesian_optimisation": ["botorch"],
-    "pima": ["pyro", "posteriors"],
-    "a_network_one_trusts": ["torchmetrics", "sklearn"],
-    "imdb": ["torchmetrics"],
-    "continual_lora": ["transformers", "tokenizers", "peft"],
-    "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
-}
+OF_RECORDS = {"pima", "a_network_one_trusts", "imdb", "continual_lora", "bayesian_llama"}
 
 
 def read(name):
@@ -96,6 +82,21 @@ def test_it_imports_the_library_the_experiments_and_no_helpers(name):
     assert not outside
     mine = ("benchmarks.experiments", f"benchmarks.{name}") if name in OF_RECORDS else ()
     assert all(m.startswith(mine) for m in modules if m.startswith("benchmarks"))
+
+
+def test_the_command_names_a_notebook_whose_data_are_absent_and_leaves_it(monkeypatch, capsys):
+    pytest.importorskip("nbclient")
+    from tests.notebooks import __main__ as command
+
+    monkeypatch.setenv("BAYESOPT_CHAIN_DATA", "/nowhere")
+    monkeypatch.setattr(command, "execute", lambda name, keep: pytest.fail(f"{name} was executed"))
+    monkeypatch.setattr(command.sys, "argv", ["notebooks", "imdb"])
+    monkeypatch.setattr(command, "PACKAGES", {})
+    command.main()
+    assert capsys.readouterr().out == f"imdb: skipped, it needs BAYESOPT_CHAIN_DATA, a folder with {DATA['imdb']}\n"
+    monkeypatch.setattr(command, "PACKAGES", {"imdb": ["no_such_package"]})
+    command.main()
+    assert "imdb: skipped, it needs the package no_such_package" in capsys.readouterr().out
 
 
 @pytest.mark.slow

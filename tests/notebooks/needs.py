@@ -1,0 +1,21 @@
+"""What some notebooks need besides the extra ``notebooks``: data by their place in a folder, and packages."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+DATA = {
+    "pima": "pima/pima-indians-diabetes.data.csv",
+    "a_network_one_trusts": "mnist/mnist.npz",
+    "imdb": "imdb/imdb_20k_100.npz",
+    "continual_lora": "books",
+    "bayesian_llama": "statements/statements.json",
+}
+PACKAGES = {
+    "lightning": ["lightning"],
+    "bayesian_optimisation": ["botorch"],
+    "pima": ["pyro", "posteriors"],
+    "a_network_one_trusts": ["torchmetrics", "sklearn"],
+    "imdb": ["torchmetrics"],
+    "continual_lora": ["transformers", "tokenizers", "peft"],
+    "bayesian_llama": ["transformers", "tokenizers", "sklearn"],
+}
