@@ -384,6 +384,16 @@ def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
     return dtensor_of(x, stacked_spec(spec, x, 1)) if x.shape[1:] == part.shape else x
 
 
+def cut_like(x: Tensor, like: Any) -> Any:
+    """Make a DTensor that lies as ``like`` does of a plain tensor of its shape, the same and whole on every rank.
+
+    No message is sent: each rank takes its own elements.
+    """
+    row = x.reshape(-1)
+    mine = torch.cat([row[:0], *[row[start : start + length] for start, length in runs_of(like)]])
+    return dtensor_of(part := mine.view(local_of(like).shape), stacked_spec(spec_of(like), part, 0))
+
+
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Whether a condition holds on all ranks that hold parts of these leaves; one message for each axis of their mesh."""
     groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])

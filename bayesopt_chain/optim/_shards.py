@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor, local_of, local_parts, specs_of
 from bayesopt_chain.distributed.parts import elements_of
-from bayesopt_chain.distributed.shards import local_gradients, memory_of
+from bayesopt_chain.distributed.shards import cut_like, local_gradients, memory_of
 from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.trees import are_same
 
@@ -35,22 +35,35 @@ class Leaf:
     def read_state(self, theirs: dict[str, Any] | None) -> None:
         """Read this rank's part of the parameter's state, which the optimizer holds as DTensors.
 
+        A plain tensor of the shape of the whole parameter, as a full state dict holds it, is cut as the parameter is.
+
         Raises:
-            ValueError: a plain tensor of several elements.
+            ValueError: a plain tensor of another shape.
         """
         mine, known = self.mine, self.known
         theirs = theirs or {}
         for name in [name for name in mine if name not in theirs]:
             del mine[name], known[name]
-        for name, value in theirs.items():
+        for name, value in list(theirs.items()):
             if name not in known or known[name][0] is not value:
                 if isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
-                    raise ValueError(
-                        f"bc.optim: {name} of a parameter that is a DTensor is a plain tensor of shape {tuple(value.shape)}; "
-                        "load states of spread parameters by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-                    )
+                    value = theirs[name] = self.cut(name, value)
                 known[name] = (value, local_of(value) if is_dtensor(value) else value)
             mine[name] = known[name][1]
+
+    def cut(self, name: str, value: Tensor) -> Any:
+        """Make a DTensor like the parameter of a plain tensor that is the same, and whole, on every rank.
+
+        Raises:
+            ValueError: a tensor of another shape than the whole parameter's.
+        """
+        if value.shape != self.p.shape:
+            raise ValueError(
+                f"bc.optim: {name} of a parameter that is a DTensor of shape {tuple(self.p.shape)} is a plain tensor of shape "
+                f"{tuple(value.shape)}; give whole tensors on every rank, or load the state by "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+        return cut_like(value, self.p)
 
     def write_back(self, outside: Any) -> None:
         """Write this rank's state back into the optimizer's state as DTensors."""

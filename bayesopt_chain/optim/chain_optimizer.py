@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
+from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
-from bayesopt_chain.distributed.shards import add, local
+from bayesopt_chain.distributed.shards import add, cut_like, local
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.keyed import Keyed
 from bayesopt_chain.links.weighted import Weighted
@@ -85,8 +86,12 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         self._show_a_state()
 
     def _show_a_state(self) -> None:
-        """Make an empty entry for each parameter, since ``torch.distributed.checkpoint`` makes a step where it finds none."""
+        """Make an empty entry for each parameter, and one in each group, for ``torch.distributed.checkpoint``.
+
+        It makes a step where a parameter has none, and of flattened state dicts it loads what the groups have entries for.
+        """
         for group in self.param_groups:
+            group["chain_state"] = ()
             for p in group["params"]:
                 self.state[p]
 
@@ -167,7 +172,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             for built, state in zip(self._chains, states):
                 built.accepts(state)
         mine = [{k: v for k, v in group.items() if torch.is_tensor(v)} for group in self.param_groups]
-        super().load_state_dict({**state_dict, "param_groups": saved})
+        # a full state dict of torch.distributed.checkpoint has no "state" where it would be empty
+        super().load_state_dict({"state": {}, **state_dict, "param_groups": saved})
         self._show_a_state()
         for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
             for (
@@ -193,7 +199,7 @@ class _Built:
     """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
-        seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names", "chain_state")})
         self.tx = make_chain(seen)
         if not isinstance(self.tx, GradientTransformation):
             raise TypeError(
@@ -238,9 +244,12 @@ class _Built:
             )
 
     def load(self, saved: list[Tensor]) -> None:
-        """Take copies of saved tensors for the chain's state."""
+        """Take copies of saved tensors for the chain's state, of whole ones this rank's part where the state is spread."""
         leaves, spec = optree.tree_flatten(self.state)
-        fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, saved)]
+        laid = [
+            cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new for old, new in zip(leaves, saved)
+        ]
+        fresh = [new.detach().to(old.device, old.dtype, copy=True) for old, new in zip(leaves, laid)]
         self.state = optree.tree_unflatten(spec, fresh)
 
 

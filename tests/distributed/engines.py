@@ -4,28 +4,35 @@ Run by ``test_engines.py``: ``torchrun --nproc-per-node 2 engines.py FOLDER``. E
 returns, or the message of what it raises, is written to the folder.
 """
 
+import copy
 import datetime
 import os
 import statistics
 import sys
 import time
 import warnings
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import bayesopt_chain as bc
+from bayesopt_chain.core.link import Link, Traits
+from bayesopt_chain.matching.response import Nonlinear
 
 CASES = {}
 SIZES = (3, 6, 5, 1)
@@ -483,6 +490,171 @@ def lora(rank):
         found = posterior(estimate(batch), params)
         off[kind] = max((found[name].full_tensor() - v).abs().max().item() for name, v in wanted[kind].items())
     return off, sorted(found)
+
+
+# state dicts of torch.distributed.checkpoint
+
+MADE = {
+    "SGHMC": dict(lr=0.05),
+    "SGD": dict(lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": dict(lr=0.01),
+    "Optimizer": {},
+}
+
+
+def under(engine):
+    """The network under an engine."""
+    if engine == "ddp":
+        return DistributedDataParallel(network())
+    return fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
+
+
+def optimizer_of(name, model, seed=0):
+    """An optimizer that draws."""
+    generator = bc.distributed.generator(seed)
+    if name == "Optimizer":
+        tx = bc.with_stream(bc.sghmc(0.05, temperature=0.01, generator=generator), "philox")
+        return bc.optim.Optimizer(model.named_parameters(), lambda group: tx)
+    return getattr(bc.optim, name)(model.named_parameters(), temperature=0.01, generator=generator, **MADE[name])
+
+
+def elements(model):
+    """The elements of every parameter that are on this rank."""
+    return torch.cat([getattr(p, "to_local", lambda p=p: p)().detach().flatten() for p in model.parameters()])
+
+
+def through_a_state_dict(rank, engine, name, flat, full):
+    """The weights after seven steps in one piece, and after four, a state dict, and three of an optimizer of another key."""
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
+    model = under(engine)
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, data(rank), 4)
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    parameters = copy.deepcopy(model.state_dict())
+    said = train(model, optimizer, data(rank), 3)
+    straight, model = elements(model), under(engine)
+    model.load_state_dict(parameters)
+    optimizer = optimizer_of(name, model, seed=1)
+    # torch 2.13 loads no state dict that is both, of its own optimizers either (KeyError: 'param_groups.0.params.0')
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full and not flat)
+    dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    return said, train(model, optimizer, data(rank), 3), straight, elements(model)
+
+
+@case
+def optimizer_state_dicts(rank):
+    every = product(("fsdp2", "ddp"), MADE, (False, True), (False, True))
+    return {settings: through_a_state_dict(rank, *settings) for settings in every}
+
+
+# links of a user's own
+
+
+@dataclass(frozen=True)
+class Unit(Link):
+    """Divides the gradient of each leaf by its norm, as the page on architecture says, and says nothing of shards."""
+
+    @property
+    def response(self):
+        return Nonlinear()
+
+    def update(self, g, state, op, context):
+        return op.put(g, [x / x.norm() for x in g]), state
+
+    def __str__(self):
+        return "unit()"
+
+
+@dataclass(frozen=True)
+class UnitOnShards(Unit):
+    """The same of DTensors, whose norms are those of whole leaves."""
+
+    traits = Traits(on_shards="tree")
+
+    def update(self, g, state, op, context):
+        units = optree.tree_map(lambda x: x / x.norm(), context.tree(g))
+        return op.put(g, context.leaves(units)), state
+
+
+@dataclass(frozen=True)
+class Sign(Unit):
+    """The sign of each element."""
+
+    traits = Traits(on_shards="elementwise")
+
+    def update(self, g, state, op, context):
+        return op.put(g, [torch.sign(x) for x in g]), state
+
+
+LINKS = {"nothing said": Unit, "tree": UnitOnShards, "elementwise": Sign}
+
+
+def with_a_link(link, model):
+    noise = bc.inject_langevin_noise(temperature=0.01, generator=bc.distributed.generator(0), stream="philox")
+    tx = bc.chain(bc.Chain((link(),)), noise, bc.scale_by_neg_lr(0.05))
+    return bc.optim.Optimizer(model.named_parameters(), lambda group: tx)
+
+
+@case
+def links_on_shards(rank):
+    out = {}
+    for name, link in LINKS.items():
+        model = under("fsdp2")
+        try:
+            optimizer = with_a_link(link, model)
+        except ValueError as err:
+            out[name] = str(err)
+            continue
+        said = train(model, optimizer, data(rank))
+        out[name] = said, torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    mesh = init_device_mesh("cpu", (2,))
+    g = distribute_tensor(torch.tensor([0.6, 0.0, 0.0, 0.8]), mesh, [Shard(0)])
+    tx = bc.chain(bc.Chain((UnitOnShards(),)), bc.scale_by_neg_lr(1.0))
+    return out, tx.update(g, tx.init(g), params=g)[0].full_tensor()
+
+
+# names that wrappers put in front
+
+
+def wrapped(model, how):
+    """The model under these wrappers, from the inside out."""
+    for wrapper in how:
+        if wrapper == "ddp":
+            model = DistributedDataParallel(model)
+        elif wrapper == "compile":
+            model = torch.compile(model, backend="eager")
+        elif wrapper == "fsdp2":
+            model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        else:
+            model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+WRAPPERS = (
+    (),
+    ("ddp",),
+    ("checkpoint",),
+    ("compile",),
+    ("compile", "ddp"),
+    ("checkpoint", "ddp", "compile"),
+    ("checkpoint", "fsdp2"),
+)
+REFUSED = (("fsdp2",), "generator")  # torch's generator does not number elements
+
+
+def noise_under(how, stream):
+    """What the optimizer drew in its third step, and the names that it was given."""
+    named = dict((model := wrapped(network(), how)).named_parameters())
+    optimizer = sghmc(named.items(), stream=stream)
+    said = train(model, optimizer, data(0), 3)
+    drawn = [optimizer.state[p]["noise"] for p in named.values()]
+    return said, [getattr(x, "full_tensor", lambda x=x: x)().clone() for x in drawn], list(named)
+
+
+@case
+def wrappers(rank):
+    every = product(WRAPPERS, ("philox", "generator"))
+    return {(how, stream): noise_under(how, stream) for how, stream in every if (how[-1:], stream) != REFUSED}
 
 
 @case

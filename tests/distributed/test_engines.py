@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bayesopt_chain as bc
-from tests.distributed.engines import data, ivon, network, sghmc, train, weights
+from tests.distributed.engines import LINKS, data, ivon, network, noise_under, sghmc, train, weights, with_a_link
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -157,6 +157,48 @@ def test_laplace_of_adapters_of_a_sharded_model_is_that_of_one_process(cases):
             pytest.skip("needs peft")
         off, names = case
         assert max(off.values()) <= 1e-10 and len(names) == 4 and all("lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["SGHMC", "SGD", "Adam", "Optimizer"])
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_flattened_and_full_state_dicts_go_on_bit_for_bit(engine, name, flat, full, cases):
+    for case in cases["optimizer_state_dicts"]:
+        said, then, straight, resumed = case[engine, name, flat, full]
+        assert said == then == (3, "") and torch.equal(straight, resumed)
+
+
+def test_a_link_of_a_users_own_is_refused_on_shards_unless_it_says_what_it_does_with_them(cases):
+    for said, _ in cases["links_on_shards"]:
+        assert "unit() needs whole leaves, and [0] is a DTensor" in said["nothing said"]
+
+
+@pytest.mark.parametrize("name", ["tree", "elementwise"])
+def test_a_link_that_says_truly_what_it_does_with_shards_makes_the_steps_of_one_process(name, cases):
+    model = network()
+    train(model, with_a_link(LINKS[name], model), torch.cat([data(0), data(1)]))
+    for found, _ in cases["links_on_shards"]:
+        said, mine = found[name]
+        assert said == (6, "")
+        torch.testing.assert_close(mine, weights(model), rtol=0, atol=1e-6)
+
+
+def test_a_gradient_over_its_norm_is_that_of_the_whole_leaf(cases):
+    for _, move in cases["links_on_shards"]:
+        torch.testing.assert_close(move, torch.tensor([-0.6, 0.0, 0.0, -0.8]))
+
+
+def test_names_of_wrappers_leave_the_noise_alone(cases):
+    for found in cases["wrappers"]:
+        names = [name for _, _, (name, *_) in found.values()]
+        assert len(found) == 13 and {"module.0.weight", "_orig_mod.module.0._checkpoint_wrapped_module.weight"} <= {
+            *names
+        }
+        for (how, stream), (said, drawn, _) in found.items():
+            _, plain, _ = noise_under((), stream)
+            assert said == (3, ""), how
+            assert len(drawn) == len(plain) == 6 and all(map(torch.equal, drawn, plain)), how
 
 
 def test_comparing_costs_less_than_a_hundredth_of_the_steps(cases):
