@@ -1,12 +1,13 @@
 r"""A witness for ranks whose parameters are plain tensors: it refuses noise that is shared where it should not be.
 
 Nothing in a plain tensor says whether it is a whole parameter, of which other ranks hold replicas, or a part of one. The noise
-is a function of (key, leaf, element, step), so that four mistakes give wrong noise without any error:
+is a function of (key, leaf, element, step), so that five mistakes give wrong noise without any error:
 
     parts              FSDP1, ZeroRedundancyOptimizer, pipeline stages: other parameters under the same key and leaf
     drift              replicas that started differently or were fed different data: again other parameters under one key
     counts             replicas that made different numbers of steps (``DistributedDataParallel.join``)
     two keys           replicas that follow one averaged gradient (DistributedDataParallel), each with a key of its own
+    one chain          replicas of which a run on disk keeps each as a chain of its own
 
 At some steps each rank writes what it is about to do to the rendezvous store of the process group and reads what others wrote.
 There is no collective and no rank waits for another. Every record lies under a name that is made of what it is about:
@@ -56,6 +57,11 @@ _TWO_KEYS = (
     "DistributedDataParallel are one chain: give every rank generator=bc.distributed.generator(seed), with one seed and one "
     "chain. For chains of their own leave DistributedDataParallel out"
 )
+_ONE_CHAIN = (
+    "ranks {} and {} hold equal values of {!r} under one key, so that they run one chain, and this run would keep it as two. "
+    "Replicas: give bc.optim.as_step the module under DistributedDataParallel, and its loss takes that. A chain on each rank: "
+    "generator=bc.distributed.generator(seed, chain=rank), and no average over ranks in the loss or in hooks"
+)
 
 
 class Claim(NamedTuple):
@@ -79,12 +85,14 @@ class Witness:
     Attributes:
         every: also compare at every so many steps; ``None`` (default): not.
         first: whether to compare at the first two steps and at powers of four.
+        apart: whether every rank's chain is kept as one of its own, so that replicas are refused.
     """
 
     def __init__(self, who: str) -> None:
         global _made
         self.who, self.first = who, True
         self.every: int | None = None
+        self.apart = False
         self.number, _made = _made, _made + 1
         self.events = 0  # starts: the first, forks, loaded states
         self.steps = 0  # since the last of them
@@ -193,6 +201,8 @@ class Witness:
                     return _SHARED.format(a, b, name, f" after {few} and {many} draws" if few != many else "")
                 if few != many:
                     return _COUNTS.format(a, b, few, many)
+                if self.apart and other != rank:
+                    return _ONE_CHAIN.format(a, b, name)
             mine = {place: value for place, value in mine.items() if place not in theirs}
             number += 1
         return None

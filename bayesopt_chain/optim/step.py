@@ -22,6 +22,7 @@ from bayesopt_chain.distributed.replicated import is_replicated
 from bayesopt_chain.distributed.shards import are_spread
 from bayesopt_chain.loop.loss import Info, detach
 from bayesopt_chain.optim import _noise
+from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.runs.describe import describe, describe_optimizer
 
 ModelLoss = Callable[[nn.Module, Any], Any]
@@ -77,6 +78,11 @@ class ModelStep:
         self._count += 1
         self.state = self._pack()
         return self.params, self.state, Info(loss.detach(), detach(aux))
+
+    def kept_apart(self, apart: bool) -> None:
+        """Learn from ``sample(path=)`` whether it keeps each rank's draws as another chain; equal ones are refused then."""
+        if isinstance(self.optimizer, OnRanks):
+            self.optimizer._witness.apart = apart
 
     def grown(self) -> dict[str, Any]:
         """The state with every tensor that the optimizer will make in its first step; nothing moves."""
@@ -140,7 +146,9 @@ def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss,
         replays too; of DTensors all ranks call this, and take the first one's seed.
 
     Raises:
-        ValueError: a model under FSDP1; at a step, params of other names or shapes than the model's; a loss that is no scalar.
+        ValueError: a model under FSDP1; at a step, params of other names or shapes than the model's; a loss that is no scalar;
+            in ``bc.sample(..., path=)`` on several ranks, replicas that the model does not show (DistributedDataParallel inside
+            the loss), which would be kept as chains of their own.
 
     Example:
         >>> import torch, bayesopt_chain as bc

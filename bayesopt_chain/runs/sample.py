@@ -23,7 +23,7 @@ from bayesopt_chain.runs.advance import go
 from bayesopt_chain.runs.arguments import require_callable, require_iterable, require_whole
 from bayesopt_chain.runs.divergence import Divergence
 from bayesopt_chain.runs.draws import Draws
-from bayesopt_chain.runs.place import Place, place_of
+from bayesopt_chain.runs.place import Place, mesh_in_memory, place_of
 from bayesopt_chain.runs.resumable_batches import ResumableBatches
 from bayesopt_chain.runs.run import Iteration, Run
 from bayesopt_chain.runs.seeds import seeded
@@ -185,8 +185,12 @@ def sample(
         step, params, state, ResumableBatches(batches), steps, burn_in, thinning, chains, callbacks, progress, seed
     )
     if path is None:
+        if (mesh := mesh_in_memory(step, (params, state))) is not None:
+            run.batches.share(mesh)
         return _in_store(run, None, 0.0)
     place = place_of(folder_of_segment(Path(path), segment), step, (params, state))
+    if hasattr(step, "kept_apart"):
+        step.kept_apart(place.alone and place.rank.size > 1)
     if not place.alone:
         run.batches.share(place.mesh)
     return _in_store(run, place, checkpoint_seconds)

@@ -404,18 +404,60 @@ def fsdp1_as_step(rank):
         return str(err)
 
 
-@case
-def hidden_replicas(rank):
-    """DistributedDataParallel inside of the loss: nothing says that the ranks run one chain."""
-    model = network()
-    wrapped = DistributedDataParallel(model)
-    step = bc.optim.as_step(model, sghmc(model.parameters()), lambda model, x: wrapped(x).square().mean())
-    bc.sample(step, step.params, step.state, [data(rank)], steps=4, path=FOLDER / "hidden")
-    dist.barrier()
+def replicas_kept_as_chains(rank, name, averaged, chain=0):
+    """A run on disk that is about to keep replicas as chains: after how many steps it ends, and why."""
+    model, made = network(), []
+    optimizer = sghmc(model.parameters(), chain=chain)
+    forward = averaged(model)
+
+    def loss(model, x):
+        made.append(1)
+        return forward(x).square().mean()
+
+    step = bc.optim.as_step(model, optimizer, loss)
     try:
-        bc.Draws.open(FOLDER / "hidden")
+        bc.sample(step, step.params, step.state, [data(rank)], steps=6, path=FOLDER / name)
     except ValueError as err:
-        return str(err)
+        return len(made), str(err)
+    return len(made), ""
+
+
+def by_hooks(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    return model
+
+
+@case
+def one_chain_kept_as_two(rank):
+    """Nothing tells the run that the ranks run one chain: the average is taken inside the loss, or by hooks, or not at all."""
+    return {
+        "ddp inside the loss": replicas_kept_as_chains(rank, "inside", DistributedDataParallel),
+        "hooks": replicas_kept_as_chains(rank, "hooks", by_hooks),
+        "one generator": replicas_kept_as_chains(rank, "generator", lambda model: model),
+    }
+
+
+@case
+def chains_kept_as_chains(rank):
+    said = replicas_kept_as_chains(rank, "chains", lambda model: model, chain=rank)
+    dist.barrier()
+    return said, bc.Draws.open(FOLDER / "chains").chains
+
+
+@case
+def epochs(rank):
+    """This rank's part of two epochs of sorted data, and what is said of parts in one order."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.arange(24.0)
+    batches = bc.epochs(x, 8, seed=3, mesh=mesh)
+    parts = [*batches, *batches]
+    tx, params = bc.sghmc(0.05, temperature=0.01), {"w": torch.zeros(())}
+    params, state = bc.distributed.broadcast((params, tx.init(params)), mesh)
+    step = bc.make_step(lambda p, x: (p["w"] - x).square().mean(), tx, mesh=mesh)
+    try:
+        bc.sample(step, params, state, bc.epochs(x[rank::2], 4, seed=3), steps=4)
+    except ValueError as err:
+        return parts, str(err)
 
 
 @case

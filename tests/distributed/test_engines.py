@@ -140,8 +140,28 @@ def test_fsdp1_is_no_step_and_says_so(cases):
     assert all("under FullyShardedDataParallel (FSDP1)" in said for said in cases["fsdp1_as_step"])
 
 
-def test_replicas_that_nothing_tells_from_chains_are_not_opened_as_chains(cases):
-    assert any(said and "drew the same noise" in said for said in cases["hidden_replicas"])
+@pytest.mark.parametrize("case", ["ddp inside the loss", "hooks"])
+def test_replicas_that_a_run_would_keep_as_chains_are_refused_on_every_rank_at_their_second_step(case, cases):
+    for found in cases["one_chain_kept_as_two"]:
+        steps, said = found[case]
+        assert steps == 2 and "they run one chain, and this run would keep it as two" in said
+
+
+def test_chains_of_one_generator_are_refused_on_the_rank_that_comes_last(cases):
+    said = [found["one generator"] for found in cases["one_chain_kept_as_two"]]
+    assert any(steps == 2 and "generator=bc.distributed.generator(seed, chain=rank)" in words for steps, words in said)
+
+
+def test_chains_with_keys_of_their_own_are_kept_as_chains(cases):
+    assert cases["chains_kept_as_chains"] == [((6, ""), 2)] * 2
+
+
+def test_batches_of_ranks_are_together_the_batches_of_one_process_and_parts_in_one_order_are_refused(cases):
+    (mine, said), (theirs, same) = cases["epochs"]
+    whole = bc.epochs(torch.arange(24.0), 8, seed=3)
+    for a, b, both in zip(mine, theirs, [*whole, *whole], strict=True):
+        assert torch.equal(torch.cat([a, b]), both)
+    assert all("with one seed, 3" in words and "mesh=" in words for words in (said, same))
 
 
 def test_lightnings_strategy_for_fsdp2_samples_as_one_process_does(cases):
