@@ -79,7 +79,7 @@ class ModelStep:
         self.state = self._pack()
         return self.params, self.state, Info(loss.detach(), detach(aux))
 
-    def kept_apart(self, apart: bool) -> None:
+    def _keep_apart(self, apart: bool) -> None:
         """Learn from ``sample(path=)`` whether it keeps each rank's draws as another chain; equal ones are refused then."""
         if isinstance(self.optimizer, OnRanks):
             self.optimizer._witness.apart = apart

@@ -25,10 +25,11 @@ from torchopt.base import GradientTransformation
 from bayesopt_chain.core.chain import Chain
 from bayesopt_chain.distributed.shards import local
 
-VERSION = 1
+VERSION = 2
 UNKNOWN = "unknown"
 CHOSEN = 1 << 32  # a seed below it was chosen, one above it was drawn: by torch, or by a hash of a rank's number
 FEW, DEEP = 16, 12  # numbers of a tensor that are written out; levels of nesting
+ATTRIBUTES = 3  # levels of what a callable object holds: it may refer to itself
 
 
 def describe(x: Any, depth: int = 0) -> Any:
@@ -60,10 +61,8 @@ def describe(x: Any, depth: int = 0) -> Any:
         return _tensor(x)
     if isinstance(x, Chain):
         return [type(x).__name__, *map(inner, x.links)]
-    if isinstance(x, functools.partial):
-        return ["partial", inner(x.func), inner(list(x.args)), inner(x.keywords)]
-    if isinstance(x, (types.FunctionType, types.MethodType)):
-        return _function(x, inner)
+    if isinstance(x, (functools.partial, types.FunctionType, types.MethodType)):
+        return describe_callable(x, depth)
     if isinstance(x, torch.Generator):
         return _seed(x.initial_seed())
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
@@ -78,7 +77,72 @@ def describe(x: Any, depth: int = 0) -> Any:
         return [type(x).__name__, inner(getattr(x, "transformation"))]  # noqa: B009
     if isinstance(x, (list, tuple)):
         return [*([type(x).__name__] if hasattr(x, "_fields") else []), *map(inner, x)]
-    return UNKNOWN
+    return describe_callable(x, depth) if callable(x) else UNKNOWN
+
+
+def describe_callable(f: Any, depth: int = 0) -> Any:
+    """The description of a function, a bound method, a ``functools.partial``, or an object with ``__call__``.
+
+    Args:
+        f: what can be called.
+        depth: as for :func:`describe`.
+
+    Returns:
+        A dictionary: ``function``, the name of the function or of the object's class; ``code``, a digest of its byte code, of
+        an object of all methods that its class has; ``sees``, what it closes over, what it holds as attributes, and arguments
+        that are bound to it. ``UNKNOWN`` where there is no Python code.
+
+    Example:
+        >>> class Loss:
+        ...     def __init__(self, scale):
+        ...         self.scale = scale
+        ...     def __call__(self, params, batch):
+        ...         return self.scale * params["w"].square().sum()
+        >>> difference(describe_callable(Loss(1.0)), describe_callable(Loss(2.0)))
+        'sees.self.scale is 1.0, here 2.0'
+        >>> difference(describe_callable(Loss(1.0)), describe_callable(Loss(1.0).__call__)) != ""
+        True
+    """
+    if depth > DEEP:
+        return UNKNOWN
+
+    def inner(y: Any) -> Any:
+        return describe(y, depth + 1)
+
+    def held(y: Any) -> Any:
+        return describe(y, max(depth + 1, DEEP + 1 - ATTRIBUTES))
+
+    if isinstance(f, functools.partial):
+        of = describe_callable(f.func, depth + 1)
+        of = of if isinstance(of, dict) else {"function": of, "code": {}, "sees": {}}
+        return {**of, "sees": {**of["sees"], "bound": [inner(list(f.args)), inner(f.keywords)]}}
+    if isinstance(f, types.BuiltinFunctionType):
+        return {"function": f.__qualname__, "code": {}, "sees": {}}
+    if isinstance(f, types.MethodType):
+        of, owner = _function(f, inner), f.__self__
+        known = isinstance(of, dict) and not isinstance(owner, type)
+        return {**of, "sees": {**of["sees"], "self": _attributes(owner, held)}} if known else of
+    if inspect.isfunction(inspect.unwrap(f)):
+        return _function(f, inner)
+    kind = type(f)
+    if not isinstance(kind.__call__, types.FunctionType):
+        return UNKNOWN
+    homes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch")]
+    codes = [m.__code__ for base in homes for _, m in sorted(vars(base).items()) if isinstance(m, types.FunctionType)]
+    digest = hashlib.sha256(" ".join(map(code_digest, codes)).encode()).hexdigest()[:16]
+    return {
+        "function": f"{kind.__module__}.{kind.__qualname__}",
+        "code": {".".join(map(str, sys.version_info[:2])): digest},
+        "sees": {"self": _attributes(f, held)},
+    }
+
+
+def _attributes(x: Any, held: Callable[[Any], Any]) -> dict[str, Any]:
+    """What an object holds; of a module its settings, since its parameters and buffers are what a run moves."""
+    names = {
+        n: v for n, v in getattr(x, "__dict__", {}).items() if not (isinstance(x, torch.nn.Module) and n[:1] == "_")
+    }
+    return {n: held(v) for n, v in names.items()}
 
 
 def _seed(x: int) -> Any:
@@ -148,7 +212,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, without: tuple[str, ...
         without: hyperparameters that are not told.
     """
     groups = [
-        {k: v for k, v in group.items() if k not in ("params", "noise_key", "noise_count")}
+        {k: v for k, v in group.items() if k not in ("params", "noise_key", "noise_count", "chain_state")}
         for group in optimizer.param_groups
     ]
     groups = [{**g, "lr": g.get("initial_lr", g.get("lr"))} for g in groups]

@@ -2,8 +2,8 @@
 
 Known: burn-in and thinning; shapes and dtypes; the chain with every hyperparameter, its stream and its schedules, or an
 optimizer with its groups; the data, by their number, shapes and the checksum of some of them; order and seed of the epochs;
-the name and the code of the loss; a seed, where one was given. What cannot be known is ``None`` or "unknown", and is not
-compared.
+the name and the code of the loss, a function or an object that is called, and what it sees; a seed, where one was given. What
+cannot be known is ``None`` or "unknown", and is not compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, difference
+from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, describe_callable, difference
 from bayesopt_chain.runs.run import Run
 
 STATE, ROWS = "1/", 64  # the paths of a state begin with it in a file of ``(params, state)``; data that are looked at
@@ -40,7 +40,7 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         "chain": chain_of(run.step),
         "each": each_of(run.step),
         "data": data_of(run),
-        "loss": describe(loss) if (loss := getattr(_inner(run.step), "loss", None)) is not None else None,
+        "loss": describe_callable(loss) if (loss := getattr(_inner(run.step), "loss", None)) is not None else None,
         "losses": [],
         "seed": run.seed,
     }

@@ -86,6 +86,79 @@ def test_a_loss_of_the_same_name_and_other_code_warns_once_and_is_recorded(tmp_p
         run(tmp_path, fn=made(False), steps=9)
 
 
+class Scaled:
+    """A loss that is an object, as are those of many libraries."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+        self.again = self.part  # an object may refer to itself
+
+    def part(self, params, batch):
+        return self.scale * loss(params, batch)
+
+    def __call__(self, params, batch):
+        return self.part(params, batch)
+
+
+class Other(Scaled):
+    """The same code under another name."""
+
+
+class Edited(Scaled):
+    """A method that ``__call__`` uses has other code."""
+
+    def part(self, params, batch):
+        return self.scale * loss(params, batch) + 0.0
+
+
+Edited.__qualname__ = "Scaled"
+
+
+def scaled(params, batch, scale):
+    return scale * loss(params, batch)
+
+
+LOSSES = {  # a loss, the same one of another number, and one of another name
+    "object": (Scaled, Other, "self.scale"),
+    "bound method": (lambda scale: Scaled(scale).part, lambda scale: Scaled(scale).__call__, "self.scale"),
+    "partial": (
+        lambda scale: functools.partial(scaled, scale=scale),
+        lambda scale: functools.partial(loss),
+        "bound.*scale",
+    ),
+    "partial of an object": (
+        lambda scale: functools.partial(Scaled(scale)),
+        lambda scale: functools.partial(Other(scale)),
+        "self.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_that_is_an_object_is_known_by_its_name_its_code_and_what_it_holds(kind, tmp_path):
+    made, another, what = LOSSES[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, fn=made(1.0))
+        run(tmp_path, fn=made(1.0), steps=7)
+    with pytest.raises(ValueError, match="holds another run: loss is"):
+        run(tmp_path, fn=another(1.0), steps=8)
+    with pytest.warns(UserWarning, match=rf"sees\.{what}"):
+        run(tmp_path, fn=made(2.0), steps=8)
+
+
+def test_a_method_that_an_object_uses_is_part_of_its_code(tmp_path):
+    run(tmp_path, fn=Scaled())
+    with pytest.warns(UserWarning, match="code"):
+        run(tmp_path, fn=Edited(), steps=7)
+
+
+def test_the_weights_of_a_module_that_is_a_loss_are_no_part_of_its_name():
+    a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    assert not difference(describe(a), describe(b)) and difference(describe(a), describe(torch.nn.Linear(3, 1)))
+    assert "reduction" in difference(describe(torch.nn.MSELoss()), describe(torch.nn.MSELoss(reduction="sum")))
+
+
 def test_a_lambda_schedule_is_known_by_what_it_closes_over(tmp_path):
     def schedule(rate):
         return lambda count: rate / (1 + count)
@@ -186,7 +259,7 @@ def test_one_chain_twice_is_not_two(tmp_path):
 
 def test_descriptions_of_the_named_samplers_change_only_with_their_version():
     """A class or a field that is renamed changes what stands in runs on disk: raise ``VERSION`` and write the new text here."""
-    assert VERSION == 1
+    assert VERSION == 2
     assert describe(bc.sgld(0.1, temperature=1.0)) == [
         "Chain",
         ["LangevinNoise", {"temperature": 1.0}],

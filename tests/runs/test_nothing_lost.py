@@ -142,6 +142,18 @@ def test_an_explosion_ends_a_run_where_it_would_have_ended_without_an_interrupti
     assert (len(again), again.why) == (len(whole), whole.why) and torch.equal(again.params["w"], whole.params["w"])
 
 
+@pytest.mark.filterwarnings("ignore:sample")  # the loss is another one
+def test_a_run_goes_on_where_none_of_its_draws_lies_before_its_checkpoint(tmp_path):
+    """Draws that were saved behind an exception lie behind the checkpoint, and are made again."""
+    run = {"steps": 30, "burn_in": 10, "path": tmp_path}
+    for made, seconds in ((5, 0.0), (9, 1e9)):
+        with pytest.raises(ZeroDivisionError):
+            bc.sample(*started(fn=failing(made, ZeroDivisionError())), checkpoint_seconds=seconds, **run)
+    assert bc.Draws.open(tmp_path).steps.tolist() == [11, 12, 13, 14]
+    draws = bc.sample(*started(), **run)
+    assert draws.complete and torch.equal(draws.params["w"], want(30)[10:])
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.05])
 def test_cold_starts_and_runs_at_temperature_zero_explode_never(temperature):
