@@ -61,7 +61,9 @@ def describe(x: Any, depth: int = 0) -> Any:
         return _tensor(x)
     if isinstance(x, Chain):
         return [type(x).__name__, *map(inner, x.links)]
-    if isinstance(x, (functools.partial, types.FunctionType, types.MethodType)):
+    if isinstance(x, types.FunctionType):
+        return _function(x, inner)
+    if isinstance(x, (functools.partial, types.MethodType)):
         return describe_callable(x, depth)
     if isinstance(x, torch.Generator):
         return _seed(x.initial_seed())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, cast
 
 import optree
@@ -40,7 +41,9 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         "chain": chain_of(run.step),
         "each": each_of(run.step),
         "data": data_of(run),
-        "loss": describe_callable(loss) if (loss := getattr(_inner(run.step), "loss", None)) is not None else None,
+        "loss": describe_callable(loss)
+        if is_dataclass(loss := getattr(_inner(run.step), "loss", None))
+        else describe(loss),
         "losses": [],
         "seed": run.seed,
     }

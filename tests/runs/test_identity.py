@@ -1,5 +1,6 @@
 """A run knows what it is of: another one under its path is refused by name, and may stand beside it under a name of its own."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -114,12 +115,21 @@ class Edited(Scaled):
 Edited.__qualname__ = "Scaled"
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: float = 1.0
+
+    def __call__(self, params, batch):
+        return self.scale * loss(params, batch)
+
+
 def scaled(params, batch, scale):
     return scale * loss(params, batch)
 
 
 LOSSES = {  # a loss, the same one of another number, and one of another name
     "object": (Scaled, Other, "self.scale"),
+    "dataclass": (Frozen, Scaled, "self.scale"),
     "bound method": (lambda scale: Scaled(scale).part, lambda scale: Scaled(scale).__call__, "self.scale"),
     "partial": (
         lambda scale: functools.partial(scaled, scale=scale),
