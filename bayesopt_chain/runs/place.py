@@ -76,8 +76,11 @@ def place_of(path: Path, step: Any, tree: Any) -> Place:
     Raises:
         ValueError: meshes that leave out some of the ranks.
     """
-    chains, data = getattr(step, "mesh", None), _mesh_of_data(step)
+    inner = getattr(step, "step", step)
+    chains, data = getattr(step, "mesh", None), getattr(getattr(inner, "ranks", None), "mesh", None)
     everyone, sharded = world(), are_spread(tree)
+    if data is None and everyone.size > 1 and is_replicated(model := getattr(step, "model", None)):
+        data = _mesh_of_all(model)  # DistributedDataParallel over all ranks
     if sharded and chains is None:
         numbers, total = getattr(step, "numbers", None), getattr(step, "total", None)
         return Place(path, path, True, None, numbers, total)
@@ -100,19 +103,13 @@ def place_of(path: Path, step: Any, tree: Any) -> Place:
 
 def mesh_in_memory(step: Any, tree: Any) -> Any:
     """The ranks that share the chains of a run that writes nothing, as one mesh; ``None`` for one rank, or several meshes."""
-    mesh = _mesh_of_data(step)
+    mesh = getattr(getattr(getattr(step, "step", step), "ranks", None), "mesh", None)
+    if mesh is None and world().size > 1 and is_replicated(model := getattr(step, "model", None)):
+        mesh = _mesh_of_all(model)
     if mesh is None:
         meshes = list(dict.fromkeys(x.device_mesh for x in optree.tree_leaves(tree) if is_dtensor(x)))
         mesh = meshes[0] if len(meshes) == 1 and meshes[0].ndim == 1 else None
     return mesh if mesh is not None and mesh.size() > 1 else None
-
-
-def _mesh_of_data(step: Any) -> Any:
-    """The ranks among which a step takes the average of gradients: those of its mesh, or all under DistributedDataParallel."""
-    mesh = getattr(getattr(getattr(step, "step", step), "ranks", None), "mesh", None)
-    if mesh is None and world().size > 1 and is_replicated(model := getattr(step, "model", None)):
-        return _mesh_of_all(model)
-    return mesh
 
 
 def _mesh_of_all(model: Any) -> Any:
