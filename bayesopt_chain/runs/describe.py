@@ -61,15 +61,13 @@ def describe(x: Any, depth: int = 0) -> Any:
         return _tensor(x)
     if isinstance(x, Chain):
         return [type(x).__name__, *map(inner, x.links)]
-    if isinstance(x, types.FunctionType):
-        return _function(x, inner)
-    if isinstance(x, (functools.partial, types.MethodType)):
-        return describe_callable(x, depth)
+    if isinstance(x, (types.FunctionType, types.MethodType, functools.partial)):
+        return _function(x, inner) if isinstance(x, types.FunctionType) else describe_callable(x, depth)
     if isinstance(x, torch.Generator):
         return _seed(x.initial_seed())
     if isinstance(x, (torch.dtype, torch.device, type, complex, bytes, types.BuiltinFunctionType)):
         return str(getattr(x, "__qualname__", x))
-    if dataclasses.is_dataclass(x):
+    if dataclasses.is_dataclass(x) and not (callable(x) and type(x).__module__.partition(".")[0] != "bayesopt_chain"):
         return [type(x).__name__, {f.name: inner(getattr(x, f.name)) for f in dataclasses.fields(x) if _is_told(x, f)}]
     if isinstance(x, Mapping):
         return {str(k): inner(v) for k, v in x.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any, cast
 
 import optree
@@ -22,7 +21,7 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.distributed.shards import are_spread, local
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.runs import checkpoint
-from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, describe_callable, difference
+from bayesopt_chain.runs.describe import UNKNOWN, VERSION, describe, difference
 from bayesopt_chain.runs.run import Run
 
 STATE, ROWS = "1/", 64  # the paths of a state begin with it in a file of ``(params, state)``; data that are looked at
@@ -41,9 +40,7 @@ def identity_of(run: Run, total: int | None) -> dict[str, Any]:
         "chain": chain_of(run.step),
         "each": each_of(run.step),
         "data": data_of(run),
-        "loss": describe_callable(loss)
-        if is_dataclass(loss := getattr(_inner(run.step), "loss", None))
-        else describe(loss),
+        "loss": describe(getattr(_inner(run.step), "loss", None)),
         "losses": [],
         "seed": run.seed,
     }

@@ -189,8 +189,7 @@ def sample(
             run.batches.share(mesh)
         return _in_store(run, None, 0.0)
     place = place_of(folder_of_segment(Path(path), segment), step, (params, state))
-    if (keep_apart := getattr(step, "_keep_apart", None)) is not None:
-        keep_apart(place.alone and place.rank.size > 1)
+    getattr(step, "_keep_apart", bool)(place.alone and place.rank.size > 1)
     if not place.alone:
         run.batches.share(place.mesh)
     return _in_store(run, place, checkpoint_seconds)
