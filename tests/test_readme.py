@@ -1,6 +1,9 @@
 """The figures of the README and of the pages on speed and on choosing are those of the files that the benchmarks wrote."""
 
+import json
 from pathlib import Path
+
+import pytest
 
 from benchmarks.choosing import RESULTS, of_mnist
 from benchmarks.curvature_fit import summary
@@ -40,3 +43,22 @@ def test_the_readme_is_a_screen_or_two_and_names_two_commands():
 def test_every_file_that_the_readme_links_to_is_there():
     links = [part.split(")")[0] for part in README.split("](")[1:]]
     assert links and all((ROOT / link).exists() for link in links), links
+
+
+def test_what_it_says_of_the_demo_is_what_the_demo_found():
+    pytest.importorskip("scipy")
+    from bayesopt_chain.demo.contestants import ENSEMBLE, POSTERIOR
+    from bayesopt_chain.demo.table import difference, verdict
+
+    assert (
+        "less than half of the errors of an ensemble of equal cost, and elsewhere they cannot be told apart" in README
+    )
+    cells = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["cells"]
+    errors = {who: sum(row["error"] for row in cells["mislabelled digits"][who]) for who in (POSTERIOR, ENSEMBLE)}
+    assert errors[POSTERIOR] < 0.5 * errors[ENSEMBLE]
+    others = [task for task in cells if task != "mislabelled digits"]
+    said = {
+        score: [verdict(*difference(cells, t, POSTERIOR, ENSEMBLE, score)) for t in others]
+        for score in ("nll", "error")
+    }
+    assert said == {score: ["undecided"] * len(others) for score in said}

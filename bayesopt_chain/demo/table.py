@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 
 from scipy.stats import t
 
@@ -17,6 +18,7 @@ from bayesopt_chain.demo.contestants import ENSEMBLE, LAPLACE, METHODS, NETWORK,
 Cells = dict[str, dict[str, list[dict[str, float]]]]  # scores of every seed by task and method
 
 LEVEL = 0.95
+WIDE = 84  # letters in a line
 SHOWN = {
     "nll": "negative log likelihood (lower is better)",
     "error": "error: share of wrong classes; of diabetes the root mean squared error (lower is better)",
@@ -51,12 +53,13 @@ def verdict(mean: float, half: float) -> str:
 
 def rows(cells: Cells, score: str) -> list[str]:
     """The means of a score over the seeds, a row for each task that has it."""
-    found = [f"{'':22}" + "".join(f"{name:>20}" for name in METHODS)]
+    widths = [len(name) + 2 for name in METHODS]
+    found = [" " * 19 + "".join(f"{name:>{width}}" for name, width in zip(METHODS, widths))]
     for task, by in cells.items():
         if score in by[POSTERIOR][0]:
             whole = statistics.fmean(row["cost"] for row in by[POSTERIOR]) if score == "cost" else 1.0
             means = [statistics.fmean(row[score] for row in by[name]) / whole for name in METHODS]
-            found.append(f"{task:22}" + "".join(f"{mean:>20.3f}" for mean in means))
+            found.append(f"{task:19}" + "".join(f"{mean:>{width}.3f}" for mean, width in zip(means, widths)))
     return found
 
 
@@ -66,7 +69,7 @@ def differences(cells: Cells, other: str) -> list[str]:
     for task in cells:
         mean, half = difference(cells, task, POSTERIOR, other)
         about = f" +- {half:.3f}   {verdict(mean, half)}" if half < math.inf else "   one split has no interval"
-        found.append(f"{task:22}{mean:+8.3f}{about}")
+        found.append(f"{task:19}{mean:+8.3f}{about}")
     return found
 
 
@@ -87,7 +90,8 @@ def said(cells: Cells) -> str:
             f"The posterior against {'' if other == NETWORK else 'the '}{other}: "
             f"won {'; '.join(found['won']) or 'nothing'}. Lost {'; '.join(found['lost']) or 'nothing'}."
         )
-    return "\n".join([*sentences, "Whatever is not named is undecided by these splits."])
+    sentences.append("Whatever is not named is undecided by these splits.")
+    return "\n".join(textwrap.fill(sentence, WIDE) for sentence in sentences)
 
 
 def text(cells: Cells) -> str:
