@@ -99,7 +99,7 @@ class Epochs:
 
         With ``mesh=`` this rank's part of it; with ``with_rows=True`` the pair ``(batch, rows)``.
         """
-        return self._picked(self.rows(epoch, offset))
+        return self.of_rows(self.rows(epoch, offset))
 
     def batch_at(self, step: Tensor) -> Any:
         """The batch after ``step`` batches, made by tensor operations alone: for the inside of a captured or compiled step.
@@ -128,7 +128,7 @@ class Epochs:
             True
         """
         kinds.require("epochs: batch_at", step=(step, _COUNT))
-        return self._picked(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
+        return self.of_rows(self._of_chains(lambda chain: self.stream.rows_at(step, chain)))
 
     def rows(self, epoch: int, offset: int) -> Tensor:
         """The numbers of that batch's data, int64 ``[b]`` or ``[chains, b]``: a function of (seed, epoch, offset).
@@ -141,7 +141,23 @@ class Epochs:
         kinds.require("epochs: batch", epoch=(epoch, kinds.whole(0)), offset=(offset, kinds.whole(0)))
         if offset >= len(self):
             raise IndexError(f"epochs: no batch at offset {offset} of epoch {epoch}; an epoch has {len(self)}, from 0")
-        return self._of_chains(lambda chain: self.stream.rows(epoch, offset, chain))
+        return self._numbers(epoch, offset).to(torch.int64)
+
+    def _numbers(self, epoch: int, offset: int) -> Tensor:
+        """What :meth:`rows` gives, int32 where one call draws for all chains; it may be a view of what the stream keeps."""
+        if self.chains is None:
+            return self.stream.rows(epoch, offset, 0)[self._mine]
+        return self.stream.rows_of_chains(epoch, offset, self.chains)[:, self._mine]
+
+    def ahead(self, count: int) -> list[Tensor]:
+        """The numbers of the data of the next ``count`` batches, int32 or int64, from where the iteration stands."""
+        here = self.epoch * len(self) + self.offset
+        return [self._numbers(*divmod(here + k, len(self))) for k in range(count)]
+
+    def skip(self, count: int) -> None:
+        """Move on by ``count`` batches."""
+        for _ in range(count):
+            self._advance()
 
     def common_rows(self) -> Tensor:
         """The numbers of the data that batches are made of, int64 ``[n]``, ascending.
@@ -182,15 +198,20 @@ class Epochs:
 
     def _of_chains(self, rows_of: Any) -> Tensor:
         """This rank's part of the batch of each chain."""
-        part = self.batch_size // self.ranks
-        mine = slice(self.rank * part, (self.rank + 1) * part)
         if self.chains is None:
-            return rows_of(0)[mine]
-        return torch.stack([rows_of(chain)[mine] for chain in range(self.chains)])
+            return rows_of(0)[self._mine]
+        return torch.stack([rows_of(chain)[self._mine] for chain in range(self.chains)])
 
-    def _picked(self, rows: Tensor) -> Any:
+    @property
+    def _mine(self) -> slice:
+        """This rank's part of a batch."""
+        part = self.batch_size // self.ranks
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def of_rows(self, rows: Tensor) -> Any:
+        """The batch of these row numbers: what :meth:`batch` gives for its own."""
         batch = self._gathered(rows)
-        return (batch, rows) if self.with_rows else batch
+        return (batch, rows.to(torch.int64)) if self.with_rows else batch
 
     def _gathered(self, rows: Tensor) -> Any:
         if self.leaves is None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.checks import short
+from bayesopt_chain.data import row_numbers
 from bayesopt_chain.random.philox import philox
 from bayesopt_chain.tracing import is_transformed
 
@@ -69,6 +70,9 @@ class IndexStream:
         self._blocks = torch.arange(max(size, _CANDIDATES * batch_size) // 2 + 1, device=device)
         self._kept_there = [rows.to(self._blocks.device) for rows in self.kept]
         self._made: dict[int, tuple[int, Tensor]] = {}  # by chain the last permutation and its number
+        self._together: tuple[tuple[int, int], Tensor] | None = (
+            None  # the last permutations of so many chains, likewise
+        )
         self._register()
 
     def _register(self) -> None:
@@ -100,6 +104,28 @@ class IndexStream:
         if made is None or made[0] != epoch // self.period:
             made = self._made[chain] = epoch // self.period, self.permuted(epoch, chain)
         return made[1][offset * self.batch_size : (offset + 1) * self.batch_size]
+
+    def rows_of_chains(self, epoch: int, offset: int, chains: int) -> Tensor:
+        """The rows of one batch of so many chains, ``[chains, b]``: what :meth:`rows` gives, int32 where one call draws all."""
+        n, b = self.least, self.batch_size
+        named = self.order in ("independent", "reshuffled", "palindrome") and len(self.kept) == 1
+        if not named or n >= 2**31 or not row_numbers.available():
+            return torch.stack([self.rows(epoch, offset, chain) for chain in range(chains)])
+        if self.order == "independent":
+            draw = row_numbers.permutations if 4 * b > n else row_numbers.subsets
+            return self._of_kept(draw(chains, n, b, epoch * self.steps + offset, self.seed))
+        if self.order == "palindrome" and epoch % 2:
+            offset = self.steps - 1 - offset
+        name = epoch // self.period, chains
+        if self._together is None or self._together[0] != name:
+            self._together = None  # its memory serves the next
+            drawn = row_numbers.permutations(chains, n, b * self.steps, name[0], self.seed)
+            self._together = name, self._of_kept(drawn)
+        return self._together[1][:, offset * b : (offset + 1) * b]
+
+    def _of_kept(self, places: Tensor) -> Tensor:
+        """The rows at these places among those that are not left out."""
+        return places if self.least == self.size else self.kept[0].to(torch.int32)[places]
 
     def permuted(self, epoch: int, chain: int) -> Tensor:
         """The rows of a chain in the order in which an epoch goes through them (a palindrome's odd epochs: backward).

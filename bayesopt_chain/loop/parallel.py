@@ -2,6 +2,7 @@ r"""``parallel``: many chains at once, stacked on axis 0, each with its own nois
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar, cast
@@ -156,6 +157,32 @@ class Parallel:
         """
         kinds.require("parallel: gather", draws=(draws, kinds.SAMPLED))
         return draws if self.mesh is None else draws.gather(self.mesh)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether a batch has these chains and no others, and one call makes the step of all of them."""
+        return self.run is _stacked and self.rows is None
+
+    def chain_axes(self, batch: Any) -> list[int | None]:
+        """The axis of the chains of every leaf of a batch; ``None`` for a leaf that all chains share."""
+        return _broadcast(self.batch_dim, batch)
+
+    def mapped(self, change: Callable[[Callable], Callable]) -> Parallel:
+        """The same chains of another step: what ``change`` makes of the step of one chain."""
+        other, make = copy.copy(self), self.step
+        other.step = (lambda **hyper: change(make(**hyper))) if self.each else change(make)
+        return other
+
+    def of_any(self, n: int) -> Callable:
+        """The step of any ``n`` chains: a function of params, state and ``(batch, values of each)``, the chains on axis 0."""
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            mine, values = batch
+            dims = [None if d is None else 0 for d in self.chain_axes(mine)]
+            block = Parallel(self.step, n, None, dict(zip(self.each, values)), None, False)
+            return _stacked(block, params, state, mine, dims, 0, n)
+
+        return step
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
         """Make one step of every chain; returns ``(params, state, Info)``, stacked on axis 0."""

@@ -41,10 +41,13 @@ double log_of(double u) { return std::log(u); }
 double cos_of(double x) { return std::cos(x); }
 double sin_of(double x) { return std::sin(x); }
 
-void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+// ten rounds for n counters; of(r, c0, c1, c2, c3, k0, k1) says which counter, under which key
+template <class Of>
+inline void philox(int n, uint32_t (*words)[RUN], Of of) {
 #pragma omp simd
   for (int r = 0; r < n; ++r) {
-    uint32_t c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
+    uint32_t c0, c1, c2, c3, k0, k1;
+    of(r, c0, c1, c2, c3, k0, k1);
     for (int i = 0; i < 10; ++i) {
       const uint64_t p0 = uint64_t(0xD2511F53) * c0, p1 = uint64_t(0xCD9E8D57) * c2;
       c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
@@ -59,6 +62,21 @@ void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
     words[2][r] = c2;
     words[3][r] = c3;
   }
+}
+
+// neighbouring blocks of one draw
+void philox(uint32_t block, int n, const Stream& s, uint32_t (*words)[RUN]) {
+  philox(n, words, [=](int r, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t& k0, uint32_t& k1) {
+    c0 = block + r, c1 = s.draw, c2 = s.step[0], c3 = s.step[1], k0 = s.key[0], k1 = s.key[1];
+  });
+}
+
+// the same block of a draw of neighbouring chains
+void philox(uint32_t block, uint32_t draw, const int64_t* keys, const int64_t* steps, int n, uint32_t (*words)[RUN]) {
+  philox(n, words, [=](int r, uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t& k0, uint32_t& k1) {
+    c0 = block, c1 = draw, c2 = uint32_t(steps[r]), c3 = uint32_t(uint64_t(steps[r]) >> 32);
+    k0 = uint32_t(keys[r]), k1 = uint32_t(uint64_t(keys[r]) >> 32);
+  });
 }
 
 template <class Real>
@@ -115,6 +133,27 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
   }
 }
 
+// the same elements of whole leaves, chains within elements: element e of chain c is out[e * chains + c]
+template <class Real>
+void normals_in_lanes(Real* out, const int64_t* keys, const int64_t* steps, int64_t chains, const int64_t* lengths,
+                      int64_t leaves, const int64_t* draws, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t c = 0; c < chains; c += RUN) {
+    const int n = int(chains - c < RUN ? chains - c : RUN);
+    Real* to = out + c;
+    for (int64_t i = 0; i < leaves; to += lengths[i++] * chains)
+      for (int64_t b = 0, e; (e = 4 * RUN * (b / RUN) + b % RUN) < lengths[i]; ++b) {
+        uint32_t words[4][RUN];
+        Real z[4][RUN];
+        philox(uint32_t(b), uint32_t(draws[i]), keys + c, steps + c, n, words);
+        box_muller(words[0], words[1], n, z[0], z[1]);
+        if (e + 2 * RUN < lengths[i]) box_muller(words[2], words[3], n, z[2], z[3]);
+        for (int l = 0; l < 4 && e + RUN * l < lengths[i]; ++l)
+          std::memcpy(to + (e + RUN * l) * chains, z[l], sizeof(Real) * n);
+      }
+  }
+}
+
 }  // namespace
 
 #define EXPORT(name, Real)                                                                                            \
@@ -125,3 +164,11 @@ void normals(Real* out, const int64_t* keys, int64_t key_stride, const int64_t* 
   }
 EXPORT(normals_float, float)
 EXPORT(normals_double, double)
+
+#define EXPORT_LANES(name, Real)                                                                                 \
+  extern "C" void name(Real* out, const int64_t* keys, const int64_t* steps, int64_t chains, const int64_t* lengths, \
+                       int64_t leaves, const int64_t* draws, int threads) {                                       \
+    normals_in_lanes(out, keys, steps, chains, lengths, leaves, draws, threads);                                  \
+  }
+EXPORT_LANES(lanes_float, float)
+EXPORT_LANES(lanes_double, double)

@@ -93,5 +93,17 @@ def normals_kernel() -> Callable[..., None] | None:
         known = (out.data_ptr(), *keyed, *stepped, rows, array(starts), array(lengths), len(lengths), array(draws))
         return lambda: kernel(*known, torch.get_num_threads() if large else 1)
 
+    def in_lanes(
+        out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]
+    ) -> Callable[[], None]:
+        """What fills these very tensors with whole leaves in lanes: ``out`` is ``[sum(lengths), chains]``."""
+        kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[out.dtype]
+        kernel.restype = None
+        kernel.argtypes = [pointer, pointer, pointer, integer, pointer, integer, pointer, ctypes.c_int]
+        known = (out.data_ptr(), keys.data_ptr(), steps.data_ptr(), out.shape[1], array(lengths), len(lengths))
+        large = out.numel() > _PARALLEL
+        return lambda: kernel(*known, array(draws), torch.get_num_threads() if large else 1)
+
     fill.bound = bound  # pyright: ignore[reportFunctionMemberAccess]
+    fill.in_lanes = in_lanes  # pyright: ignore[reportFunctionMemberAccess]
     return fill

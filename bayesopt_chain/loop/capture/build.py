@@ -6,7 +6,8 @@ replay. New parameters and states are copied into the static buffers at the end 
 
 * on a CUDA device the step is recorded as a CUDA graph;
 * on a CPU the graph of one step is compiled by inductor, which fuses update and copy into the kernels of the step, draws
-  into buffers of its own, and is called once for each of several steps;
+  into buffers of its own, and is called once for each of several steps; 64 chains or more of small matrices run in lanes and
+  blocks (:mod:`bayesopt_chain.loop.capture.lanes`);
 * where no C++ compiler is found the operations of that graph run one after the other, said once.
 """
 
@@ -23,13 +24,17 @@ from torch import Tensor
 
 from bayesopt_chain import kinds
 from bayesopt_chain.core.chain import Chain
+from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.fused import sgd as fused
 from bayesopt_chain.links.foreign import Foreign
+from bayesopt_chain.loop.capture import lanes
 from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.captured import Backend, Captured, Program
 from bayesopt_chain.loop.capture.graph import check_devices, overwritten, trace
+from bayesopt_chain.loop.capture.lanes import Lanes
 from bayesopt_chain.loop.capture.modes import Modes
 from bayesopt_chain.loop.capture.replays import Compiled, CudaGraph, Interpreted, compiler_found
+from bayesopt_chain.loop.capture.source import by_rows, rows_ahead
 from bayesopt_chain.loop.step import Step
 
 _UNROLLED = kinds.Kind(
@@ -64,7 +69,9 @@ def capture(
         step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
             state, Info)``.
         params, state, batch: examples; none of them is changed. The replay continues from whatever it is given: passing
-            back what it returned costs nothing, anything else of the same structure and shapes is copied in.
+            back what it returned costs nothing, anything else of the same structure and shapes is copied in. A ``batch`` that
+            is a :func:`bayesopt_chain.epochs` is taken as the source: every step makes its next batch inside the program, and
+            moves its position on. The step is then called with it: ``fast(params, state, data)``.
         steps: steps for each call; the loss and aux are then stacked on axis 0 (:class:`Steps`).
         batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
             whole batch.
@@ -108,12 +115,21 @@ def capture(
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
     if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:
         raise ValueError(f"capture: signatures must be a whole number of at least 1, got {signatures!r}")
+    given, data = step, batch if isinstance(batch, Epochs) else None
+    if data is not None:
+        if batch_dim is not None:
+            raise ValueError(f"capture: each step takes the next batch of {data!r}; leave batch_dim= out")
+        step, batch, batch_dim = by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
     chosen = backend or _best(body)
 
     def recorded(body: Body) -> Program:
-        modes = Modes()
+        modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
         with modes.watching():
+            graph, closed_over = trace(together)
+        if chosen == "inductor" and lanes.suits(together, graph):
+            return Program(together, modes, Lanes(together, graph))
+        if together is not body:
             graph, closed_over = trace(body)
         if chosen == "cuda":
             check_devices(graph, body)
@@ -121,7 +137,7 @@ def capture(
         replay = Compiled if chosen == "inductor" else Interpreted
         return Program(body, modes, replay(body, graph, closed_over))
 
-    return Captured(step, recorded(body), chosen, clone, recorded, signatures)
+    return Captured(given, recorded(body), chosen, clone, recorded, signatures, data)
 
 
 def _pure(step: Any) -> Callable:

@@ -10,9 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
+from bayesopt_chain.checks import short
+from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.capture.buffers import Body, Steps
 from bayesopt_chain.loop.capture.errors import CaptureError
 from bayesopt_chain.loop.capture.modes import Modes
+from bayesopt_chain.loop.capture.source import rows_ahead
 from bayesopt_chain.loop.loss import Info
 
 Backend = Literal["cuda", "inductor", "eager"]
@@ -46,8 +49,10 @@ class Captured:
         clone: bool,
         record: Callable[[Body], Program],
         signatures: int,
+        data: Epochs | None = None,
     ) -> None:
         self.step = step
+        self._data = data  # where the step takes its batches from, if it does
         self.backend: Backend = backend
         self._program = program  # the last one that was called
         self._programs = [program]
@@ -62,7 +67,8 @@ class Captured:
         Args:
             params, state: of the structure, shapes, dtypes and devices that were captured; copied into the static buffers
                 unless they are what the last call returned.
-            batch: likewise, or with other lengths while ``signatures`` allows: such a batch is recorded when it comes first.
+            batch: the ``bc.epochs`` that was captured, whose position moves on. Else a batch like the one that was captured,
+                or with other lengths while ``signatures`` allows: such a batch is recorded when it comes first.
 
         Returns:
             ``(params, state, info)``. Parameters and state alias the static buffers, which the next call overwrites, unless
@@ -96,6 +102,13 @@ class Captured:
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
         self._program.modes.check()
+        if self._data is not None:
+            if batch is not self._data:
+                raise ValueError(
+                    f"capture: the step takes its batches from {self._data!r}, and was given {short(batch)}; give it that one, "
+                    "which knows the position, or capture again"
+                )
+            batch = rows_ahead(self._data, self._program.body.steps)
         try:
             inputs = self._program.body.batch.tensors_of(batch)
         except ValueError as err:
@@ -104,6 +117,8 @@ class Captured:
         body.params.copy_in(params, "params")
         body.state.copy_in(state, "state")
         info = body.info(self._program.replay(inputs))
+        if self._data is not None:
+            self._data.skip(body.steps)
         made: Any = (body.params.as_tree(), body.state.as_tree())
         if self._clone:
             made = optree.tree_map(torch.clone, made)

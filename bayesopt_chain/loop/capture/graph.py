@@ -103,14 +103,15 @@ def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
     for node in list(graph.graph.nodes):
         if node.op == "get_attr" and torch.is_tensor(value := getattr(graph, node.target, None)):
             if id(value) not in lifted:
-                lifted[id(value)] = _new_input(graph, f"closed_over_{len(lifted)}", node.meta), value
+                lifted[id(value)] = new_input(graph, f"closed_over_{len(lifted)}", node.meta), value
             node.replace_all_uses_with(lifted[id(value)][0])
             graph.graph.erase_node(node)
     graph.recompile()
     return [value for _, value in lifted.values()]
 
 
-def _new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.Node:
+def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.Node:
+    """A further input of a graph, behind the others."""
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None):
         placeholder = graph.graph.placeholder(name)
@@ -132,7 +133,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
         *about, dtype = node.args
         key, step, *numbers = about
         buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
-        place = _new_input(graph, f"draw_{len(buffers)}", node.meta)
+        place = new_input(graph, f"draw_{len(buffers)}", node.meta)
         known = [static[i] for x in (key, step) if (i := places.get(_origin(x), len(static))) < len(static)]
         kernel = normals_kernel() if buffer.device.type == "cpu" else None
         if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):

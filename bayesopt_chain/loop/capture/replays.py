@@ -27,7 +27,14 @@ class Compiled:
     our tensors on as they were and returned its results as they were, later calls call the generated function directly.
     """
 
-    def __init__(self, body: Body, graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> None:
+    def __init__(
+        self,
+        body: Body,
+        graph: torch.fx.GraphModule,
+        closed_over: list[Tensor],
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def remember(*args, **options):
@@ -43,7 +50,8 @@ class Compiled:
         lifted, self.fills = lift_draws(graph, body.static)
         self.inputs = [*body.static, *example, *closed_over, *lifted]
         self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
-        with torch.no_grad(), keyed_cache() as fakes:
+        inductor: Any = config
+        with torch.no_grad(), inductor.patch(options or {}), keyed_cache() as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
         self.program = self._first
 
@@ -51,11 +59,12 @@ class Compiled:
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            return self.body.together([self._step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
+            return self.body.together([self.step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
         finally:
             _torch.set_grad_enabled(graded)
 
-    def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+    def step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the program once; gradients must be off."""
         args = self.inputs.copy()
         for places, x in zip(self.batch_at, batch):
             for i in places:

@@ -1,0 +1,189 @@
+"""The graph of a step of many small chains, made fit to run with neighbouring chains as neighbouring lanes.
+
+A product of matrices of each chain's own (``bmm``) is a call for all of them that computes each with its own few columns. With
+the chains last in memory it is a multiplication and a sum over axes before the chains', which inductor fuses with what
+stands around it and computes for as many chains at a time as a vector has lanes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from bayesopt_chain.loop.capture.graph import new_input
+from bayesopt_chain.loop.capture.lane_kernels import in_lanes
+from bayesopt_chain.random.philox_cpu import normals_kernel
+
+aten: Any = torch.ops.aten
+_normals: Any = torch.ops.bayesopt_chain.philox_normals.default
+
+SMALL = 1 << 12  # multiplications of a chain's product up to which lanes are faster than a call for it
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_NAMES = (  # beside what torch tags as pointwise: what inductor computes in any layout, and what cannot fail for a value
+    "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy _unsafe_view alias amax amin any arange "
+    "bmm cat clone copy_ detach empty empty_like expand fill_ full full_like getitem lift_fresh_copy logsumexp mean new_zeros "
+    "ones_like permute philox_normals prod reshape scalar_tensor select slice split split_with_sizes squeeze stack sum t "
+    "threshold_backward tanh_backward sigmoid_backward transpose unbind unsqueeze view zeros zeros_like"
+)
+_KNOWN = {*_NAMES.split()}
+_DIVISIONS = {"div", "divide", "floor_divide", "fmod", "remainder"}
+
+
+class Rows:
+    """Which inputs of a graph are row numbers of each chain's own, and which are tables for all chains."""
+
+    def __init__(self, graph: GraphModule, chains: int, own: Sequence[bool]) -> None:
+        inputs = graph.graph.find_nodes(op="placeholder")
+        self.places = {node: i for i, node in enumerate(inputs)}
+        self.chains, self.own = chains, own
+
+    def found(self, node: Node) -> tuple[int, int] | None:
+        """The places of table and rows of ``table[rows]``, or ``None`` for anything else."""
+        args: Any = node.args
+        if node.target is not aten.index.Tensor or len(args[1]) != 1:
+            return None
+        indices = args[1]
+        table, rows = self.place(args[0]), self.place(indices[0])
+        if table is None or rows is None or self.own[table] or not self.own[rows]:
+            return None
+        numbers, value = indices[0].meta["val"], node.meta["val"]
+        whole = (
+            numbers.dtype in (torch.int32, torch.int64)
+            and numbers.shape[0] == self.chains
+            and value.element_size() <= 8
+            and args[0].meta["val"].shape[0] < 2**31
+        )
+        return (table, rows) if whole and value.shape[0] == self.chains else None
+
+    def place(self, node: Any) -> int | None:
+        """The place of the input that a node is, perhaps under other names."""
+        while node not in self.places:
+            same = node.target in (aten.detach.default, aten.alias.default) or (
+                node.target is aten.permute.default and list(node.args[1]) == [*range(len(node.args[1]))]
+            )
+            if not same:
+                return None
+            node = node.args[0]
+        return self.places[node]
+
+
+def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
+    """Whether lanes are the faster way for this step, and as safe: small products of matrices of each chain's own, and
+    besides them only what cannot fail for a value, and what inductor computes in any layout.
+
+    Args:
+        graph: of one step of all chains.
+        chains: how many.
+        own: for each input of the graph whether its axis 0 are the chains.
+    """
+    rows, products = Rows(graph, chains, own), 0
+    if any(own[i] and node.meta["val"].element_size() > 8 for node, i in rows.places.items()):
+        return False
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not (node.users or node.is_impure()):
+            continue
+        if node.target is aten.bmm.default:
+            products += 1
+            if not _is_small(node, chains):
+                return False
+        elif node.target is _normals:
+            if normals_kernel() is None or node.args[2] or any(rows.place(x) is None for x in node.args[:2]):
+                return False
+        elif rows.found(node) is None and not _is_known(node):
+            return False
+    return products > 0
+
+
+def bytes_of_a_chain(graph: GraphModule, chains: int, own: Sequence[bool]) -> int:
+    """What a step reads for each chain: its own inputs, its rows of tables, its normals."""
+    rows = Rows(graph, chains, own)
+    inputs = [node for node, i in rows.places.items() if own[i]]
+    drawn = [node for node in graph.graph.nodes if node.target is _normals or rows.found(node)]
+    return sum([x.numel() * x.element_size() // chains for x in [node.meta["val"] for node in [*inputs, *drawn]]])
+
+
+def _is_literal(node: Any) -> bool:
+    """Whether a tensor stands in the code of the step, perhaps in another shape."""
+    while node is not None and node.target in (*_VIEWS, aten.expand.default, aten.unsqueeze.default):
+        node = node.args[0]
+    return node is None or node.target is aten.lift_fresh_copy.default
+
+
+def _is_known(node: Node) -> bool:
+    target, args = cast(Any, node.target), cast(Any, node.args)
+    if target is operator.getitem:
+        return True
+    if target is aten.index.Tensor:
+        return all(map(_is_literal, args[1]))
+    if target is aten.scatter.src:
+        return _is_literal(args[2])
+    schema = getattr(target, "_schema", None)
+    if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    name = schema.name.split("::")[1]
+    if name.strip("_") in _DIVISIONS and not node.meta["val"].is_floating_point():  # which fail where a divisor is zero
+        return False
+    return torch.Tag.pointwise in target.tags or name in _KNOWN
+
+
+def _is_small(node: Node, chains: int) -> bool:
+    args: Any = node.args
+    a, b = (x.meta["val"].shape for x in args)
+    return a[0] == chains and a[1] * a[2] * b[2] <= SMALL
+
+
+def products(graph: GraphModule) -> None:
+    """Turn products of each chain's matrices into multiplications and sums."""
+    for node in graph.graph.find_nodes(op="call_function", target=aten.bmm.default):
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_function
+            left = call(aten.unsqueeze.default, (call(aten.permute.default, (node.args[0], [1, 2, 0])), 2))  # M K 1 C
+            right = call(aten.unsqueeze.default, (call(aten.permute.default, (node.args[1], [1, 2, 0])), 0))  # 1 K N C
+            both = call(aten.sum.dim_IntList, (call(aten.mul.Tensor, (left, right)), [1]))  # M N C
+            node.replace_all_uses_with(call(aten.permute.default, (both, [2, 0, 1])))
+        graph.graph.erase_node(node)
+    for node in graph.graph.nodes:  # their strides are other ones now
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+    graph.recompile()
+
+
+def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Turn ``table[rows]`` into inputs: room for them in lanes, and the places of the tables and rows."""
+    made: dict[tuple[int, int], tuple[Node, Tensor]] = {}
+    for node in list(graph.graph.nodes):
+        places = rows.found(node)
+        if places is None:
+            continue
+        if places not in made:
+            value = node.meta["val"]
+            room = in_lanes(torch.empty(value.shape, dtype=value.dtype), rows.chains)
+            made[places] = new_input(graph, f"rows_{len(made)}", node.meta), room
+        node.replace_all_uses_with(made[places][0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [room for _, room in made.values()], [*made]
+
+
+def lift_normals(
+    graph: GraphModule, rows: Rows, static: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Callable[[], None]]]:
+    """Turn the normals of all chains into inputs: room for them in lanes, and what draws them into it."""
+    rooms, fills = list[Tensor](), list[Callable[[], None]]()
+    for node in graph.graph.find_nodes(op="call_function", target=_normals):
+        args: Any = node.args
+        *keyed, _, lengths, draws, dtype = args
+        key, step = (static[rows.place(x) or 0] for x in keyed)
+        room = in_lanes(torch.empty(node.meta["val"].shape, dtype=dtype), rows.chains)
+        kernel: Any = normals_kernel()
+        fills.append(kernel.in_lanes(room.movedim(0, -1), key, step, tuple(lengths), tuple(draws)))
+        node.replace_all_uses_with(new_input(graph, f"draw_{len(rooms)}", node.meta))
+        graph.graph.erase_node(node)
+        rooms.append(room)
+    graph.recompile()
+    return rooms, fills

@@ -1,0 +1,195 @@
+#include <cstdint>
+#include <cstring>
+
+// Leaves of many chains between their own layout, chain after chain, and lanes, in which neighbours are neighbouring chains:
+// element j of chain c is at c * stride + j there, and at j * chains + c here.
+
+namespace {
+
+constexpr int WIDE = 8, TILE = 64;
+
+typedef float Lane __attribute__((vector_size(4 * WIDE), aligned(4)));
+typedef int32_t Places __attribute__((vector_size(4 * WIDE)));
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
+
+// eight rows of eight, in registers
+inline void transpose(Lane* v) {
+  Lane a[WIDE], b[WIDE];
+  for (int k = 0; k < WIDE; k += 2) {
+    a[k] = PICK(v[k], v[k + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    a[k + 1] = PICK(v[k], v[k + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int k = 0; k < WIDE; k += 4)
+    for (int i = 0; i < 2; ++i) {
+      b[k + 2 * i] = PICK(a[k + i], a[k + i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[k + 2 * i + 1] = PICK(a[k + i], a[k + i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int k = 0; k < WIDE / 2; ++k) {
+    v[k] = PICK(b[k], b[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    v[k + 4] = PICK(b[k], b[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// rows of n elements to lanes, for up to TILE rows: row(k) is where row k begins
+template <class T, class Row>
+inline void tile_in(Row row, int rows, int64_t n, T* to, int64_t chains) {
+  int r = 0;
+  if (sizeof(T) == 4 && n >= WIDE)
+    for (; r + WIDE <= rows; r += WIDE)
+      for (int64_t j = 0; j < n; j += WIDE) {
+        const int64_t at = j + WIDE <= n ? j : n - WIDE;  // the last tile overlaps
+        Lane v[WIDE];
+        for (int k = 0; k < WIDE; ++k) std::memcpy(&v[k], row(r + k) + at, sizeof(Lane));
+        transpose(v);
+        for (int l = 0; l < WIDE; ++l) std::memcpy(to + (at + l) * chains + r, &v[l], sizeof(Lane));
+      }
+  for (int64_t j = 0; j < n; ++j)
+    for (int k = r; k < rows; ++k) to[j * chains + k] = row(k)[j];
+}
+
+template <class T, class Row>
+inline void tile_out(Row row, int rows, int64_t n, const T* from, int64_t chains) {
+  int r = 0;
+  if (sizeof(T) == 4 && n >= WIDE)
+    for (; r + WIDE <= rows; r += WIDE)
+      for (int64_t j = 0; j < n; j += WIDE) {
+        const int64_t at = j + WIDE <= n ? j : n - WIDE;
+        Lane v[WIDE];
+        for (int l = 0; l < WIDE; ++l) std::memcpy(&v[l], from + (at + l) * chains + r, sizeof(Lane));
+        transpose(v);
+        for (int k = 0; k < WIDE; ++k) std::memcpy(row(r + k) + at, &v[k], sizeof(Lane));
+      }
+  for (int64_t j = 0; j < n; ++j)
+    for (int k = r; k < rows; ++k) row(k)[j] = from[j * chains + k];
+}
+
+struct Leaf {
+  void *own, *lanes;
+  int64_t stride, size, bytes;  // stride between chains and size of a chain's in elements of so many bytes
+};
+
+template <class T>
+void load(const Leaf& leaf, int64_t start, int64_t c, int rows, int64_t chains) {
+  const T* own = static_cast<const T*>(leaf.own) + (start + c) * leaf.stride;
+  tile_in<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, static_cast<T*>(leaf.lanes) + c, chains);
+}
+
+template <class T>
+void store(const Leaf& leaf, int64_t start, int64_t c, int rows, int64_t chains) {
+  T* own = static_cast<T*>(leaf.own) + (start + c) * leaf.stride;
+  const T* lanes = static_cast<const T*>(leaf.lanes) + c;
+  tile_out<T>([=](int k) { return own + k * leaf.stride; }, rows, leaf.size, lanes, chains);
+}
+
+struct Gather {
+  const void* table;
+  const int32_t* rows;  // in lanes, of all chains
+  void* lanes;
+  int64_t length, size, bytes;  // rows of the table, elements of a row, bytes of an element
+  int64_t count, total;         // row numbers of a chain, chains in all
+};
+
+template <class T>
+void gather(const Gather& g, int64_t start, int64_t c, int rows, int64_t chains) {
+  const T* table = static_cast<const T*>(g.table);
+  const int32_t length = int32_t(g.length);
+  for (int64_t b = 0; b < g.count; ++b) {
+    const int32_t* numbers = g.rows + b * g.total + start + c;
+    int32_t at[TILE];
+    for (int k = 0; k < rows; ++k) at[k] = numbers[k] < 0 ? numbers[k] + length : numbers[k];
+    T* to = static_cast<T*>(g.lanes) + b * g.size * chains + c;
+    if (g.size == 1)
+      for (int k = 0; k < rows; ++k) to[k] = table[at[k]];
+    else
+      tile_in<T>([&](int k) { return table + at[k] * g.size; }, rows, g.size, to, chains);
+  }
+}
+
+// row numbers of chains to lanes, and the least and the largest of them
+template <class I>
+void number(const I* rows, int32_t* lanes, int64_t stride, int64_t size, int64_t c, int n, int64_t chains, int64_t* range) {
+  int32_t narrow[TILE][TILE];
+  I low = range[0], high = range[1];
+  for (int64_t b = 0; b < size; b += TILE) {
+    const int many = int(size - b < TILE ? size - b : TILE);
+    for (int k = 0; k < n; ++k) {
+      const I* from = rows + (c + k) * stride + b;
+      for (int j = 0; j < many; ++j) {
+        low = from[j] < low ? from[j] : low;
+        high = from[j] > high ? from[j] : high;
+        narrow[k][j] = int32_t(from[j]);
+      }
+    }
+    tile_in<float>([&](int k) { return reinterpret_cast<const float*>(narrow[k]); }, n, many,
+                   reinterpret_cast<float*>(lanes) + b * chains + c, chains);
+  }
+  range[0] = low, range[1] = high;
+}
+
+// each tile of chains from `skip` on, of every leaf, on these threads
+template <class Each>
+void in_tiles(int64_t leaves, int64_t skip, int64_t chains, int threads, Each each) {
+  const int64_t tiles = (chains - skip + TILE - 1) / TILE;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < leaves; ++i)
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t c = skip + TILE * t;
+      each(i, c, int(chains - c < TILE ? chains - c : TILE));
+    }
+}
+
+#define BY_SIZE(bytes, call)  \
+  switch (bytes) {            \
+    case 1: call(uint8_t);    \
+    case 2: call(uint16_t);   \
+    case 4: call(float);      \
+    default: call(uint64_t);  \
+  }
+
+}  // namespace
+
+extern "C" void load_lanes(const Leaf* leaves, int64_t n, int64_t start, int64_t chains, int threads) {
+  in_tiles(n, 0, chains, threads, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return load<T>(leaves[i], start, c, rows, chains)
+    BY_SIZE(leaves[i].bytes, CALL)
+#undef CALL
+  });
+}
+
+extern "C" void store_lanes(const Leaf* leaves, int64_t n, int64_t start, int64_t skip, int64_t chains, int threads) {
+  in_tiles(n, skip, chains, threads, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return store<T>(leaves[i], start, c, rows, chains)
+    BY_SIZE(leaves[i].bytes, CALL)
+#undef CALL
+  });
+}
+
+extern "C" void gather_lanes(const Gather* gathers, int64_t n, int64_t start, int64_t chains, int threads) {
+  in_tiles(n, 0, chains, threads, [&](int64_t i, int64_t c, int rows) {
+#define CALL(T) return gather<T>(gathers[i], start, c, rows, chains)
+    BY_SIZE(gathers[i].bytes, CALL)
+#undef CALL
+  });
+}
+
+// row numbers [chains, size] to lanes [size, chains]; range: the least and the largest number so far
+extern "C" void number_lanes(const void* rows, int wide, int32_t* lanes, int64_t stride, int64_t size, int64_t chains,
+                             int64_t* range, int threads) {
+  int64_t low = range[0], high = range[1];
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(min : low) reduction(max : high) if (threads > 1)
+  for (int64_t c = 0; c < chains; c += TILE) {
+    const int n = int(chains - c < TILE ? chains - c : TILE);
+    int64_t mine[2] = {0, 0};
+    if (wide)
+      number(static_cast<const int64_t*>(rows), lanes, stride, size, c, n, chains, mine);
+    else
+      number(static_cast<const int32_t*>(rows), lanes, stride, size, c, n, chains, mine);
+    low = mine[0] < low ? mine[0] : low;
+    high = mine[1] > high ? mine[1] : high;
+  }
+  range[0] = low, range[1] = high;
+}

@@ -1,0 +1,157 @@
+"""Chains in lanes and blocks: the replay of a step of many small chains on a CPU.
+
+Stacked on axis 0, chains of few parameters leave most of a vector unit empty, and all of them together leave the cache. Here
+one block of chains after the other is copied into buffers with the chains last in memory, makes all steps of the call there,
+and is copied back. One program serves every block. The last block begins early enough to be whole: the chains that it shares
+with the one before are computed twice, and written once.
+
+Row numbers of the batch are looked at before the first block moves, so that one out of range leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain import _torch
+from bayesopt_chain.loop.capture import lane_graph, lane_kernels
+from bayesopt_chain.loop.capture.buffers import Body
+from bayesopt_chain.loop.capture.graph import trace
+from bayesopt_chain.loop.capture.lane_kernels import Gather, Move, Rows, in_lanes
+from bayesopt_chain.loop.capture.replays import Compiled
+from bayesopt_chain.loop.interrupts import uninterrupted
+from bayesopt_chain.loop.parallel import Parallel
+
+FEWEST = 64  # chains below which lanes are mostly empty
+_CACHE = 1 << 20  # bytes of a block for each thread: what it reads and writes stays in a core's second-level cache
+_OPTIONS = {"realize_opcount_threshold": 8}  # what a gradient reads again is not computed again
+
+
+def unchunked(body: Body) -> Body:
+    """The step of all chains at once, where it runs some of them at a time to save memory; blocks do that too."""
+    if not isinstance(body.step, Parallel) or body.step.chunk is None:
+        return body
+    other = copy.copy(body)
+    other.step = copy.copy(body.step)
+    other.step.chunk = None
+    return other
+
+
+def suits(body: Body, graph: torch.fx.GraphModule) -> bool:
+    """Whether a step, traced to this graph, is one of many small chains, which are faster in lanes."""
+    step = body.step
+    if not (isinstance(step, Parallel) and step.is_stacked and step.n >= FEWEST and lane_kernels.library() is not None):
+        return False
+    if not all([x.is_contiguous() and x.element_size() <= 8 and x.device.type == "cpu" for x in body.static]):
+        return False
+    return lane_graph.suits(graph, step.n, _own(body, graph))
+
+
+def _own(body: Body, graph: torch.fx.GraphModule) -> list[bool]:
+    """For each input of a step's graph whether its axis 0 are the chains."""
+    known = [*[True] * len(body.static), *[d is not None for d in _axes(body.step, body)]]
+    return known + [False] * (len(graph.graph.find_nodes(op="placeholder")) - len(known))
+
+
+def _axes(step: Any, body: Body) -> list[int | None]:
+    """The axis of the chains of every tensor of a step's batch."""
+    batch = body.batch.tree(body.batch.of_step(body.batch.tensors, 0))
+    return [d for d, x in zip(step.chain_axes(batch), body.batch.leaves) if torch.is_tensor(x)]
+
+
+class Lanes:
+    """The program of a block of chains, called for one block after the other.
+
+    Attributes:
+        block: the number of chains of a block.
+    """
+
+    def __init__(self, body: Body, graph: torch.fx.GraphModule) -> None:
+        step: Any = body.step
+        self.body, self.step, self.axes = body, step, _axes(step, body)
+        one = self.tensors_of_step(body.batch.tensors, 0)
+        self.own = [d is not None for d in self.axes] + [True] * len(step.each)
+        self.block = _block(step.n, lane_graph.bytes_of_a_chain(graph, step.n, _own(body, graph)))
+        self.batch = [_of_block(x, self.block) if own else x for x, own in zip(one, self.own)]
+        each = len(self.axes)
+        part = Body(
+            step.of_any(self.block),
+            body.params.tree([_of_block(x, self.block) for x in body.params.buffers]),
+            body.state.tree([_of_block(x, self.block) for x in body.state.buffers]),
+            (body.batch.tree(self.batch[:each]), tuple(self.batch[each:])),
+            body.steps,
+            None,
+            body.draws,
+        )
+        graph, self.closed_over = trace(part)
+        first = len(part.static)
+        rows = lane_graph.Rows(graph, self.block, [*[True] * first, *self.own, *[False] * len(self.closed_over)])
+        rooms, places = lane_graph.lift_gathers(graph, rows)
+        normals, fills = lane_graph.lift_normals(graph, rows, part.static)
+        lane_graph.products(graph)
+        read = [bool(node.users) for node in graph.graph.find_nodes(op="placeholder")]
+        self.program = Compiled(part, graph, [*self.closed_over, *rooms, *normals], _OPTIONS)
+        self.program.fills += fills
+        several = body.steps if body.batch.dim is not None else 1
+        # for each batch of a call the row numbers, by their place in it, and what gathers by them
+        self.rows = [{j - first: Rows(one[j - first]) for _, j in places} for _ in range(several)]
+        self.gathers = [(i - first, j - first, Gather(room)) for (i, j), room in zip(places, rooms)]
+        self.chains = Move(body.static, part.static)
+        self.loaded = [i for i, own in enumerate(self.own) if own and read[first + i]]
+
+    def tensors_of_step(self, batch: Sequence[Tensor], k: int) -> list[Tensor]:
+        """The tensors of a step's batch, and what each chain has besides, the chains on axis 0 of what is theirs."""
+        of_step = self.body.batch.of_step(batch, k)
+        return [*[x if d is None else x.movedim(d, 0) for x, d in zip(of_step, self.axes)], *self.step.each.values()]
+
+    def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        body, n = self.body, self.step.n
+        several = len(self.rows)
+        inputs = [self.inputs(self.tensors_of_step(batch, k), rows) for k, rows in enumerate(self.rows)]
+        reports: list[list[Sequence[Tensor]]] = [[] for _ in range(body.steps)]
+        graded = torch.is_grad_enabled()
+        _torch.set_grad_enabled(False)
+        try:
+            with uninterrupted():  # all chains make the same steps
+                for begin in range(0, n, self.block):
+                    start = min(begin, n - self.block)
+                    self.chains.load(start)
+                    for k, report in enumerate(reports):
+                        tensors, loads = inputs[k % several]
+                        for load in loads if not k or several > 1 else ():
+                            load(start)
+                        report.append([x[begin - start :] for x in self.program.step(tensors)])
+                    self.chains.store(start, begin - start)
+            return body.together([[torch.cat(parts) for parts in zip(*report)] for report in reports])
+        finally:
+            _torch.set_grad_enabled(graded)
+
+    def inputs(self, tensors: list[Tensor], rows: dict[int, Rows]) -> tuple[list[Tensor], list[Callable[[int], None]]]:
+        """What the program is called with for a batch, and what makes it that of the chains from a number on.
+
+        Raises:
+            IndexError: a row that its table does not have.
+        """
+        given = [lanes if own else x for x, lanes, own in zip(tensors, self.batch, self.own)]
+        for i, numbers in rows.items():
+            numbers.read(tensors[i])
+        every = [*tensors, *self.closed_over]
+        whole = [tensors[i].contiguous() for i in self.loaded]
+        own = Move(whole, [self.batch[i] for i in self.loaded])
+        return given, [own.load, *[gather.of(every[i], rows[j]) for i, j, gather in self.gathers]]
+
+
+def _of_block(x: Tensor, n: int) -> Tensor:
+    """The first ``n`` chains of a leaf, in lanes."""
+    return in_lanes(x, n).copy_(x[:n])
+
+
+def _block(chains: int, each: int) -> int:
+    """The number of chains of a block, by the bytes of each: whole vectors, and blocks of nearly one size."""
+    most = max(FEWEST, torch.get_num_threads() * _CACHE // each)
+    size = -(-chains // -(-chains // most))
+    return min(chains, -(-size // 16) * 16)

@@ -1,0 +1,121 @@
+"""Rows against JAX: one program of all steps and all chains, ``lax.scan`` of ``vmap``, and ours, in turns.
+
+JAX runs BlackJAX's SGHMC. Rows of the minibatches are drawn on both sides: by JAX inside the program, with replacement; by us
+outside with replacement (``torch.randint``), and inside by ``bc.epochs``, as fresh subsets and in reshuffled epochs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import bayesopt_chain as bc
+from benchmarks.cpu import D, N, Row, logistic, regression_data
+from benchmarks.measure import take_turns
+
+SIZE = 32  # of a minibatch
+JAX = "JAX, scan of vmap"
+CLOCKS = {"wall time": time.perf_counter, "process time": time.process_time}
+
+
+def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int, whole: bool = False) -> Callable:
+    """A function that runs ``steps`` steps of ``chains`` chains in JAX; with ``whole`` every batch is all data."""
+    import jax
+    import jax.numpy as jnp
+    from blackjax.sgmcmc import diffusions
+
+    x, y = (jnp.asarray(leaf.numpy()) for leaf in data)
+    integrate = diffusions.sghmc(0.5, 0.0)
+
+    def log_density(p, x, y):
+        logits = x @ p
+        return -(jnp.logaddexp(0.0, logits) - y * logits).mean() - (p**2).sum() / (2 * N)
+
+    def one(key, p, m):
+        for_rows, for_noise = jax.random.split(key)
+        batch = (x, y)
+        if not whole:
+            rows = jax.random.randint(for_rows, (SIZE,), 0, N)
+            batch = x[rows], y[rows]
+        return integrate(for_noise, p, m, jax.grad(log_density)(p, *batch), 0.2, 1 / N)
+
+    def advance(carry, _):
+        key, p, m = carry
+        key, now = jax.random.split(key)
+        p, m = jax.vmap(one)(jax.random.split(now, chains), p, m)
+        return (key, p, m), None
+
+    scan = jax.jit(lambda carry: jax.lax.scan(advance, carry, None, length=steps)[0])
+    now: list[Any] = [(jax.random.key(0), jnp.zeros((chains, D)), jnp.zeros((chains, D)))]
+
+    def run():
+        now[0] = scan(now[0])
+        jax.block_until_ready(now[0][1])
+
+    return run
+
+
+def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, rounds: int = 7) -> Row:
+    data = x, y = regression_data()
+    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    params = torch.zeros(chains, D)
+
+    def own_rows(params, batch):
+        x, y, rows = batch
+        return logistic(params, (x[rows], y[rows]))
+
+    drawn = bc.parallel(bc.make_step(own_rows, tx), chains, batch_dim=(None, None, 0))
+    state = drawn.init(tx, params)
+    fast = bc.capture(drawn, params, state, (x, y, torch.zeros(chains, SIZE, dtype=torch.int64)))
+
+    def with_randint():
+        p, s = params, state
+        for _ in range(steps):
+            p, s, _ = fast(p, s, (x, y, torch.randint(N, (chains, SIZE))))
+
+    contestants = {"torch.randint": with_randint}
+    inside = bc.parallel(bc.make_step(logistic, tx), chains, batch_dim=0)
+    for order in ("independent", "reshuffled"):
+        source: Any = bc.epochs(data, SIZE, order=order, chains=chains)
+        whole = bc.capture(inside, params, state, source)
+
+        def from_source(source=source, whole=whole):
+            p, s = params, state
+            for _ in range(steps):
+                p, s, _ = whole(p, s, source)
+
+        contestants[f"bc.epochs, {order}"] = from_source
+    targets = {(name, JAX): 0.6 for name in contestants}
+    contestants[JAX] = jax_chains(data, chains, steps)
+    times = take_turns(contestants, rounds, seconds=0.0, clock=CLOCKS[clock])
+    return Row(f"{chains} chains x {steps} steps, minibatches of {SIZE} of their own, {clock}", times, targets)
+
+
+def one_chain(steps: int = 500) -> Row:
+    """The shape of Pima: 768 data of 8 numbers, every step all of them."""
+    batch, params = regression_data(), torch.zeros(D)
+    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    step, state = bc.make_step(logistic, tx), tx.init(params)
+    fast: Any = bc.capture(step, params, state, batch, steps=steps)
+    now = params, state
+
+    def ours():
+        nonlocal now
+        *now, _ = fast(*now, batch)
+
+    contestants = {"captured": ours, JAX: jax_chains(batch, 1, steps, whole=True)}
+    times = take_turns(contestants, 15, clock=time.process_time)
+    return Row(
+        f"logistic regression {N} x {D}, one chain x {steps} steps, process time", times, {("captured", JAX): 1.0}
+    )
+
+
+def rows(quick: bool) -> dict[str, Callable[[], Row]]:
+    """The rows by name, each measured when called."""
+    chains = partial(five_thousand_chains, steps=20, rounds=5) if quick else five_thousand_chains
+    each = {f"five_thousand_chains_in_{clock.replace(' ', '_')}": partial(chains, clock) for clock in CLOCKS}
+    return {**each, "one_chain": one_chain}

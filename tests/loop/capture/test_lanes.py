@@ -1,0 +1,273 @@
+"""Many small chains in lanes and blocks make the steps that stacked ones make."""
+
+import copy
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import bayesopt_chain as bc
+from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
+from bayesopt_chain.loop.capture.lanes import Lanes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler"),
+]
+N, D, SIZE = 60, 11, 13  # none of them a multiple of a vector
+
+
+def data(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(N, D, generator=g), torch.rand(N, generator=g).round()
+
+
+def loss(params, batch):
+    x, y, rows = batch
+    prior = params["w"].square().sum() / (2 * N)
+    return nn.functional.binary_cross_entropy_with_logits(x[rows] @ params["w"] + params["b"], y[rows]) + prior
+
+
+def make(n, tx=None, **options):
+    tx = tx or bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=(None, None, 0), **options)
+    g = torch.Generator().manual_seed(1)
+    params = {"w": torch.randn(n, D, generator=g), "b": torch.randn(n, generator=g)}
+    return chains, params, chains.init(tx, params, seed=3)
+
+
+def rows_of(n, k, seed=2):
+    return torch.randint(-N, N, (k, n, SIZE), generator=torch.Generator().manual_seed(seed))
+
+
+def taken(result: Any) -> tuple[tuple[Any, Any], Any]:
+    """Parameters and state after a step, and its report."""
+    return (result[0], result[1]), result[2]
+
+
+def close(mine: Any, other: Any):
+    for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 64 chains, whatever they take."""
+    monkeypatch.setattr(lanes, "_CACHE", 1)
+
+
+@pytest.mark.parametrize("temperature", [1 / N, 0.0])
+def test_ragged_blocks_equal_stacked_chains_and_results_are_contiguous(small_blocks, temperature):
+    n = 150  # three blocks of 64, of which the last one shares 42 chains with the second
+    chains, params, state = make(n, bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox"))
+    x, y = data()
+    fast = bc.capture(chains, params, state, (x, y, rows_of(n, 1)[0]))
+    assert isinstance(fast._program.replay, Lanes) and fast._program.replay.block == 64
+    eager = mine = (params, state)
+    got: Any = None
+    for rows in rows_of(n, 4):
+        eager, want = taken(chains(*eager, (x, y, rows)))
+        mine, got = taken(fast(*mine, (x, y, rows)))
+        close(mine, eager)
+        close(got.loss, want.loss)
+    results: Any = (mine, got.loss)
+    assert all(leaf.is_contiguous() for leaf in optree.tree_leaves(results))
+
+
+def test_a_row_out_of_range_changes_nothing(small_blocks):
+    n = 150
+    chains, params, state = make(n)
+    x, y = data()
+    fast = bc.capture(chains, params, state, (x, y, rows_of(n, 1)[0]))
+    params, state, _ = fast(params, state, (x, y, rows_of(n, 1)[0]))
+    now: Any = (params, state)
+    before = copy.deepcopy(now)
+    for wrong in (N, -N - 1, 2**40):
+        rows = rows_of(n, 1)[0]
+        rows[-1, -1] = wrong  # of a chain of the last block
+        with pytest.raises(IndexError, match=f"row {wrong} of the batch is out of range for a table of {N} rows"):
+            fast(params, state, (x, y, rows))
+        for a, b in zip(optree.tree_leaves(now), optree.tree_leaves(before)):
+            assert torch.equal(a, b)
+
+
+def test_several_steps_with_temperatures_of_their_own_and_draws(small_blocks):
+    n, steps = 80, 3
+    temperature = torch.linspace(0.0, 0.1, n)
+
+    def tx(temperature):
+        return bc.with_stream(bc.sghmc(0.1, temperature=temperature), "philox")
+
+    def step(temperature):
+        return bc.make_step(loss, tx(temperature))
+
+    chains = bc.parallel(step, n, batch_dim=(None, None, 0), each={"temperature": temperature}, chunk=40)
+    x, y = (leaf.expand(steps, *leaf.shape) for leaf in data())
+    _, params, _ = make(n)
+    state, rows = chains.init(tx, params, seed=4), rows_of(n, steps)
+    batch = (x, y, rows)
+    fast = bc.capture(chains, params, state, batch, steps=steps, batch_dim=0, draws=True)
+    assert isinstance(fast._program.replay, Lanes)
+    for _ in range(2):
+        eager, want = (params, state), []
+        for k in range(steps):
+            eager, info = taken(chains(*eager, (x[k], y[k], rows[k])))
+            want.append((info.loss, eager[0]))
+        mine, got = taken(fast(params, state, batch))
+        close(mine, eager)
+        for k, (value, draw) in enumerate(want):
+            close((got.loss[k], optree.tree_map(lambda leaf, k=k: leaf[k], got.draws)), (value, draw))
+        temperature.mul_(2.0)  # read anew at every replay
+
+
+def test_tables_are_read_where_and_as_they_are_now(small_blocks):
+    n = 70
+    x, y = data()
+    table = x.clone()
+
+    def closed(params, rows):
+        return loss(params, (table, y, rows))
+
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    chains = bc.parallel(bc.make_step(closed, tx), n, batch_dim=0)
+    _, params, _ = make(n)
+    state, rows = chains.init(tx, params, seed=5), rows_of(n, 1)[0]
+    fast = bc.capture(chains, params, state, rows)
+    assert isinstance(fast._program.replay, Lanes)
+    turned: Any = (x * 2).t().contiguous().t()
+    elsewhere: Any = x.clone()
+    for change in (lambda: table.mul_(3.0), lambda: table.set_(turned), lambda: table.set_(elsewhere)):
+        change()
+        close(fast(params, state, rows)[:2], chains(params, state, rows)[:2])
+
+
+def network(width, n=64):
+    def loss(params, batch):
+        x, y = batch
+        hidden = torch.tanh(x @ params["a"] + params["b"])
+        return ((hidden @ params["c"]).squeeze(-1) - y).square().mean()
+
+    g = torch.Generator().manual_seed(6)
+    params = {"a": torch.randn(n, 6, width, generator=g), "b": torch.zeros(n, width)}
+    params["c"] = torch.randn(n, width, 1, generator=g) / width**0.5
+    batch = torch.randn(n, 7, 6, generator=g), torch.randn(n, 7, generator=g)
+    tx = bc.with_stream(bc.sghmc(0.05, temperature=1e-3), "philox")
+    chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=0)
+    return chains, params, chains.init(tx, params, seed=7), batch
+
+
+def test_small_networks_of_many_chains_run_in_lanes():
+    chains, params, state, batch = network(5)
+    fast = bc.capture(chains, params, state, batch)
+    assert isinstance(fast._program.replay, Lanes)
+    eager = mine = (params, state)
+    for _ in range(3):
+        eager, _ = taken(chains(*eager, batch))
+        mine, _ = taken(fast(*mine, batch))
+    close(mine, eager)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Traces and chooses, and compiles nothing."""
+    monkeypatch.setattr(replays.Compiled, "__init__", lambda self, *args: None)
+
+
+def test_large_products_stay_stacked(uncompiled):
+    chains, params, state, batch = network(300)
+    assert type(bc.capture(chains, params, state, batch)._program.replay) is replays.Compiled
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_captured_step_takes_the_batches_of_its_chains_from_epochs_and_moves_their_position(small_blocks, steps):
+    n = 70
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+
+    def regression(params, batch):
+        x, y = batch
+        return loss(params, (x, y, torch.arange(len(y))))
+
+    chains = bc.parallel(bc.make_step(regression, tx), n, batch_dim=0)
+    _, params, state = make(n, tx)
+    source = bc.epochs(data(), SIZE, seed=3, chains=n)  # 4 batches an epoch
+    fast = bc.capture(chains, params, state, source, steps=steps)
+    assert source.state_dict()["offset"] == 0
+    eager = mine = (params, state)
+    for k in range(6 // steps):
+        mine, _ = taken(fast(*mine, source))
+        for i in range(steps):
+            eager, _ = taken(chains(*eager, source.batch(*divmod(k * steps + i, 4))))
+        close(mine, eager)
+    assert (source.epoch, source.offset) == (1, 2)
+    source.seek(0)
+    again, _, _ = fast(params, state, source)
+    first = chains(params, state, source.batch(0, 0))[0] if steps == 1 else None
+    if first is not None:
+        close(again, first)
+    with pytest.raises(ValueError, match="takes its batches from epochs"):
+        fast(params, state, bc.epochs(data(), SIZE, seed=3, chains=n))
+
+
+@pytest.mark.parametrize("why", ["few chains", "generator", "loop", "rows of another operation"])
+def test_what_lanes_cannot_do_keeps_the_old_way(why, uncompiled, monkeypatch):
+    monkeypatch.setattr(lanes, "FEWEST", 4)
+    n = 3 if why == "few chains" else 4
+    tx = bc.sghmc(0.1, temperature=1 / N) if why == "generator" else None
+    chains, params, state = make(n, tx, loop=why == "loop")
+    step = chains
+    if why == "rows of another operation":  # which fails for a row out of range, after a block has moved
+
+        def embedded(params, batch):
+            x, y, rows = batch
+            return loss(params, (nn.functional.embedding(rows, x), y[rows], torch.arange(SIZE)))
+
+        step = bc.parallel(
+            bc.make_step(embedded, bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")),
+            n,
+            batch_dim=(None, None, 0),
+        )
+    x, y = data()
+    fast = bc.capture(step, params, state, (x, y, rows_of(n, 1)[0].abs() % N))
+    assert type(fast._program.replay) is replays.Compiled
+
+
+def test_the_variance_of_linear_regression_is_the_posteriors():
+    """Each chain's batch is all data, so that the posterior is exact: 3 variances of 4,000 chains after 400 steps, each
+    within 5 standard errors, false in 2 of a million runs."""
+    n, d, temperature = 4000, 3, 0.01
+    g = torch.Generator().manual_seed(8)
+    x, y = torch.randn(20, d, generator=g), torch.randn(20, generator=g)
+    hessian = (x.T @ x / 20).double()
+
+    def square(params, rows):
+        return (x[rows] @ params - y[rows]).square().mean() / 2
+
+    tx = bc.with_stream(bc.sghmc(0.3, 0.8, temperature=temperature), "philox")
+    chains = bc.parallel(bc.make_step(square, tx), n, batch_dim=0)
+    params = torch.zeros(n, d)
+    state = chains.init(tx, params, seed=9)
+    rows = torch.arange(20).expand(n, 20).contiguous()
+    fast = bc.capture(chains, params, state, rows, steps=400)
+    assert isinstance(fast._program.replay, Lanes)
+    params, state, _ = fast(params, state, rows)
+    exact = temperature * torch.linalg.inv(hessian).diagonal()
+    mean = torch.linalg.solve(hessian, (x.T @ y / 20).double())
+    ratio = (params.double() - mean).square().mean(0) / exact
+    assert (ratio - 1).abs().max() < 5 * (2 / n) ** 0.5
+
+
+def test_a_chain_sees_its_own_part_of_any_leaf():
+    for shape in ((70, 3), (70,), (70, 2, 9), (70, 0)):
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8):
+            own = torch.randint(0, 200, shape).to(dtype)
+            room = lane_kernels.in_lanes(own, 33)
+            move = lane_kernels.Move([own], [room])
+            move.load(20)
+            assert torch.equal(room, own[20:53])
+            want = own.clone()
+            want[27:53] += 1
+            room += 1
+            move.store(20, 7)
+            assert torch.equal(own, want)
