@@ -102,7 +102,8 @@ INTERNAL = {  # methods that one part of the library, or a trainer, calls on ano
     *[f"{of}.{name}" for of in ("Chain", "KalmanFilter", "Laplace", "Swag", "VariationalTransform")
       for name in ("at", "chain", "lower", "plan")],
     *[f"Collector.on_{name}" for name in ("exception", "fit_end", "save", "train_end")],
-    "Parallel.one", "Parallel.some",
+    "Parallel.one", "Parallel.some", "Parallel.mapped", "Parallel.of_any", "Parallel.chain_axes",
+    "Epochs.of_rows", "Epochs.ahead", "Epochs.skip",
 }  # fmt: skip
 ALSO = {  # what a message calls an argument, besides its name
     "params": ("leaf", "leaves", "tree", "parameters"),
