@@ -65,15 +65,24 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
 def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
     """Refuse operations that draw by torch's own generator, since a replay would draw other numbers than the step."""
-    drawing = [
-        node for node in graph.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    ]
+    drawing = [node for node in graph.graph.nodes if _draws(node)]
     if drawing and keyed(body.state.as_tree()):
         raise CaptureError(
             f"capture: the step draws by {drawing[0].target} inside an operation, which cannot follow the state's key (fused "
             "attention, the dropout of an LSTM, in-place draws); give it dropout=0, with dropout layers beside it, or "
             "leave this step uncaptured"
         )
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation draws by torch's own generator. Fused attention is marked as one that does, and at ``dropout_p=0``
+    draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    operation: Any = node.target
+    defaults = {a.name: a.default_value for a in operation._schema.arguments}
+    given: dict[str, Any] = defaults | dict(zip(defaults, node.args)) | dict(node.kwargs)
+    return given.get("dropout_p") != 0.0
 
 
 class _Mutations(TorchDispatchMode):

@@ -162,3 +162,53 @@ def test_recurrent_layers_are_captured(layer, backend):
         *mine, _ = fast(*mine, x)
     for k in params:
         torch.testing.assert_close(mine[0][k], eager[0][k], rtol=1e-5, atol=1e-6)
+
+
+class Attention(nn.Module):
+    """A transformer's block over a sequence, and a mean over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(
+            8, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x).mean(1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_is_captured_with_its_noise_and_a_short_last_batch(backend):
+    """Batches of 4, 4 and 2 sequences, the last of which is recorded when it comes; every step is the eager step's."""
+    torch.manual_seed(0)
+    forward, params, _ = bc.make_functional(Attention())
+    x, y = torch.randn(10, 5, 8), torch.arange(10) % 3
+
+    def loss(params, batch):
+        return nn.functional.cross_entropy(forward(params, batch), batch[1])
+
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1e-3), "philox")
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    fast = bc.capture(step, params, state, (x[:4], y[:4]), backend=backend, signatures=2)
+    eager = mine = (params, state)
+    for batch in 2 * [*zip(x.split(4), y.split(4))]:
+        *eager, info = step(*eager, batch)
+        *mine, said = fast(*mine, batch)
+        torch.testing.assert_close(said.loss, info.loss, rtol=1e-5, atol=1e-6)
+    for k in params:
+        torch.testing.assert_close(mine[0][k], eager[0][k], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_drops_inside_its_operation_is_refused():
+    q = torch.randn(2, 1, 4, 3)
+
+    def loss(params, batch):
+        drop = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return drop(q * params, q, q, batch)[0].square().mean()
+
+    tx, params = bc.with_stream(bc.sghmc(0.1, temperature=0.1), "philox"), torch.ones(())
+    step, state = bc.make_step(loss, tx), tx.init(params)
+    bc.capture(step, params, state, 0.0, backend="eager")
+    with pytest.raises(bc.CaptureError, match="flash_attention"):
+        bc.capture(step, params, state, 0.1, backend="eager")
