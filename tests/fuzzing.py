@@ -662,7 +662,8 @@ CALLS = {
     "suggest_chain": (
         lambda **k: bc.suggest_chain(**k) and None,
         lambda: {"make_tx": lambda lr, momentum: bc.sghmc(lr, momentum, temperature=0.1), "loss": loss, "params": params(),
-                 "data": DATA, "batch_sizes": (4,), "orders": ("independent",), "momenta": (0.5,)},
+                 "data": DATA, "batch_sizes": (4,), "orders": ("independent",), "momenta": (0.5,), "starts": (params(),),
+                 "temperatures": (1.0, 0.1), "spent": 0.0},
     ),
     "suggest_lr": (
         lambda **k: bc.suggest_lr(**k) and None,

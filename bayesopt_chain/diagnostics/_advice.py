@@ -40,7 +40,11 @@ from bayesopt_chain.trees import Tree
 FIRST = 1e-3  # the rate at which chains are read
 RATES = 28  # rates of the scan, over six decades below the stability limit
 SCALED = 1e-4  # how exactly a gain has to be proportional to the rate
-PILOTS = 2
+PLACE = 0.2  # of the allowance, for each place that is measured
+PILOTS = (0.1, 1 / 6)  # of the allowance, for each pilot
+SCORED = (0.37,)  # the same where draws of the pilot are scored on held-out data: one long pilot
+SCORED_EPOCHS = 20.0  # of that pilot, where the allowance has no limit
+KEPT = 8  # draws of a pilot that are scored
 HALVINGS = 12
 
 
@@ -120,6 +124,8 @@ class Advice:
     diverged: int
     passes: float
     seconds: dict[int, float] = field(default_factory=dict)
+    draws: list[Tree] = field(default_factory=list)  # from the second half of the last pilot
+    piloted: float = 0.0  # epochs up to the middle of these draws
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ class Search:
     rank: int
     allowance: float  # of passes over the data
     seed: int
+    pilots: tuple[float, ...] = PILOTS
 
     def run(self, params: Tree) -> Advice:
         """Measure, try, measure where the trial came to, and search again; torch's generators stay as they are."""
@@ -146,14 +153,18 @@ class Search:
 
     def _run(self, params: Tree) -> Advice:
         self._require_allowance()
-        each = self.allowance / (PILOTS + 1)
-        at, margin, diverged, spent = params, self.margin, 0, 0.0
-        places = [self._measure(at, 0.6 * each)]
+        at, margin, diverged, spent, epochs = params, self.margin, 0, 0.0, 0.0
+        places = [self._measure(at)]
         rows = self.rows(places, margin, only_best=True)
         seconds: dict[int, float] = {}
-        for pilot in range(PILOTS):
+        kept: list[Tree] = []
+        for pilot, share in enumerate(self.pilots):
+            length = share * self.allowance
+            if self.pilots == SCORED and math.isinf(length):
+                length = SCORED_EPOCHS
             while True:
-                passes, came_to, took = self._pilot(rows[0], at, places[0], (0.5 if pilot else 0.3) * each, pilot)
+                kept = []
+                passes, came_to, took = self._pilot(rows[0], at, places[0], length, pilot, kept)
                 spent += passes
                 seconds[rows[0].batch] = took
                 if came_to is not None:
@@ -167,11 +178,12 @@ class Search:
                     )
                 margin = min(margin, rows[0].lr / rows[0].stability) / 2.0
                 rows = self.rows(places, margin, only_best=True)
+            epochs += 0.75 * passes if pilot == len(self.pilots) - 1 else passes
             at = came_to
-            places.append(self._measure(at, 0.6 * each))
-            rows = self.rows(places, margin, only_best=pilot < PILOTS - 1)
+            places.append(self._measure(at))
+            rows = self.rows(places, margin, only_best=pilot < len(self.pilots) - 1)
         spent += sum(place.passes for place in places)
-        return Advice(rows, places, at, margin, diverged, spent, seconds)
+        return Advice(rows, places, at, margin, diverged, spent, seconds, kept, epochs)
 
     def timed(self, row: Row, params: Tree, batch: int) -> float:
         """Seconds of a step with batches of that size: the best of two, after one that is not counted."""
@@ -190,16 +202,17 @@ class Search:
         return all(batch == self.source.size for batch, _ in self.choices)
 
     def _require_allowance(self) -> None:
-        """Refuse an allowance in which nothing can be measured: six tenths of it are for places."""
-        least = least_passes(self.source, self.rank, self._only_full) * (PILOTS + 1) / 0.6
+        """Refuse an allowance in which nothing can be measured."""
+        least = least_passes(self.source, self.rank, self._only_full) / PLACE
         if least > self.allowance:
             raise ValueError(
                 f"{self.name}: epochs: a tenth of them, {self.allowance:.3g} passes over the data, is too little to "
                 "measure curvature "
-                f"and noise at three places, which takes {least:.3g}; give {math.ceil(10 * least)} or more, or leave epochs out"
+                f"and noise at {len(self.pilots) + 1} places and to try a chain, which takes {least:.3g}; give "
+                f"{math.ceil(10 * least)} or more, or leave epochs out"
             )
 
-    def _measure(self, params: Tree, allowance: float) -> Place:
+    def _measure(self, params: Tree) -> Place:
         try:
             return measure(
                 self.loss,
@@ -207,16 +220,19 @@ class Search:
                 self.source,
                 self.family.base,
                 rank=self.rank,
-                allowance=allowance,
+                allowance=PLACE * self.allowance,
                 only_full=self._only_full,
             )
         except ValueError as err:
             raise ValueError(f"{self.name}: {err}") from err
 
     def _pilot(
-        self, row: Row, params: Tree, mode: Place, allowance: float, seed: int
+        self, row: Row, params: Tree, mode: Place, allowance: float, seed: int, kept: list[Tree]
     ) -> tuple[float, Tree | None, float]:
-        """Passes over the data that a trial took, where it came to (``None``: it diverged), and seconds a step."""
+        """Passes over the data that a trial took, where it came to (``None``: it diverged), and seconds a step.
+
+        Draws of its second half are appended to ``kept``.
+        """
         K = self.source.size / row.batch
         steps = int(min(200, max(20, 40 * K))) if math.isinf(allowance) else max(4, int(allowance * K))
         tx = self.family.make(row.lr, self.family.momenta[row.momentum])
@@ -230,6 +246,8 @@ class Search:
         for n in range(1, steps + 1):
             params, state, info = step(params, state, next(batches))
             losses.append(info.loss)
+            if (n * 2 * KEPT) // steps > max(((n - 1) * 2 * KEPT) // steps, KEPT):
+                kept.append(optree.tree_map(torch.clone, params))
             if n % 20 == 0 or n == steps:
                 last = torch.stack(losses[-max(1, n // 4) :]).double().mean()
                 if (

@@ -1,8 +1,8 @@
 r"""What an adviser measures at one place: curvature and gradient noise along the stiffest and the noisiest directions.
 
-A gradient counts as one pass over its data, a product with the Hessian as two. An allowance of passes is shared between the
-two: from fewer batches the noise is less certain; from fewer data the largest curvature comes out too large, which errs
-on the side of smaller rates.
+A gradient counts as one pass over its data, a product with the Hessian as two, a forward pass as a third. An allowance of
+passes is shared between noise and curvature: from fewer batches the noise is less certain; from fewer data the largest
+curvature comes out too large, which errs on the side of smaller rates.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Loss = Callable[[Any, Any], Any]
 FEWEST = 8  # data in a product with the Hessian, where there are so many
 FEWEST_BATCHES = 4
 PROBES = 4  # random vectors for the trace of the Hessian
+FORWARD = 1 / 3  # of the passes of a gradient
 CHUNK = 1024  # data in one product with the Hessian, at most
 
 
@@ -145,8 +146,10 @@ def measure(
         )
         trace = _trace(product, params, response)
         with torch.no_grad():
-            level = sum(float(scalar(loss, params, batch)) for batch in used) / len(used)
-    spent += max(share, min(1.0, FEWEST / source.size)) * (2.0 * products + 0.3)
+            # of all data: runs that leave the mode are told by it, and a few data may lie far from the mean
+            every = source.share(1.0)
+            level = sum(float(scalar(loss, params, batch)) for batch in every) / len(every)
+    spent += max(share, min(1.0, FEWEST / source.size)) * 2.0 * products + FORWARD
     top = float(torch.linalg.eigvalsh(system.H)[-1]) if len(system.H) else 0.0
     prior = min(group.prior for group in response.groups)
     if not top + prior > 0:
@@ -160,7 +163,7 @@ def measure(
 def least_passes(source: Source, rank: int, only_full: bool) -> float:
     """What :func:`measure` costs at least."""
     noise = 2.0 if only_full else FEWEST_BATCHES * source.base / source.size
-    return noise + min(1.0, FEWEST / source.size) * (2.0 * (6 * rank + PROBES) + 0.3)
+    return noise + min(1.0, FEWEST / source.size) * 2.0 * (6 * rank + PROBES) + FORWARD
 
 
 def require_mean(name: str, loss: Loss, params: Tree, source: Rows) -> None:

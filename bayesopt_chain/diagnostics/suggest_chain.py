@@ -13,6 +13,12 @@ gradient noise, is measured where the chain goes:
 Effective draws are those of ``theta^2`` in the slower of two directions: one of the curvature that most parameters have
 (``tr(H) / P``), and the stiffest one. Gradient noise as heat: Mandt, Hoffman and Blei (2017); the sum of an epoch's noise is
 zero, which momentum with a memory of an epoch or more can use: ``docs/minibatches.md``.
+
+Where a network's draws at the chain's temperature predict worse than its mode, held-out data say so: with ``held_out`` the
+pilot's draws are scored on rows that ``params`` was trained without, as they are and pulled towards the mode as a colder
+temperature would (:mod:`bayesopt_chain.diagnostics._held_out`), and the settings are those of the largest temperature that is
+not worse than the mode by more than a standard error. Several starts share the run: each mode gets a chain of its own, so that
+what an ensemble gains between its members is kept.
 """
 
 from __future__ import annotations
@@ -24,14 +30,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+import optree
 import torch
 from torch import nn
 
 from bayesopt_chain import checks, kinds
 from bayesopt_chain.data.epochs import Epochs, epochs
 from bayesopt_chain.data.index_stream import Order, Rule
-from bayesopt_chain.diagnostics._advice import Advice, Family, Row, Search, report
-from bayesopt_chain.diagnostics._places import Rows, require_mean
+from bayesopt_chain.diagnostics._advice import PILOTS, SCORED, Advice, Family, Row, Search, report
+from bayesopt_chain.diagnostics._held_out import HeldOutScore, chosen, scores, split, widening
+from bayesopt_chain.diagnostics._places import FORWARD, Rows, require_mean
 from bayesopt_chain.diagnostics.heating import Heating
 from bayesopt_chain.optimizers.functional import sgd
 
@@ -39,6 +47,7 @@ MOMENTA = tuple(1.0 - 10.0 ** (-0.3 - 2.7 * i / 11) for i in range(12))  # 0.5 t
 MARGIN = 0.1  # of the stability limit
 SHARE = 0.1  # of the passes of a run that suggesting may cost
 BASE = 64  # data in the batches whose noise is measured, at most
+COLDER = (1.0, 0.3, 0.1, 0.03, 0.01)  # times the chain's temperature
 FEW = 10.0  # draws of a run below which it is said to be short
 FAR = 3.0  # times more draws from which on another way is worth a sentence
 
@@ -95,9 +104,13 @@ class ChainSuggestion:
         settings: the ranked table, one row for each batch size and order.
         tx: the chain of the best setting.
         batches: for :func:`bayesopt_chain.sample`: the batches of the best setting.
-        steps, burn_in, thinning: of the rest of a run of ``epochs`` epochs with it, a fifth of it burn-in, about 200 draws;
-            ``None`` where no ``epochs`` were given.
-        params: where the last pilot came to: a draw nearer to the posterior than the mode, a good place to start from.
+        steps, burn_in, thinning: of each chain in the rest of a run of ``epochs`` epochs, a fifth of it burn-in, about 200
+            draws of all chains; ``None`` where no ``epochs`` were given.
+        params: where to start: where the last pilot came to, a draw nearer to the posterior than the mode; or the mode that was
+            given, where a colder temperature is suggested.
+        starts: where each chain starts: ``params``, and the other starts that were given.
+        temperature: of ``tx``.
+        scores: on held-out data, by temperature, :class:`HeldOutScore` each, and the mode's, last; empty without ``held_out``.
         report: what :func:`bayesopt_chain.diagnostics.heating` says of the best setting.
         passes: over the data that suggesting took; a product with the Hessian counts as two.
         diverged: how many pilots ran away.
@@ -111,6 +124,9 @@ class ChainSuggestion:
     burn_in: int | None
     thinning: int | None
     params: Any
+    starts: tuple[Any, ...]
+    temperature: float
+    scores: tuple[HeldOutScore, ...]
     report: Heating
     passes: float
     diverged: int
@@ -161,6 +177,15 @@ PLACE_OR_MODULE = kinds.Kind(
         (list, tuple),
     ),
     epochs=kinds.POSITIVE,
+    spent=kinds.real("[0, inf)"),
+    starts=kinds.SEQUENCE,
+    held_out=kinds.ANY,
+    log_prob=kinds.FUNCTION,
+    temperatures=kinds.Kind(
+        lambda x: kinds.SEQUENCE.fits(x) and len(x) > 0 and all(map(kinds.real("(0, 1]").fits, x)),
+        "a list of numbers in (0, 1], at least one",
+        (list, tuple),
+    ),
     margin=kinds.real("(0, 1]"),
     rank_by=kinds.one_of("epoch", "second"),
 )
@@ -174,6 +199,11 @@ def suggest_chain(
     orders: Sequence[Order | Rule] | None = None,
     momenta: Sequence[float] = MOMENTA,
     epochs: float | None = None,
+    spent: float = 0.0,
+    starts: Sequence[Any] = (),
+    held_out: Any = None,
+    log_prob: Callable[[Any, Any], Any] | None = None,
+    temperatures: Sequence[float] = COLDER,
     tolerance: float = 0.05,
     margin: float = MARGIN,
     rank_by: Literal["epoch", "second"] = "epoch",
@@ -187,7 +217,8 @@ def suggest_chain(
     Args:
         make_tx: ``make_tx(lr, momentum)`` returns the chain, such as ``lambda lr, momentum: bc.sghmc(lr, momentum,
             temperature=1 / N)``; or a class of ``bc.optim`` with its other arguments, ``functools.partial(bc.optim.SGHMC,
-            temperature=1 / N)``.
+            temperature=1 / N)``. With ``held_out`` it takes ``temperature=`` too: ``functools.partial(bc.sghmc, temperature=1 /
+            N)``.
         loss: as for :func:`bayesopt_chain.make_step`: the mean over the batch, prior included. Of a module,
             ``loss(module, batch)``.
         params: where to begin: a mode, not the initial values. A tree of tensors, or a module, whose parameters that require
@@ -198,8 +229,16 @@ def suggest_chain(
             the settings.
         orders: of the batches, to choose from. Default: ``"reshuffled"`` and ``"independent"``.
         momenta: to choose from, between 0 and 1. Default: twelve from 0.5 to 0.999.
-        epochs: how many passes over the data the run may take. A tenth of them at most goes into suggesting; the fewer they
-            are, the less certain the answer. Default: no limit on suggesting.
+        epochs: how many passes over the data the run may take, all chains together. A tenth of them at most goes into
+            suggesting; the fewer they are, the less certain the answer. Default: no limit on suggesting.
+        spent: how many of these passes training the starts took.
+        starts: further modes, each like ``params``, from other initial values: each gets a chain of its own, all of one length.
+        held_out: numbers of rows of the data that ``params`` was trained without, say a fifth of them; of a series, the last.
+            With them the temperature is chosen by predictions of these rows. The pilot leaves them out, the run does not.
+        log_prob: ``log_prob(params, batch)`` (or of a module) returns the log likelihood of each datum of a batch, ``[B]``,
+            without the prior; needed with ``held_out``.
+        temperatures: to choose from by the held-out rows, times that of the chain, in (0, 1]. One below 1 is a cold posterior:
+            another model than the loss says, to be reported as such.
         tolerance: by how much the batches may widen the variance of any direction, mean over an epoch; 0.05 is 5 %.
         margin: share of the stability limit that the rate may take at most; halved whenever a pilot runs away.
         rank_by: most effective draws an ``"epoch"`` or a ``"second"`` first; seconds differ from run to run.
@@ -211,12 +250,13 @@ def suggest_chain(
 
     Raises:
         TypeError: a class whose chain is not known, data that are no tree of tensors.
-        ValueError: a chain without noise or one that is not linear; a loss that is a sum or in which the data of a batch act on
-            each other (BatchNorm in train mode); no positive curvature; chains that run away at every rate; ``epochs`` too few
-            for a tenth of them to say anything.
+        ValueError: ``held_out`` without ``log_prob`` or the other way round; rows that do not exist; a start unlike
+            ``params``; ``spent`` that leaves nothing; a chain without noise or one that is not linear; a loss that is a sum
+            or in which the data of a batch act on each other (BatchNorm in train mode); no positive curvature; chains that
+            run away at every rate; ``epochs`` too few for a tenth of them to say anything.
 
     Example:
-        >>> import torch, bayesopt_chain as bc
+        >>> import functools, torch, bayesopt_chain as bc
         >>> x = torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
         >>> y = x.sum(1) + torch.randn(400, generator=torch.Generator().manual_seed(1))
         >>> def loss(w, batch):
@@ -226,38 +266,129 @@ def suggest_chain(
         >>> found.best.order, len(found), found.best.excess < 0.051
         ('reshuffled', 5, True)
         >>> draws = bc.sample(bc.make_step(loss, found.tx), found.params, found.tx.init(found.params), found.batches, steps=500)
+
+        With two modes and held-out rows:
+
+        >>> held, modes = torch.arange(320, 400), [torch.ones(3), torch.full((3,), 1.1)]
+        >>> make_tx = functools.partial(bc.sghmc, temperature=1 / 400)
+        >>> log_prob = lambda w, batch: -(batch[0] @ w - batch[1]).square() / 2
+        >>> found = bc.suggest_chain(make_tx, loss, modes[0], (x, y), starts=modes[1:], held_out=held, log_prob=log_prob,
+        ...                          epochs=400, momenta=(0.5, 0.9))
+        >>> step = bc.make_step(loss, found.tx)
+        >>> draws = [bc.sample(step, start, found.tx.init(start), found.batches, steps=found.steps, burn_in=found.burn_in,
+        ...                    thinning=found.thinning) for start in found.starts]
+        >>> len(draws), len(found.scores), found.passes < 40
+        (2, 6, True)
     """
     name = "suggest_chain"
+    given = params
     loss, params, draws = of_module(name, loss, params)
+    others = tuple(_start(name, i, x, given, params) for i, x in enumerate(starts))
+    if (held_out is None) != (log_prob is None):
+        lacks = "log_prob" if log_prob is None else "held_out"
+        raise ValueError(f"{name}: {lacks} is missing: held_out and log_prob are given together")
+    if epochs is not None and spent >= (1 - SHARE) * epochs:
+        raise ValueError(f"{name}: spent must leave a part of the {epochs:g} epochs to the run, got {spent:g}")
     tree, size, known_batch, known_order = of_data(name, data)
+    held, count, whole = None, 0, Rows(tree, size, max(1, min(BASE, size // 2)), seed)
+    source = whole
+    if held_out is not None:
+        tree, held, count = split(name, tree, size, held_out)
+        source = Rows(tree, size - count, max(1, min(BASE, (size - count) // 2)), seed)
     sizes = sorted({*(batch_sizes or known_batch or {max(1, size // K) for K in (4, 12, 40, 120)}), size})
     for b in sizes:
         checks.number(f"{name}: batch_sizes", b, f"[1, {size}]", integer=True)
-    chosen = tuple(orders or known_order or ("reshuffled", "independent"))
-    require_law(name, chosen)
-    source = Rows(tree, size, max(1, min(BASE, size // 2)), seed)
-    smaller = [b for b in sizes if b < size]
+    known = tuple(orders or known_order or ("reshuffled", "independent"))
+    require_law(name, known)
+    smaller = [b for b in sizes if b < source.size]
     if smaller:
         require_mean(name, loss, params, source)
-    choices = [*((b, order) for b in smaller for order in chosen), (size, "full")]
+    made = maker(make_tx)
     search = Search(
         name,
         loss,
         source,
-        Family(name, maker(make_tx), tuple(momenta), params, None),
-        choices,
+        Family(name, made, tuple(momenta), params, None),
+        [*((b, order) for b in smaller for order in known), (source.size, "full")],
         tolerance,
         margin,
         0.05,
         rank,
         math.inf if epochs is None else SHARE * epochs,
         seed,
+        PILOTS if held_out is None else SCORED,
     )
-    return suggested(search, search.run(params), epochs, rank_by, draws)
+    advice = search.run(params)
+    if log_prob is None:
+        return suggested(search, advice, epochs, rank_by, draws, spent=spent, others=others)
+    left = None if epochs is None else (epochs - spent - advice.passes) / (1 + len(others))
+    predicts, _, _ = of_module(name, log_prob, given)
+    wider = widening(advice.rows[0].draws, left, advice.piloted)
+    each = FORWARD * len(temperatures) * count / size  # passes for one draw
+    afford = 0.95 * search.allowance - advice.passes
+    kept = advice.draws if math.isinf(afford) else advice.draws[-max(1, int(afford / each)) :]
+    seen = scores(name, predicts, params, kept, held, count, temperatures, wider)
+    advice.passes += FORWARD * count / size + each * len(kept)
+    factor = chosen(seen).factor
+    final = replace(search, source=whole, choices=[*((b, order) for b in smaller for order in known), (size, "full")])
+    if factor < 1:
+        family = Family(
+            name,
+            maker(partial(make_tx, temperature=factor * search.family.temperature)),
+            tuple(momenta),
+            params,
+            None,
+        )
+        family.base = search.family.base  # what was measured is in this chain's coordinates
+        final = replace(final, family=family)
+        advice.params = params
+    advice.rows = final.rows(advice.places, advice.margin)
+    return suggested(
+        final, advice, epochs, rank_by, draws, [_of_scores(seen, count, factor)], spent=spent, others=others, seen=seen
+    )
+
+
+def _start(name: str, i: int, start: Any, given: Any, params: Any) -> Any:
+    """A further start as a tree like the first.
+
+    Raises:
+        TypeError: it is no tree of tensors, or no module where the first is one.
+        ValueError: another structure or other shapes, or values that are not finite.
+    """
+    if isinstance(given, nn.Module) and isinstance(start, nn.Module):
+        start = {key: p.detach().clone() for key, p in start.named_parameters() if p.requires_grad}
+    kinds.require(name, **{f"starts[{i}]": (start, kinds.PLACE)})
+    shapes = [optree.tree_map(lambda x: tuple(x.shape), tree) for tree in (params, start)]
+    if optree.tree_structure(params) != optree.tree_structure(start) or shapes[0] != shapes[1]:
+        raise ValueError(f"{name}: starts[{i}] must have the structure and the shapes of params")
+    return start
+
+
+def _of_scores(seen: Sequence[HeldOutScore], count: int, factor: float) -> str:
+    """What held-out data say of the temperature."""
+    rows = ", ".join(f"{row.factor:g} T {row.difference:+.3f} +- {row.error:.3f}" for row in seen[:-1])
+    text = f"Log scores of {count} held-out data, minus the mode's ({seen[-1].score:.3f}): {rows}."
+    if factor == 1:
+        return text + " The chain keeps its temperature."
+    best = next(row for row in seen if row.factor == factor)
+    worse = " Even there draws predict worse than the mode." if best.difference < -best.error else ""
+    return (
+        f"{text} The temperature is therefore {factor:g} of the one given: a cold posterior, to be reported as such.{worse} "
+        "A prior whose functions have the scale of the targets, or more data, may let the given one predict as well."
+    )
 
 
 def suggested(
-    search: Search, advice: Advice, run: float | None, rank_by: str, draws: bool, alternatives: Sequence[str] = ()
+    search: Search,
+    advice: Advice,
+    run: float | None,
+    rank_by: str,
+    draws: bool,
+    alternatives: Sequence[str] = (),
+    *,
+    spent: float = 0.0,
+    others: tuple[Any, ...] = (),
+    seen: Sequence[HeldOutScore] = (),
 ) -> ChainSuggestion:
     """The search's answer, with seconds and sentences."""
     size = search.source.size
@@ -289,11 +420,14 @@ def suggested(
     passes = advice.passes + timing
     steps = burn_in = thinning = None
     if run is not None:
-        steps = max(5, int((run - passes) * size / row.batch))
+        chains = 1 + len(others)
+        steps = max(5, int((run - spent - passes) * size / row.batch / chains))
         burn_in = steps // 5
-        thinning = max(1, (steps - burn_in) // 200)
+        thinning = max(1, (steps - burn_in) * chains // 200)
     notes = [
-        *_sentences(search, advice, pairs, run, passes, draws or any(p.draws for p in advice.places)),
+        *_sentences(
+            search, advice, pairs, run, spent, passes, draws or any(p.draws for p in advice.places), len(others)
+        ),
         *alternatives,
     ]
     return ChainSuggestion(
@@ -304,6 +438,9 @@ def suggested(
         burn_in,
         thinning,
         advice.params,
+        (advice.params, *others),
+        search.family.temperature,
+        tuple(seen),
         report(search, advice, row),
         passes,
         advice.diverged,
@@ -331,7 +468,14 @@ def _seconds(search: Search, advice: Advice) -> tuple[Callable[[int], float], fl
 
 
 def _sentences(
-    search: Search, advice: Advice, pairs: list[tuple[Setting, Row]], run: float | None, passes: float, draws: bool
+    search: Search,
+    advice: Advice,
+    pairs: list[tuple[Setting, Row]],
+    run: float | None,
+    spent: float,
+    passes: float,
+    draws: bool,
+    others: int,
 ) -> list[str]:
     """What limits the best setting, what would buy more, and what was noticed."""
     (best, row), size, T = pairs[0], search.source.size, search.family.temperature
@@ -351,10 +495,13 @@ def _sentences(
             f"{search.tolerance:.0%}; the chain diverges from {best.stability:.3g} on."
         )
     if run is not None:
-        total = (run - passes) * best.draws_per_epoch
+        rest = run - spent - passes
+        total = rest * best.draws_per_epoch
+        shared = f", shared by {others + 1} chains," if others else ""
         out.append(
-            f"The run's other {run - passes:.4g} epochs make about {total:.2g} effective draws of a direction with the "
-            "average curvature." + (" That is short: it stays near where it starts." if total < FEW else "")
+            f"The run's other {rest:.4g} epochs{shared} make about {total:.2g} effective draws of a direction with the "
+            "average curvature."
+            + (" That is short: it stays near where it starts." if total < FEW * (1 + others) else "")
         )
     mini = [setting for setting, _ in pairs if setting.order != "full"]
     full = next((setting for setting, _ in pairs if setting.order == "full"), None)
