@@ -249,6 +249,7 @@ def followed(of: Task, seed: int) -> tuple[list[Any], Any, str, float]:
         spent=spent,
         seed=seed,
     )
+    assert found.steps is not None and found.burn_in is not None and found.thinning is not None
     step = bc.make_step(target.loss, found.tx)
     draws = [
         bc.sample(
