@@ -16,11 +16,12 @@ with the better mean over the seeds on *test* data is taken.
 Those who follow ``bc.suggest_chain`` have the gradients of one such ensemble and no test data. They hold out the last fifth
 of the training rows (of a series, the latest), train one network without them under each of these priors, and go on with the
 prior whose network predicts them better. Then further networks on all training data under that prior, until there are
-``NETWORKS`` in all, each of them a start (that of the other prior too). ``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS,
-spent=..., starts=..., held_out=..., log_prob=...)`` takes its tenth at most, and :func:`followed` does what its documentation
-says: one chain from each start, with the setting, temperature, steps, burn-in and thinning that it gives, and the draws of all
-chains together predict. What is compared is the negative log-likelihood of the averaged predictions on test data. A task is
-*worse* where the mean difference over the seeds is above two of its standard errors, *better* where it is below minus two.
+``NETWORKS`` in all; these are the starts, and they are the first members of the ensemble under that prior.
+``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS, spent=..., starts=..., held_out=..., log_prob=...)`` takes its tenth at most, and
+:func:`followed` does what its documentation says: one chain from each start, with the setting, temperature, steps, burn-in and
+thinning that it gives, and the draws of all chains together predict. What is compared is the negative log-likelihood of the
+averaged predictions on test data. A task is *worse* where the mean difference over the seeds is above two of its standard
+errors, *better* where it is below minus two.
 
 ``digits``, ``sunspots`` and ``cancer`` were looked at while this was written. ``diabetes``, ``wage`` and ``co2`` were not,
 but tables of all six were known for one chain from one start at ``T = 1 / N``. Nobody had looked at Boston's houses and at
@@ -225,26 +226,28 @@ def trained(loss: Callable[[Any, Any], Tensor], networks: list[Any], data: Any, 
     return [spec.unflatten([p.detach()[i].clone() for p in leaves]) for i in range(len(networks))]
 
 
-def followed(of: Task, seed: int) -> tuple[list[Any], Any, str, float]:
-    """The draws of ``bc.suggest_chain`` followed without thought, what it said, the prior, and the share of passes taken."""
+def followed(of: Task, seed: int, fresh: list[Any]) -> tuple[list[Any], Any, str, float]:
+    """The draws of ``bc.suggest_chain`` followed without thought, what it said, the prior, and the share of passes taken.
+
+    ``fresh``: initial values of networks.
+    """
     n = len(of.train[1])
     held = torch.arange(n - n // 5, n)
     rest, rows = (tuple(t[at] for t in of.train) for at in (slice(0, n - n // 5), held))
     targets = {prior: posterior(of, prior) for prior in (PRIORS if of.variance is not None else PRIORS[1:])}
     # train one network under each prior without the held-out rows, and go on with the better prior
-    starts = {p: trained(t.loss, [t.fresh()], rest, [10 * seed + i])[0] for i, (p, t) in enumerate(targets.items())}
+    without = {prior: trained(t.loss, fresh[-1:], rest, [10 * seed + MEMBERS])[0] for prior, t in targets.items()}
     with torch.no_grad():
-        prior = max(starts, key=lambda prior: float(targets[prior].log_prob(starts[prior], rows).mean()))
-    target, seeds = targets[prior], range(10 * seed + len(starts), 10 * seed + NETWORKS)
-    others = trained(target.loss, [target.fresh() for _ in seeds], of.train, seeds)
-    spent = EPOCHS * (len(starts) * len(rest[1]) / n + len(others))
-    others = [*(start for p, start in starts.items() if p != prior), *others]
+        prior = max(without, key=lambda prior: float(targets[prior].log_prob(without[prior], rows).mean()))
+    target, count = targets[prior], NETWORKS - len(without)
+    starts = trained(target.loss, fresh[:count], of.train, range(10 * seed, 10 * seed + count))
+    spent = EPOCHS * (len(without) * len(rest[1]) / n + count)
     found = bc.suggest_chain(
         partial(bc.sghmc, temperature=1 / n),
         target.loss,
-        starts[prior],
+        without[prior],
         of.train,
-        starts=others,
+        starts=starts,
         held_out=held,
         log_prob=target.log_prob,
         epochs=MEMBERS * EPOCHS,
@@ -291,9 +294,8 @@ def run(cell: Cell) -> dict[str, Any]:
     seeds = range(10 * cell.seed, 10 * cell.seed + MEMBERS)
     members = {prior: trained(target.loss, fresh, of.train, seeds) for prior, target in targets.items()}
     took_ensembles = time.perf_counter() - began
-    torch.manual_seed(200 + cell.seed)
     began = time.perf_counter()
-    draws, found, prior, taken = followed(of, cell.seed)
+    draws, found, prior, taken = followed(of, cell.seed, fresh)
     row = {
         "chain": nll(draws),
         "ensembles": {prior: nll(rows) for prior, rows in members.items()},

@@ -11,9 +11,8 @@ run or of several chains average out. The score of ``c`` is that of the predicti
 
     1/n sum_i log 1/S sum_s p(y_i | theta_s(c)),
 
-on n data that ``theta*`` was trained without. The temperature of the loss is a statement about the data, and is given up
-only on evidence: the largest one is taken whose score is not below that of the mode by more than a standard error of the
-difference, and the smallest where none is. Forward passes alone are needed; each counts as a third of a gradient.
+on n data that ``theta*`` was trained without. The largest temperature is taken at which draws predict at least as well as the
+mode, and the smallest where there is none. Forward passes alone are needed; each counts as a third of a gradient.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ def scores(
 
 
 def chosen(rows: Sequence[HeldOutScore]) -> HeldOutScore:
-    """The largest factor that is not worse than the mode by more than one standard error, or the smallest of all."""
+    """The largest factor that scores at least what the mode does, or the smallest of all."""
     *factors, _ = rows
-    return next((row for row in factors if row.difference >= -row.error), factors[-1])
+    return next((row for row in factors if row.difference >= 0), factors[-1])
 
 
 def widening(draws_per_epoch: float, run: float | None, pilot: float) -> float:

@@ -16,9 +16,9 @@ zero, which momentum with a memory of an epoch or more can use: ``docs/minibatch
 
 Where a network's draws at the chain's temperature predict worse than its mode, held-out data say so: with ``held_out`` the
 pilot's draws are scored on rows that ``params`` was trained without, as they are and pulled towards the mode as a colder
-temperature would (:mod:`bayesopt_chain.diagnostics._held_out`), and the settings are those of the largest temperature that is
-not worse than the mode by more than a standard error. Several starts share the run: each mode gets a chain of its own, so that
-what an ensemble gains between its members is kept.
+temperature would (:mod:`bayesopt_chain.diagnostics._held_out`), and the settings are those of the largest temperature at which
+they predict at least as well as the mode. Several starts share the run: each mode gets a chain of its own, so that what an
+ensemble gains between its members is kept.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class ChainSuggestion:
         batches: for :func:`bayesopt_chain.sample`: the batches of the best setting.
         steps, burn_in, thinning: of each chain in the rest of a run of ``epochs`` epochs, a fifth of it burn-in, about 200
             draws of all chains; ``None`` where no ``epochs`` were given.
-        params: where to start: where the last pilot came to, a draw nearer to the posterior than the mode; or the mode that was
-            given, where a colder temperature is suggested.
-        starts: where each chain starts: ``params``, and the other starts that were given.
+        params: the first of ``starts``: where the last pilot came to, a draw nearer to the posterior than the mode; or a mode
+            that was given, where a colder temperature is suggested or where starts were given with ``held_out``.
+        starts: where each chain starts: ``params`` and the other starts that were given; with ``held_out`` the latter alone.
         temperature: of ``tx``.
         scores: on held-out data, by temperature, :class:`HeldOutScore` each, and the mode's, last; empty without ``held_out``.
         report: what :func:`bayesopt_chain.diagnostics.heating` says of the best setting.
@@ -233,6 +233,7 @@ def suggest_chain(
             suggesting; the fewer they are, the less certain the answer. Default: no limit on suggesting.
         spent: how many of these passes training the starts took.
         starts: further modes, each like ``params``, from other initial values: each gets a chain of its own, all of one length.
+            With ``held_out`` they are trained on all rows, and the run is theirs alone: ``params`` lacks the rows.
         held_out: numbers of rows of the data that ``params`` was trained without, say a fifth of them; of a series, the last.
             With them the temperature is chosen by predictions of these rows. The pilot leaves them out, the run does not.
         log_prob: ``log_prob(params, batch)`` (or of a module) returns the log likelihood of each datum of a batch, ``[B]``,
@@ -267,7 +268,7 @@ def suggest_chain(
         ('reshuffled', 5, True)
         >>> draws = bc.sample(bc.make_step(loss, found.tx), found.params, found.tx.init(found.params), found.batches, steps=500)
 
-        With two modes and held-out rows:
+        With held-out rows, which the first of two modes was trained without:
 
         >>> held, modes = torch.arange(320, 400), [torch.ones(3), torch.full((3,), 1.1)]
         >>> make_tx = functools.partial(bc.sghmc, temperature=1 / 400)
@@ -278,7 +279,7 @@ def suggest_chain(
         >>> draws = [bc.sample(step, start, found.tx.init(start), found.batches, steps=found.steps, burn_in=found.burn_in,
         ...                    thinning=found.thinning) for start in found.starts]
         >>> len(draws), len(found.scores), found.passes < 40
-        (2, 6, True)
+        (1, 6, True)
     """
     name = "suggest_chain"
     given = params
@@ -321,7 +322,7 @@ def suggest_chain(
     advice = search.run(params)
     if log_prob is None:
         return suggested(search, advice, epochs, rank_by, draws, spent=spent, others=others)
-    left = None if epochs is None else (epochs - spent - advice.passes) / (1 + len(others))
+    left = None if epochs is None else (epochs - spent - advice.passes) / max(1, len(others))
     predicts, _, _ = of_module(name, log_prob, given)
     wider = widening(advice.rows[0].draws, left, advice.piloted)
     each = FORWARD * len(temperatures) * count / size  # passes for one draw
@@ -342,9 +343,19 @@ def suggest_chain(
         family.base = search.family.base  # what was measured is in this chain's coordinates
         final = replace(final, family=family)
         advice.params = params
+    if others:
+        advice.params, *others = others
     advice.rows = final.rows(advice.places, advice.margin)
     return suggested(
-        final, advice, epochs, rank_by, draws, [_of_scores(seen, count, factor)], spent=spent, others=others, seen=seen
+        final,
+        advice,
+        epochs,
+        rank_by,
+        draws,
+        [_of_scores(seen, count, factor)],
+        spent=spent,
+        others=tuple(others),
+        seen=seen,
     )
 
 
@@ -371,7 +382,7 @@ def _of_scores(seen: Sequence[HeldOutScore], count: int, factor: float) -> str:
     if factor == 1:
         return text + " The chain keeps its temperature."
     best = next(row for row in seen if row.factor == factor)
-    worse = " Even there draws predict worse than the mode." if best.difference < -best.error else ""
+    worse = " Even there draws predict worse than the mode." if best.difference < 0 else ""
     return (
         f"{text} The temperature is therefore {factor:g} of the one given: a cold posterior, to be reported as such.{worse} "
         "A prior whose functions have the scale of the targets, or more data, may let the given one predict as well."

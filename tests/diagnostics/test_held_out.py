@@ -58,10 +58,10 @@ def test_draws_pulled_towards_the_mode_are_those_of_the_colder_temperature():
         assert row.error == pytest.approx(float(change.std()) / 30**0.5, rel=1e-9, abs=1e-12)
 
 
-def test_a_temperature_is_given_up_only_where_draws_are_worse_by_a_standard_error():
+def test_the_largest_temperature_that_predicts_as_well_as_the_mode_is_taken():
     row = held_out.HeldOutScore
     mode = row(0.0, -1.0, 0.0, 0.0)
-    rows = [row(1.0, -1.2, -0.2, 0.1), row(0.3, -1.05, -0.05, 0.06), row(0.1, -0.9, 0.1, 0.01)]
+    rows = [row(1.0, -1.2, -0.2, 0.1), row(0.3, -0.95, 0.05, 0.06), row(0.1, -0.9, 0.1, 0.01)]
     assert held_out.chosen([*rows, mode]).factor == 0.3
     assert held_out.chosen([rows[0], mode]).factor == 1.0  # nothing smaller was offered
 
@@ -90,24 +90,24 @@ def test_labels_cleaner_than_the_likelihood_says_make_it_colder():
 
 
 def test_targets_as_noisy_as_the_likelihood_says_keep_the_temperature():
-    """20 weights from 96 data with a variance of 4 where the likelihood says 1: draws are not worse than the mode."""
-    found, mode = suggested(2.0)
+    """20 weights from 96 data with a variance of 16 where the likelihood says 1: a draw costs .1 nats, its width gains 1."""
+    found, mode = suggested(4.0)
     assert found.temperature == pytest.approx(1 / N) and not torch.equal(found.params, mode)
-    assert found.scores[0].difference >= -found.scores[0].error and "keeps its temperature" in str(found)
+    assert found.scores[0].difference > 0 and "keeps its temperature" in str(found)
 
 
 def test_all_data_are_sampled_and_a_tenth_of_the_run_pays_for_the_advice():
     data, mode, _ = regression(1.0)
     starts = [mode + 0.1, mode - 0.1]
     found, _ = suggested(1.0, starts=starts, spent=100.0)
-    assert len(found.starts) == 3 and all(x is y for x, y in zip(found.starts[1:], starts))
+    assert len(found.starts) == 2 and all(x is y for x, y in zip(found.starts, starts)) and found.params is starts[0]
     assert found.passes <= 0.1 * QUICK["epochs"]
     size = found.best.batch_size
-    assert found.steps == int((400 - 100 - found.passes) * N / size / 3)
+    assert found.steps == int((400 - 100 - found.passes) * N / size / 2)
     batches = [data] if size == N else list(found.batches)
     assert sum(len(batch[1]) for batch in batches) == N  # held-out rows too
     full = next(row for row in found if row.order == "full")
-    assert full.batch_size == N and "shared by 3 chains" in str(found)
+    assert full.batch_size == N and "shared by 2 chains" in str(found)
 
 
 def test_modules_are_starts_and_predict():
@@ -123,7 +123,7 @@ def test_modules_are_starts_and_predict():
     )
     at_mode = log_prob(mode, tuple(t[rows] for t in data)).mean()
     assert found.scores[-1].score == pytest.approx(float(at_mode), rel=1e-5) and len(found.scores) == 6
-    assert torch.equal(found.starts[1]["weight"][0], mode)
+    assert torch.equal(found.params["weight"][0], mode)
 
 
 @pytest.mark.parametrize(
