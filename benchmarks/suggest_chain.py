@@ -17,10 +17,10 @@ Those who follow ``bc.suggest_chain`` have the gradients of one such ensemble an
 of the training rows (of a series, the latest), train one network without them under each of these priors, and go on with the
 prior whose network predicts them better. Then further networks on all training data under that prior, until there are
 ``NETWORKS`` in all; these are the starts, and they are the first members of the ensemble under that prior.
-``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS, spent=..., starts=..., held_out=..., log_prob=...)`` takes its tenth at most, and
-:func:`followed` does what its documentation says: one chain from each start, with the setting, temperature, steps, burn-in and
-thinning that it gives, and the draws of all chains together predict. What is compared is the negative log-likelihood of the
-averaged predictions on test data. A task is *worse* where the mean difference over the seeds is above two of its standard
+``bc.suggest_chain(..., epochs=MEMBERS * EPOCHS, spent=..., starts=..., held_out=..., log_prob=...)`` takes its tenth at most,
+and :func:`followed` does what its documentation says: one chain from each start, with the setting, temperature, steps, burn-in
+and thinning that it gives, and the draws of all chains together predict. What is compared is the negative log-likelihood of
+the averaged predictions on test data. A task is *worse* where the mean difference over the seeds is above two of its standard
 errors, *better* where it is below minus two.
 
 ``digits``, ``sunspots`` and ``cancer`` were looked at while this was written. ``diabetes``, ``wage`` and ``co2`` were not,
@@ -143,13 +143,12 @@ def task(name: str, seed: int) -> Task:
         import statsmodels.api as sm
 
         if name == "sunspots":
-            series = (
-                torch.tensor(sm.datasets.sunspots.load_pandas().data["SUNACTIVITY"].to_numpy(copy=True)).float().sqrt()
-            )
+            table = sm.datasets.sunspots.load_pandas().data
+            series = torch.tensor(table["SUNACTIVITY"].to_numpy(copy=True)).float().sqrt()
             x, y = windows(series, 11)
         else:
-            table = sm.datasets.co2.load_pandas().data["co2"].interpolate()
-            series = torch.tensor(table.to_numpy(copy=True)).float()[::4]
+            table = sm.datasets.co2.load_pandas().data
+            series = torch.tensor(table["co2"].interpolate().to_numpy(copy=True)).float()[::4]
             # what a month adds, whose seasons a year of the past tells
             x, y = windows(series.diff(), 12)
 

@@ -89,9 +89,9 @@ def test_labels_cleaner_than_the_likelihood_says_make_it_colder():
     assert max(group.temperature for group in response.groups) == pytest.approx(0.01 / N)
 
 
-def test_targets_as_noisy_as_the_likelihood_says_keep_the_temperature():
-    """20 weights from 96 data with a variance of 16 where the likelihood says 1: a draw costs .1 nats, its width gains 1."""
-    found, mode = suggested(4.0)
+def test_targets_far_noisier_than_the_likelihood_says_keep_the_temperature():
+    """20 weights from 96 data with a variance of 144 where the likelihood says 1: draws that are wider gain some nats."""
+    found, mode = suggested(12.0)
     assert found.temperature == pytest.approx(1 / N) and not torch.equal(found.params, mode)
     assert found.scores[0].difference > 0 and "keeps its temperature" in str(found)
 
