@@ -55,6 +55,7 @@ def posterior_ensemble(
     progress: bool = True,
     method: Method = "sghmc",
     mesh: Any = None,
+    capture: bool = False,
 ) -> Ensemble:
     """From a module to networks that know what they do not know, in one call.
 
@@ -93,6 +94,8 @@ def posterior_ensemble(
             the whole ensemble. Members are those of one process to the rounding of their matrix products, and bit for bit where
             ``vmap`` refuses the network. With ``path=`` the first rank writes, and any number of ranks goes on. Default: one
             process; under ``torchrun`` each rank then makes a call of its own, with a folder of its own under ``path``.
+        capture: compile the step of every run of 5,000 steps and more (:func:`bayesopt_chain.capture`), in one process. Members
+            are the same to rounding. Default False: on a CPU a program takes some 20 to 30 seconds to compile.
 
     Returns:
         :class:`Ensemble`, with ``predict``, ``report``, ``more``, ``save``, ``open``, ``draws`` and ``to_arviz``.
@@ -131,7 +134,12 @@ def posterior_ensemble(
         whole = isinstance(number, int) and not isinstance(number, bool)
         if number is not None and not (whole and least <= number <= MOST):
             raise ValueError(f"{who}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
-    kinds.require(who.strip(": "), path=(path, kinds.FOLDER.or_none()), progress=(progress, kinds.BOOL))
+    kinds.require(
+        who.strip(": "),
+        path=(path, kinds.FOLDER.or_none()),
+        progress=(progress, kinds.BOOL),
+        capture=(capture, kinds.BOOL),
+    )
     if lr is not None:
         checks.positive(f"{who}lr", lr)
     searched = prior_precision == "held out" or (prior_precision is None and method == "sghmc")
@@ -181,6 +189,7 @@ def posterior_ensemble(
         "method": method,
         "searched": searched,
         "lr": lr,
+        "capture": capture,
         "data": checksum((held.inputs, held.targets)),
         "starts": checksum(networks.params),
         "frozen": checksum(networks.frozen()),
@@ -193,7 +202,9 @@ def posterior_ensemble(
         path = Path(path) / f"rank-{world().rank:05d}-of-{world().size:05d}"
     stages = Stages(path, about, mesh)
     bar = Progress(foreseen, progress and is_first(mesh))
-    problem = Problem(held, trained, networks, members, size, precision, folds, seed, bar, mesh=mesh).vmappable()
+    problem = Problem(
+        held, trained, networks, members, size, precision, folds, seed, bar, mesh=mesh, captured=capture
+    ).vmappable()
     try:
         found = stages.once("rate", lambda: rate(problem, lr, steps))
         plan = Plan(

@@ -26,6 +26,7 @@ from bayesopt_chain.ensemble.members import Members
 from bayesopt_chain.ensemble.progress import Progress
 from bayesopt_chain.ensemble.ranks import of_all_members, rows_of
 from bayesopt_chain.likelihoods import Likelihood
+from bayesopt_chain.loop.capture import capture
 from bayesopt_chain.loop.module_state import ModuleState, buffers_of
 from bayesopt_chain.loop.parallel import Parallel, parallel
 from bayesopt_chain.loop.step import make_step
@@ -35,6 +36,7 @@ from bayesopt_chain.runs.sample import sample
 
 Tensors = dict[str, Tensor]
 FEW = 1100  # data of which chains at a temperature take all in every step
+CAPTURED = 5000  # steps of a run from which its capture has paid for itself
 FORWARDS = 2**24  # numbers of inputs and parameters that one batched forward may hold
 
 
@@ -78,6 +80,7 @@ class Problem:
         progress: the bar.
         loop: whether ``vmap`` refuses the network, so that members run one after the other.
         mesh: the ranks that share out the members; ``None`` for one process.
+        captured: whether long runs in one process are captured.
     """
 
     data: Data
@@ -91,6 +94,7 @@ class Problem:
     progress: Progress
     loop: bool = False
     mesh: Any = None
+    captured: bool = False
 
     def data_of(self, held_out: bool) -> int:
         """How many data a member sees."""
@@ -175,14 +179,20 @@ class Problem:
             params, buffers = rows_of(params, mine), rows_of(buffers, mine)
             chains.rows = None if axis is None else mine  # the batches are those of all members
         state = started(chains, tx, params, buffers, 7919 * self.seed + seed)
-        if path is None:
-            return self._sampled(chains, params, state, data, steps, burn_in, thinning, None)
-        path.mkdir(parents=True, exist_ok=True)
-        return self._sampled(chains, params, state, data, steps, burn_in, thinning, path)
+        step: Any = chains
+        if self.captured and steps >= CAPTURED and not self.loop and mesh is None:
+            step = capture(chains, params, state, data if isinstance(data, tuple) else data.batch(0, 0))
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+        drawn = self._sampled(step, params, state, data, steps, burn_in, thinning, path, count)
+        drawn = drawn if mesh is None else of_all_members(drawn, mesh)
+        if "interrupted" in drawn.why:
+            raise KeyboardInterrupt(f"posterior_ensemble: {drawn.why}; call again with the same path= to go on")
+        return drawn
 
     def _sampled(
         self,
-        chains: Parallel,
+        step: Any,
         params: Any,
         state: Any,
         data: Any,
@@ -190,11 +200,12 @@ class Problem:
         burn_in: int,
         thinning: int,
         path: Any,
+        count: int,
     ) -> Draws:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*diverged")  # the stage looks and says so itself
             drawn = sample(
-                chains,
+                step,
                 params,
                 state,
                 data,
@@ -203,11 +214,8 @@ class Problem:
                 thinning=thinning,
                 path=path,
                 callbacks=(self.progress,),
+                chains=None if isinstance(step, Parallel) else count,
             )
-        if chains.mesh is not None:
-            drawn = of_all_members(drawn, chains.mesh)
-        if "interrupted" in drawn.why:
-            raise KeyboardInterrupt(f"posterior_ensemble: {drawn.why}; call again with the same path= to go on")
         return drawn
 
     def vmappable(self) -> Problem:

@@ -43,11 +43,11 @@ def call(module=Normed, mesh=None, **changes):
 
 
 def result(e):
-    """What a call comes to: predictions, every level's draws and losses, weights, and what the report counts."""
+    """What a call comes to: predictions, outputs of every draw, draws and losses, weights, and what the report counts."""
     p = e.predict(data()[0])
     levels = [level.saved() for level in e.levels]
     made = {"mean": p.mean, "log_prob": p.log_prob(data()[1]), "levels": levels, "weights": e.weights}
-    return {**made, "passes": e.report.passes}
+    return {**made, "outputs": e._outputs(data()[0]), "passes": e.report.passes}
 
 
 def mesh_of_all():

@@ -130,3 +130,35 @@ def test_other_methods_go_on_from_their_stages(tmp_path, method):
     for file in sorted(tmp_path.glob("*.pt"))[-1:]:
         file.unlink()  # as if the last stage had not been done
     assert torch.equal(call(tmp_path, method=method).predict(data()[0]).mean, first.predict(data()[0]).mean)
+
+
+@pytest.mark.slow
+def test_captured_runs_are_those_of_the_steps_as_they_are_and_go_on_bit_for_bit(tmp_path, monkeypatch):
+    """The runs of 20 steps and more: the pilots, in minibatches with BatchNorm and dropout, and the chains, on all data."""
+    from bayesopt_chain.ensemble import problem, progress
+
+    monkeypatch.setattr(problem, "CAPTURED", 20)
+    made = []
+
+    def watched(*arguments):
+        made.append(capture(*arguments))
+        return made[-1]
+
+    capture = problem.capture
+    monkeypatch.setattr(problem, "capture", watched)
+    plain, captured = call(), call(capture=True)
+    assert (
+        len(made) == len([level for level in captured.levels]) * 2 - 1
+    )  # pilots, then the levels of pilots and of modes
+    for a, b in zip(plain.levels, captured.levels):
+        torch.testing.assert_close(a.params, b.params, rtol=1e-3, atol=1e-4)
+
+    def dies(self, it):
+        if it.step == 10:
+            raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr(progress.Progress, "__call__", dies)
+        with pytest.raises(Killed):
+            call(tmp_path, capture=True)
+    assert torch.equal(call(tmp_path, capture=True).predict(data()[0]).mean, captured.predict(data()[0]).mean)
