@@ -79,6 +79,15 @@ class SGD(Sampling, torch.optim.SGD):
         >>> optimizer.step()
         >>> sorted(name for name, x in optimizer.state[model.weight].items() if torch.is_tensor(x))
         ['momentum_buffer', 'noise']
+
+        One that leaves room for the noise of its batches:
+
+        >>> loss = lambda w, batch: (w["w"] - batch).square().mean() / 2
+        >>> data, w = bc.epochs(torch.linspace(-3**0.5, 3**0.5, 1000), 20), torch.zeros((), requires_grad=True)
+        >>> noise = bc.diagnostics.gradient_noise(loss, {"w": w.detach()}, data)
+        >>> tx = bc.sgd(0.001, momentum=0.9, temperature=1e-3)
+        >>> report = bc.diagnostics.heating(tx, noise, curvature=torch.ones(1, 1), again=noise)
+        >>> optimizer = bc.optim.SGD([("w", w)], 0.001, momentum=0.9, temperature=1e-3, room_for=report)
     """
 
     timeless = True
