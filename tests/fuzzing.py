@@ -26,6 +26,7 @@ import os
 import signal
 import tempfile
 import traceback
+import typing
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ from torchopt.base import GradientTransformation
 import bayesopt_chain as bc
 from bayesopt_chain import ensemble, fitting
 from bayesopt_chain.loop.capture.build import Captured
+from bayesopt_chain.optim.step import ModelStep
 from bayesopt_chain.runs.collect import Collector
 
 HOME = str(Path(bc.__file__).parent)
@@ -95,6 +97,9 @@ RETURNED = {  # what the calls return, whose methods have rows of their own
     "Parallel": type(bc.parallel(bc.make_step(lambda p, b: p.sum(), bc.sgd(0.1)), 2)),
     "Epochs": type(bc.epochs(torch.zeros(2, 1), 1)),
     "Collector": Collector,
+    "optim.IVON": bc.optim.IVON,
+    "optim.ModelStep": ModelStep,
+    "optim.Optimizer": bc.optim.Optimizer,
     "optim.SGHMC": bc.optim.SGHMC,
     "Captured": Captured,
 }
@@ -179,6 +184,30 @@ def run():
 
 def optimizer(model=NORMED):
     return bc.optim.SGHMC(model.parameters(), lr=0.1, temperature=0.1)
+
+
+def of_chains():
+    """An optimizer of chains."""
+    return bc.optim.Optimizer(NORMED.parameters(), lambda group: bc.sghmc(0.1, temperature=0.1))
+
+
+def ivon():
+    """An optimizer that carries a posterior."""
+    return bc.optim.IVON(NORMED.parameters(), lr=0.1, temperature=0.1)
+
+
+def drawn():
+    """The same behind the gradients at a draw."""
+    made = ivon()
+    with made.sampled():
+        NORMED(DATA).square().mean().backward()
+    return made
+
+
+def model_step():
+    """A step of a module and its optimizer."""
+    model = copy.deepcopy(MODEL)
+    return bc.optim.as_step(model, optimizer(model), lambda m, x: m(x).square().mean())
 
 
 def moved(name, **given):
@@ -686,6 +715,31 @@ CALLS = {
     ),
     "optim.SGHMC.step": (lambda **k: optimizer().step(**k), lambda: {"closure": None}),
     "optim.SGHMC.watch": (lambda **k: optimizer().watch(**k), lambda: {"every": 3, "first": True}),
+    "optim.ModelStep.__call__": (
+        lambda **k: model_step()(**k),
+        lambda: {"params": model_step().params, "state": model_step().state, "batch": torch.ones(2, 3)},
+    ),
+    "optim.Optimizer.load_state_dict": (
+        lambda **k: of_chains().load_state_dict(**k), lambda: {"state_dict": of_chains().state_dict()}
+    ),
+    "optim.Optimizer.step": (lambda **k: of_chains().step(**k), lambda: {"closure": None}),
+    "optim.Optimizer.add_param_group": (
+        lambda **k: of_chains().add_param_group(**k),
+        lambda: {"param_group": {"params": [torch.nn.Parameter(torch.ones(3))]}},
+    ),
+    "SGD.add_param_group": (
+        lambda **k: bc.SGD(list(NORMED.parameters()), lr=0.1).add_param_group(**k),
+        lambda: {"params": [torch.nn.Parameter(torch.ones(3))]},
+    ),
+    "optim.IVON.step": (lambda **k: drawn().step(**k), lambda: {"closure": None}),
+    "optim.IVON.sampled": (lambda **k: ivon().sampled(**k) and None, lambda: {"draw": 0}),
+    "optim.IVON.load_state_dict": (
+        lambda **k: ivon().load_state_dict(**k), lambda: {"state_dict": ivon().state_dict()}
+    ),
+    "optim.IVON.add_param_group": (
+        lambda **k: ivon().add_param_group(**k),
+        lambda: {"param_group": {"params": [torch.nn.Parameter(torch.ones(3))]}},
+    ),
     "optim.SGHMC.add_param_group": (
         lambda **k: optimizer().add_param_group(**k),
         lambda: {"param_group": {"params": [torch.nn.Parameter(torch.ones(3))]}},
@@ -923,8 +977,29 @@ def missing():
             known = f"{prefix}{name}" in {*rows(), *HOLDERS, "adadelta"}  # the last has no temperature above 0
             if callable(getattr(space, name)) and not known:
                 found.append(f"{prefix}{name}")
-    for name, of in RETURNED.items():
-        found += [row for method in methods(of) if (row := f"{name}.{method}") not in {*rows(), *INTERNAL}]
+    named = [(f"{name}.{method}", code(of, method)) for name, of in returned().items() for method in methods(of)]
+    told = {of for row, of in named if row in {*rows(), *INTERNAL}}  # a method that several classes inherit is one
+    return found + [row for row, of in named if of not in told]
+
+
+def code(of, method):
+    """The code of a method, which classes that inherit it share."""
+    function = inspect.getattr_static(of, method)
+    return getattr(function, "__func__", function).__code__
+
+
+def returned():
+    """Every class of this library that the functions of the four namespaces say they return, or that stands there itself."""
+    found = dict(RETURNED)
+    for prefix, space in {"": bc, "optim.": bc.optim, "vi.": bc.vi, "diagnostics.": bc.diagnostics}.items():
+        for name in space.__all__:
+            kind = getattr(space, name)
+            if not inspect.isclass(kind):
+                with contextlib.suppress(Exception):  # hints that only a type checker can read
+                    kind = inspect.isfunction(kind) and typing.get_type_hints(kind).get("return")
+            for of in (kind, *typing.get_args(kind)):
+                if inspect.isclass(of) and of.__module__.startswith("bayesopt_chain") and of not in found.values():
+                    found[f"{prefix}{of.__name__}"] = of
     return found
 
 

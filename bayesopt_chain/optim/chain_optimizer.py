@@ -164,8 +164,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             state_dict: of :meth:`state_dict`.
 
         Raises:
+            TypeError: what is no state dict of an optimizer.
             ValueError: its chain states have other shapes, as those of another chain or of other parameters.
         """
+        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
         if len(states) == len(self._chains):

@@ -267,7 +267,11 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
         Args:
             state_dict: from ``state_dict()``.
+
+        Raises:
+            TypeError: what is no state dict of an optimizer.
         """
+        _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         super().load_state_dict(state_dict)
         self._has_draw = False
         self._compare_anew()

@@ -8,7 +8,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,7 +105,11 @@ class ModelStep:
     @torch.no_grad()
     def _load(self, params: Any, state: Any) -> None:
         """Make model, optimizer and scheduler what ``params`` and ``state`` say, unless they are."""
+        if not isinstance(state, Mapping) or not {"optimizer", "buffers", "step"} <= {*state}:
+            raise TypeError(f"as_step: state must be what step.state or a step gave, got {checks.short(state)}")
         if params is not self.params:
+            if not isinstance(params, Mapping):
+                raise TypeError(f"as_step: params must be tensors by name, as step.params, got {checks.short(params)}")
             if set(params) != set(self._named):
                 raise ValueError(
                     f"as_step: params are {sorted(params)}, the model's parameters are {sorted(self._named)}"
