@@ -6,7 +6,7 @@ replay. New parameters and states are copied into the static buffers at the end 
 
 * on a CUDA device the step is recorded as a CUDA graph;
 * on a CPU the graph of one step is compiled by inductor, which fuses update and copy into the kernels of the step, draws
-  into buffers of its own, and is called once for each of several steps; 64 chains or more of small matrices run in lanes and
+  into buffers of its own, and is called once for each of several steps; 256 chains or more of small matrices run in lanes and
   blocks (:mod:`bayesopt_chain.loop.capture.lanes`);
 * where no C++ compiler is found the operations of that graph run one after the other, said once.
 """

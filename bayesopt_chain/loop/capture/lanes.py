@@ -26,7 +26,10 @@ from bayesopt_chain.loop.capture.replays import Compiled
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.parallel import Parallel
 
-FEWEST = 64  # chains below which lanes are mostly empty
+FEWEST = (
+    256  # chains below which copying them in and out costs more than lanes save: with 64 a step took 1.1 times as long
+)
+_LEAST = 64  # chains of a block, so that few lanes are empty
 _CACHE = 1 << 20  # bytes of a block for each thread: what it reads and writes stays in a core's second-level cache
 _OPTIONS = {"realize_opcount_threshold": 8}  # what a gradient reads again is not computed again
 
@@ -152,6 +155,6 @@ def _of_block(x: Tensor, n: int) -> Tensor:
 
 def _block(chains: int, each: int) -> int:
     """The number of chains of a block, by the bytes of each: whole vectors, and blocks of nearly one size."""
-    most = max(FEWEST, torch.get_num_threads() * _CACHE // each)
+    most = max(_LEAST, torch.get_num_threads() * _CACHE // each)
     size = -(-chains // -(-chains // most))
     return min(chains, -(-size // 16) * 16)

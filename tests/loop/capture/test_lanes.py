@@ -52,6 +52,12 @@ def close(mine: Any, other: Any):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
+@pytest.fixture(autouse=True)
+def few_chains(monkeypatch):
+    """Lanes for fewer chains than they pay for."""
+    monkeypatch.setattr(lanes, "FEWEST", 64)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 64 chains, whatever they take."""
