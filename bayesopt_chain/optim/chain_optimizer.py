@@ -167,6 +167,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             TypeError: what is no state dict of an optimizer.
             ValueError: its chain states have other shapes, as those of another chain or of other parameters.
         """
+        # a full state dict of torch.distributed.checkpoint has no "state" where it would be empty
+        state_dict = {"state": {}, **state_dict} if isinstance(state_dict, dict) else state_dict
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         states = [group.pop("chain_state", None) for group in saved]
@@ -174,8 +176,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             for built, state in zip(self._chains, states):
                 built.accepts(state)
         mine = [{k: v for k, v in group.items() if torch.is_tensor(v)} for group in self.param_groups]
-        # a full state dict of torch.distributed.checkpoint has no "state" where it would be empty
-        super().load_state_dict({"state": {}, **state_dict, "param_groups": saved})
+        super().load_state_dict({**state_dict, "param_groups": saved})
         self._show_a_state()
         for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
             for (
