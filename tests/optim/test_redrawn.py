@@ -1,6 +1,7 @@
 """``keep_draws=False``: the last draw is made again, and nothing else changes."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -135,3 +136,13 @@ def test_torchs_generator_cannot_draw_again_in_pieces_and_is_refused():
     with pytest.raises(ValueError, match='on a CPU asks for stream="philox"'):
         steps(optimizer, params, 1)
     assert all(torch.equal(a, b) for a, b in zip(params, leaves()))
+
+
+def test_the_benchmark_counts_one_number_a_parameter_for_two_and_the_page_has_its_ratios():
+    from benchmarks.redrawn import RESULTS, compared
+
+    row = compared(1_000, turns=3)
+    assert (row["numbers kept"], row["numbers made again"]) == (2.0, 1.0)
+    ratios = [row["ratio"] for row in json.loads(RESULTS.read_text())["rows"].values()]
+    page = (RESULTS.parents[2] / "docs" / "howto" / "sharded.md").read_text()
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as long (`python -m benchmarks.redrawn`)" in page
