@@ -29,6 +29,7 @@ from bayesopt_chain.runs.describe import describe
 Method = Literal["sghmc", "ensemble", "swag", "laplace", "ivon"]
 LEAST_SCORED = 4  # data of a fold
 MOST = 2**53  # of whole numbers
+MOST_PRECISE = 1e12  # of priors
 METHODS: dict[str, Callable[[Plan], Ensemble]] = {
     "sghmc": sghmc,
     "ensemble": ensemble,
@@ -131,8 +132,8 @@ def posterior_ensemble(
         ("batch_size", batch_size, 1),
         ("seed", seed, 0),
     ):
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if number is not None and not (whole and least <= number <= MOST):
+        fits = isinstance(number, int) and not isinstance(number, bool) and least <= number <= MOST
+        if not fits and not (number is None and name in ("steps", "batch_size")):
             raise ValueError(f"{who}{name}={number!r:.40}: pass a whole number from {least} to 2**53")
     kinds.require(
         who.strip(": "),
@@ -142,15 +143,21 @@ def posterior_ensemble(
     )
     if lr is not None:
         checks.positive(f"{who}lr", lr)
-    searched = prior_precision == "held out" or (prior_precision is None and method == "sghmc")
+    given = prior_precision if isinstance(prior_precision, str) else ""
+    searched = given == "held out" or (prior_precision is None and method == "sghmc")
     if searched and method == "ivon":
         raise ValueError(
             f"{who}prior_precision='held out' is not for method='ivon', whose prior is in its rule: pass a number"
         )
     if isinstance(prior_precision, str) and not searched:
         raise ValueError(f"{who}prior_precision={prior_precision!r}: pass a positive number, 'held out', or nothing")
-    if prior_precision is not None and not searched:
+    if not isinstance(prior_precision, str) and prior_precision is not None:
         checks.positive(f"{who}prior_precision", prior_precision)
+        if prior_precision > MOST_PRECISE:
+            raise ValueError(
+                f"{who}prior_precision={prior_precision!r}: weights with a standard deviation below 1e-6 cannot be "
+                "sampled: pass a smaller one"
+            )
     if not (isinstance(held_out, (int, float)) and 0 < held_out <= 0.4):
         raise ValueError(f"{who}held_out={held_out!r}: pass the share of a fold, above 0 and at most 0.4")
     levels = _levels(temperatures)
@@ -226,7 +233,7 @@ def posterior_ensemble(
 def _levels(temperatures: Any) -> list[float]:
     try:
         levels = [-1.0] if isinstance(temperatures, str) else [float(t) for t in temperatures]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor without values
         levels = [-1.0]
     if any(not 0 < t < float("inf") for t in levels) or levels != sorted(set(levels)):
         raise ValueError(

@@ -89,7 +89,7 @@ def require_inputs(who: str, inputs: Any) -> None:
         if x.layout != torch.strided:
             raise ValueError(f"{who}: inputs are {x.layout}: pass dense tensors (x.to_dense())")
         if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise ValueError(f"{who}: inputs hold NaN or infinity: fill in what is missing first")
+            raise ValueError(f"{who}: the inputs of data hold NaN or infinity: fill in what is missing first")
 
 
 def _of_epochs(data: Epochs) -> Any:

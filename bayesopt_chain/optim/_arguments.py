@@ -71,6 +71,10 @@ _KINDS = {
     "alpha": Kind(
         lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
+    # an average whose weights leave [0, 1] may be negative, and has no root
+    "RMSprop.alpha": Kind(
+        lambda x: _is_real(x) and 0.0 <= _value(x) <= 1.0, "a number from 0 to 1", (int, float, Tensor)
+    ),
     "freeze_after": kinds.WHOLE.or_none(),
     "steps_per_epoch": kinds.WHOLE.or_none(),
     "max_eval": kinds.WHOLE.or_none(),

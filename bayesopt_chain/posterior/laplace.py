@@ -311,7 +311,12 @@ def posterior_of(
     mean = optree.tree_map(torch.Tensor.detach, params)
     # Kronecker factors can no longer be added to once they are decomposed, so that they are kept beside.
     grows = isinstance(precision, (Kronecker, LayersOnRanks))
-    return Gaussian(mean, precision, precision if grows else ()).factorised()
+    try:
+        return Gaussian(mean, precision, precision if grows else ()).factorised()
+    except ValueError as err:
+        if isinstance(likelihood_scale, (int, float)) and likelihood_scale == 1:
+            raise
+        raise ValueError(f"laplace: with likelihood_scale={checks.short(likelihood_scale)}: {err}") from err
 
 
 def with_prior(data: Any, prior: Gaussian) -> Any:

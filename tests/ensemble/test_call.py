@@ -375,7 +375,7 @@ def test_a_loaders_sampler_says_which_data_there_are():
 
 def test_inputs_that_would_give_predictions_that_are_nothing_are_refused(fitted):
     x = inputs()
-    with pytest.raises(ValueError, match="predict: inputs hold NaN"):
+    with pytest.raises(ValueError, match="predict: the inputs of data hold NaN"):
         fitted.predict(torch.cat([x[:3], torch.full((1, 2), float("nan"))]))
     with pytest.raises(ValueError, match="to_dense"):
         bc.posterior_ensemble(maker(), (x.to_sparse(), x[:, :1]), bc.likelihoods.gaussian(), **SMALL)
