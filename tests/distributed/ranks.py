@@ -5,8 +5,12 @@ import datetime
 import functools
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,3 +105,13 @@ def message_of(function, *args):
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as err:
         return f"{type(err).__name__}: {err}"
     return None
+
+
+def launched(script: Path, folder: Path) -> list[Any]:
+    """What a script saved as ``folder / "RANK.pt"`` on each of two ranks under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]

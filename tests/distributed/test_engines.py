@@ -1,8 +1,5 @@
 """FSDP1, ZeroRedundancyOptimizer, pipeline stages, DistributedDataParallel and chains under torchrun: right, or refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,22 +7,15 @@ import torch
 
 import bayesopt_chain as bc
 from tests.distributed.engines import LINKS, data, ivon, network, noise_under, sghmc, train, weights, with_a_link
+from tests.distributed.ranks import launched
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """What every case of ``engines.py`` gave on both ranks, of one launch."""
-    folder = tmp_path_factory.mktemp("engines")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    script = Path(__file__).with_name("engines.py")
-    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    ranks = launched(Path(__file__).with_name("engines.py"), tmp_path_factory.mktemp("engines"))
     return {name: [mine[name] for mine in ranks] for name in ranks[0]}
 
 

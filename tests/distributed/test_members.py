@@ -1,17 +1,14 @@
 """The one call with its members over ranks: the same members and predictions as in one process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed import members
+from tests.distributed.ranks import launched as under_torchrun
 from tests.distributed.ranks import run
 
-ROOT = Path(__file__).parents[2]
 CLOSE = {
     "rtol": 1e-4,
     "atol": 1e-5,
@@ -81,14 +78,7 @@ def test_all_ranks_say_that_training_diverges(tmp_path):
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """What every case of ``members.py`` gave on both ranks, of one launch."""
-    folder = tmp_path_factory.mktemp("members")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    script = Path(members.__file__)
-    done = subprocess.run([*command, script, folder], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return under_torchrun(Path(members.__file__), tmp_path_factory.mktemp("members"))
 
 
 @pytest.mark.slow
