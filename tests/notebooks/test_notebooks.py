@@ -27,13 +27,14 @@ ALLOWED = {
     "bayesopt_chain",
     "benchmarks",
     "botorch",
+    "numpy",
     "pathlib",
     "posteriors",
     "pyro",
     "time",
 }
 # Notebooks that show the records of long experiments; every other one spells out its methods with the public names alone.
-OF_RECORDS = {"a_network_one_trusts", "imdb", "continual_lora", "bayesian_llama"}
+OF_RECORDS = {"continual_lora", "bayesian_llama"}
 
 
 def read(name):
