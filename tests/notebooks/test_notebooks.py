@@ -29,12 +29,15 @@ ALLOWED = {
     "botorch",
     "numpy",
     "pathlib",
+    "peft",
+    "tokenizers",
+    "transformers",
     "posteriors",
     "pyro",
     "time",
 }
 # Notebooks that show the records of long experiments; every other one spells out its methods with the public names alone.
-OF_RECORDS = {"continual_lora", "bayesian_llama"}
+OF_RECORDS = {"bayesian_llama"}
 
 
 def read(name):
