@@ -222,15 +222,15 @@ class Update:
         states = [self.part(k, present) if some else self.entries[k] for k in run]
         g = [self.g[j] for j in present]
         new, after = link.update(g, states[0] if alone else states, self.op, self.at(i, present))
-        if learns and any(x.noise_input.entry_link == i and x.noise for x in self.noises):
-            raise ValueError(
-                f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
-            )
         for k, entry in zip(run, [after] if alone else after):
             self.entries[k] = self.whole(k, present, entry) if some else entry
         for j, y in zip(present, new):
             self.g[j] = y
         for x in self.noises:  # of noise that has entered, only what the velocity has to keep is left in ``x.noise``
+            if learns and x.noise_input.entry_link == i and x.noise:
+                raise ValueError(
+                    f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
+                )
             if x.noise_input.deferred_gain and x.noise_input.transfer.pole_link == i:
                 waits, at = [e * x.noise_input.deferred_gain for e in x.noise], self.positions(i, x.leaves)
                 self.entries[i] = self.plan.links[i].carrying(self.entries[i], at, waits, self.op)

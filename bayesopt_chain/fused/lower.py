@@ -53,15 +53,19 @@ class MomentumThenScale(Link):
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
-    ) -> tuple[Leaves, Any]:
-        """The run; with parameters ``onto`` that it :meth:`takes`, their sums with the updates."""
+    ) -> tuple[Leaves, Any] | None:
+        """The run; with parameters ``onto`` their sums with the updates, or ``None`` where the kernel cannot take them."""
         first: TraceState = states[0]
-        mu, factor = self.momentum, self.factor
-        if onto or (are_small(g) and is_plain(g[0]) and self.takes((), g, states)):
-            u, v = _results(op, g, first.trace)
-            lists, base, kernel = (g, first.trace, u, v), onto and pointers(onto), _kernel()
-            kernel(g[0].dtype, tuple(map(Tensor.numel, g)), *map(pointers, lists), factor, mu, onto=base)
-            return u, (first._replace(trace=tuple(v)), states[1])
+        mu, factor, kernel = self.momentum, self.factor, sweep_kernel()
+        if kernel and (onto or are_small(g)) and is_plain(g[0]) and all(map(_alike, g, first.trace)):
+            sizes = tuple(map(Tensor.numel, g))
+            if _are_plain((g, first.trace, onto or ()), sizes, g[0].dtype):
+                u, v = _results(op, g, first.trace)
+                lists, base = (g, first.trace, u, v), onto and pointers(onto)
+                kernel(g[0].dtype, sizes, *map(pointers, lists), factor, mu, onto=base)
+                return u, (first._replace(trace=tuple(v)), states[1])
+        if onto:
+            return None
         if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
@@ -69,17 +73,6 @@ class MomentumThenScale(Link):
             return g, states
         v = op.average(first.trace, mu, g)
         return op.mul(op.put(g, v), factor), (first._replace(trace=tuple(v)), states[1])
-
-    def takes(self, p: Sequence[Tensor], g: Sequence[Tensor], states: Any) -> bool:
-        """Whether the kernel may run over parameters (none: over updates alone), gradients and velocities, which nothing
-        traces."""
-        kept = states[0].trace
-        sizes = tuple(map(Tensor.numel, g))
-        return _kernel() is not None and all(map(_alike, g, kept)) and _are_plain((g, kept, p), sizes, g[0].dtype)
-
-
-def _kernel() -> Any:
-    return sweep_kernel()
 
 
 def _alike(x: Tensor, t: Tensor) -> bool:
@@ -89,18 +82,15 @@ def _alike(x: Tensor, t: Tensor) -> bool:
 def _are_plain(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     """Whether a kernel may run over the memory of these lists of tensors: on a CPU, dense, of one dtype, of these sizes, and
     without gradients of their own. Whether they are traced has to be asked before."""
-    return dtype in _ONE and all(
-        [
-            type(x) in _KINDS
-            and x.dtype is dtype
-            and x.is_cpu
-            and x.numel() == n
-            and x.is_contiguous()
-            and not x.requires_grad
-            for xs in lists
-            for x, n in zip(xs, sizes)
-        ]
-    )
+    if dtype not in _ONE:
+        return False
+    for tensors in lists:
+        for x, n in zip(tensors, sizes):
+            if type(x) not in _KINDS or x.dtype is not dtype or x.numel() != n or x.requires_grad:
+                return False
+            if not (x.is_cpu and x.is_contiguous()):
+                return False
+    return True
 
 
 def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, Sequence[Tensor]]:
@@ -152,40 +142,25 @@ class Noisy(Link):
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
-    ) -> tuple[Leaves, Any]:
-        """The run; with parameters ``onto`` that it :meth:`takes`, their sums with the updates."""
+    ) -> tuple[Leaves, Any] | None:
+        """The run; with parameters ``onto`` their sums with the updates, or ``None`` where the kernel cannot take them."""
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
         plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.step) and noise.key.is_cpu
-        if onto or (plain and _are_plain((g, kept), self.sizes, self.dtype)):
-            u, kept = self._at_once(g, kept, noise, op, onto)
+        if plain and sweep_kernel() and _are_plain((g, kept, onto or ()), self.sizes, self.dtype):
+            drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
+            if self.momentum is None:  # it remembers the draw, and scales it as its links do
+                drawn = ((span, e.mul_(self.level)) for span, e in drawn)
+            u, after = _results(op, g, kept)
+            self.sweep(drawn, g, kept, u, after, onto)
+        elif onto:
+            return None
         else:
-            u, kept = self._by_links(g, kept, noise, op)
+            u, after = self._by_links(g, kept, noise, op)
         count = op.next_count(noise.step)
         if self.momentum is None:
-            return u, (noise._replace(step=count, memory=kept), states[1])
-        return u, (states[0]._replace(trace=kept), states[1], noise._replace(step=count))
-
-    def takes(self, p: Sequence[Tensor], g: Sequence[Tensor], states: Any) -> bool:
-        """Whether noise can be drawn at once for these parameters, gradients and what is kept, which nothing traces."""
-        noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
-        kept = noise.memory if self.momentum is None else states[0].trace
-        plain = self.noise.noise == "gaussian" and noise.key.is_cpu
-        return plain and _are_plain((g, kept, p), self.sizes, self.dtype)
-
-    def _at_once(
-        self, g: Leaves, kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps, onto: Leaves | None
-    ) -> tuple[Leaves, tuple[Tensor, ...]]:
-        """Span by span the draw, and one pass for the rest while it is in cache."""
-        drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
-        if self.momentum is None:  # it remembers the draw, and scales it as its links do
-            drawn = ((span, e.mul_(self.level)) for span, e in drawn)
-        if sweep_kernel() is None:
-            flat = torch.cat([e.clone() for _, e in drawn])
-            return self._moved(g, kept, [x.view(shape) for x, shape in zip(flat.split(self.sizes), self.shapes)], op)
-        u, t = _results(op, g, kept)
-        self.sweep(drawn, g, kept, u, t, onto)
-        return u, tuple(t)
+            return u, (noise._replace(step=count, memory=tuple(after)), states[1])
+        return u, (states[0]._replace(trace=tuple(after)), states[1], noise._replace(step=count))
 
     def sweep(
         self,
@@ -215,7 +190,7 @@ class Noisy(Link):
 
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
-    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+    ) -> tuple[list[Any], list[Tensor]]:
         """The run by tensor operations, for whatever tensors. A leaf without a gradient keeps its state."""
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
@@ -226,20 +201,20 @@ class Noisy(Link):
         moved, after = list(g), list(kept)
         for k, x, y in zip(live, u, t):
             moved[k], after[k] = x, y
-        return moved, tuple(after)
+        return moved, after
 
-    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, tuple[Tensor, ...]]:
+    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, Leaves]:
         """The operations of the run on leaves that all have gradients, given the noise ``e``: updates, and what is kept."""
         if self.momentum is None:
             y = [x + m[0] for x, m in zip(e, kept)]
             after = op.put(kept, [x.unsqueeze(0) for x in e])
-            return op.mul(op.add(g, y), self.factor), tuple(after)
+            return op.mul(op.add(g, y), self.factor), after
         g = op.add(g, e)
         v = op.average(kept, self.momentum, g)
         u = op.mul(op.put(g, v), self.factor)
         if self.deferred_gain:
             v = op.add(v, [x * self.deferred_gain for x in e])
-        return u, tuple(v)
+        return u, v
 
 
 def lower(links: Sequence[Link], plan: Any) -> dict[int, tuple[tuple[int, ...], Link]]:
@@ -268,7 +243,7 @@ def moved(chain: Chain, params: Any, grads: Any, state: Any) -> tuple[Any, State
     """
     plan = chain.plan(state)
     [(places, run), *more] = plan.stages or [((0,), chain)]
-    if more or plan.drawn or not isinstance(run, MomentumThenScale | Noisy) or not is_plain() or _kernel() is None:
+    if more or plan.drawn or not isinstance(run, MomentumThenScale | Noisy) or not is_plain():
         return None
     p: Any
     p, spec = optree.tree_flatten(params, none_is_leaf=True)
@@ -284,9 +259,9 @@ def moved(chain: Chain, params: Any, grads: Any, state: Any) -> tuple[Any, State
             return None
     g = [x if x.is_contiguous() else x.contiguous() for x in g]
     states = [state[k] for k in places]
-    if not run.takes(p, g, states):
+    if (done := run.update(g, states, PURE, None, p)) is None:
         return None
-    new, entries = run.update(g, states, PURE, None, p)
+    new, entries = done
     # a key of its own: whoever overwrites one state must not change the other
     entries = [x._replace(key=x.key.clone()) if isinstance(x, LangevinNoiseState) else x for x in entries]
     after = dict(zip(places, entries))
