@@ -1,4 +1,8 @@
-"""Curvature of any likelihood in any structure: estimators (``_estimators.py``), products and solvers."""
+"""Curvature of any likelihood in any structure: estimators (``_estimators.py``), products and solvers.
+
+To be read in this order: ``_estimators`` says what is estimated; ``_plan`` and ``_taps`` how a forward pass is watched;
+``_chunks`` how a batch becomes gradients, a chunk at a time; ``_kinds`` and ``_structures`` how gradients become a precision.
+"""
 
 from bayesopt_chain.curvature._backward import diagonal_by_backward
 from bayesopt_chain.curvature._cg import CGInfo, cg

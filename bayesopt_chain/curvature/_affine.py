@@ -2,8 +2,9 @@
 
     f = W x + b,    d f_o / d W_oi = x_i,    d f_o / d b_o = 1
 
-at every position. The layer's output is the model's, so that a column s of the output root is the output gradient itself and
-(x, s) is the pair that a tap on the layer would give (``_taps.py``). No forward pass has to be watched or checked.
+at every position. The layer's output is the model's, so that a column s of the root of the output Hessian is itself the
+gradient of the layer's output, and (x, s) is the pair that a tap on the layer would record (``_taps.py``). No forward pass has
+to be watched or checked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Affine:
 
     Attributes:
         weight: the name of the weight, ``[O, I]``.
-        bias: that of the bias, ``[O]``, or None.
+        bias: the name of the bias, ``[O]``; None for a layer without one.
     """
 
     weight: str
@@ -36,7 +37,10 @@ class Affine:
         return linear(batch[0], params[self.weight], None if self.bias is None else params[self.bias])
 
     def uses(self, params: Any, x: Tensor) -> tuple[list[Use], list[Tensor]]:
-        """The uses of the parameters, all of the one tap 0, and what each sees of the inputs ``[b, *, I]``."""
+        """The uses of the parameters, all in the model's only layer (tap 0), and for each use the layer's inputs ``[b, *, I]``.
+
+        A bias sees no inputs: it gets zeros ``[b]``, which say how many data there are.
+        """
         numbers = {id(leaf): number for number, leaf in enumerate(optree.tree_leaves(params))}
         weight = params[self.weight]
         uses = [

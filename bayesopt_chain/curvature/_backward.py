@@ -1,15 +1,17 @@
 r"""The diagonal of the Gauss-Newton matrix of a model whose parameters only ``backward`` can reach.
 
 A model under ``fully_shard`` or tensor parallelism gathers its parameters itself, so that no function of the parameters can be
-differentiated: what there is are outputs, and a backward pass that leaves each rank its part of ``sum_b J_b^T v_b``. Squared,
-that is all a diagonal needs. With ``s_kb`` the columns of the roots of the data's output Hessians (see
-:mod:`bayesopt_chain.likelihoods`) and ``D`` the ranks over which gradients are averaged, each with data of its own,
+differentiated. It can only be run forward, and backward for a ``v`` in the outputs, which leaves each rank its own part of the
+gradient ``sum_b J_b^T v_b``. A diagonal needs no more than the squares of such gradients. With ``s_kb`` the columns of the
+roots of the data's output Hessians (see :mod:`bayesopt_chain.likelihoods`) and ``D`` the ranks over which gradients are
+averaged, each with data of its own,
 
     exact      diag = sum_b sum_k (J_b^T s_kb)^2                                            a pass for every b and k
     probes     diag = E[(sum_b sum_k e_kb J_b^T s_kb)^2],   e_kb independent random signs     a pass for every probe
 
-where an average over ranks is multiplied by ``D`` before it is squared. Squares are taken of each rank's own elements: the
-messages are those of the model's forward and backward passes, and one for the number of data.
+where the gradients, which the model averages over the ranks, are multiplied by ``D`` to make them sums before they are squared.
+Each rank squares its own elements: the only messages are those of the model's forward and backward passes, and one for the
+number of data.
 """
 
 from __future__ import annotations
@@ -49,13 +51,16 @@ def diagonal_by_backward(
         probes: estimate the diagonal from this many random signs a datum, unbiased, with variance at most ``2 diag^2 / probes``
             for each batch; ``None``, the default, is exact, a forward and backward pass for each datum and output factor.
         mesh: the ranks over which the model averages its gradients, each with data of its own: the mesh of ``fully_shard``,
-            or of the replicas. ``None``, the default, where all ranks see the same data (tensor parallelism), or there is one.
-        generator: for the signs, on the CPU; ranks that see the same data need one seed, others need several. Default: the
-            global one, which is not to be relied on under tensor parallelism.
+            or of the replicas. ``None``, the default, where all ranks see the same data (tensor parallelism), or where there is
+            one process.
+        generator: a CPU generator for the signs. Ranks that see the same data must seed theirs alike, ranks with data of their
+            own must seed theirs differently. Default: torch's global one; under tensor parallelism pass one, since the global
+            generators of the ranks may differ.
 
     Returns:
         ``estimate(batch)`` of ``(inputs, targets)``: the sum over the data of all ranks, a :class:`Diagonal` over
-        ``dict(model.named_parameters())``, whose values lie as the parameters do. Gradients that the parameters hold stay.
+        ``dict(model.named_parameters())``, whose values are sharded as the parameters are. The gradients that the parameters
+        hold are left as they were.
 
     Raises:
         ValueError: ``probes`` below 1; a model without parameters that require a gradient; at the estimate, as
@@ -84,7 +89,10 @@ def diagonal_by_backward(
             total = [torch.zeros_like(_local(p), dtype=wide(p.dtype)) for p in passes.params.values()]
 
             def square(weights_of: Callable[[int, int], Tensor | None], share: float) -> None:
-                """Add the square of one backward pass; this rank's part of it weighs the columns of the roots, ``[B, K]``."""
+                """Add ``share`` times the squared gradients of one backward pass.
+
+                ``weights_of(B, K)`` gives the weights ``[B, K]`` of the columns of this rank's roots; ``None`` for zeros.
+                """
 
                 def columns_of(outputs: Tensor) -> Tensor:
                     root = likelihood.root(outputs, batch[1])
@@ -98,7 +106,8 @@ def diagonal_by_backward(
                 for _ in range(probes):
                     square(lambda n, k: torch.randint(2, (n, k), generator=generator) * 2.0 - 1.0, 1.0 / probes)
             else:
-                for rank, (data, each) in enumerate(sizes):  # one rank after the other, the others with zeros
+                # All ranks take part in every pass: while the datum is one rank's, the others pull zeros back.
+                for rank, (data, each) in enumerate(sizes):
                     for b in range(data):
                         for k in range(each):
                             mine = rank == passes.place
@@ -110,17 +119,17 @@ def diagonal_by_backward(
 
 
 class BackwardPasses:
-    """Gradients of a model that only ``backward`` can reach, of which every rank keeps its part.
+    """Backward passes through a model whose parameters no function can reach; every rank gets its own part of the gradients.
 
-    As a context it leaves the gradients that the parameters hold as they were.
+    To be used as a context, at whose end the parameters hold the gradients that they held before.
 
     Args:
         model: called as ``model(inputs)``.
-        mesh: the ranks over which the model averages its gradients, each with data of its own; ``None``: one, or none that do.
-        who: what refusals begin with.
+        mesh: the ranks over which the model averages its gradients, each with data of its own; ``None`` where none does.
+        who: the name of the calling function, with which refusals begin.
 
     Attributes:
-        params: by name those that require a gradient.
+        params: the parameters that require a gradient, by name.
         ranks: the number of ranks of the mesh.
         place: this rank's number among them.
 
@@ -139,7 +148,8 @@ class BackwardPasses:
         self._find()
 
     def _find(self) -> None:
-        reshard(self.model)
+        """Look the parameters up, which may have been moved or frozen since the last time."""
+        reshard(self.model)  # after a forward pass alone the outermost module still holds whole parameters
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.params:
             raise ValueError(f"{self.who}: no parameter of the model requires a gradient")
@@ -158,8 +168,8 @@ class BackwardPasses:
         """This rank's part of ``sum_b J_b^T v_b`` over the data of all ranks, by parameter.
 
         Args:
-            inputs: of this rank.
-            weights_of: from the outputs for them, ``[B, *event]``, to ``v``.
+            inputs: this rank's, handed to the model.
+            weights_of: a function from this rank's outputs ``[B, *event]`` to its ``v`` of the same shape.
         """
         for p in self.params.values():
             p.grad = None
@@ -171,16 +181,20 @@ class BackwardPasses:
         ]
 
     def sizes(self, *sizes: int) -> list[tuple[int, ...]]:
-        """These numbers of every rank, in the order of their places."""
+        """Gather these numbers from all ranks: one tuple a rank, in the order of their places."""
         mine = torch.tensor([sizes], device=self._device())
         return [tuple(row) for row in self._every(mine).tolist()]
 
     def gathered(self, n: int, *tensors: Tensor) -> tuple[Any, ...]:
-        """Where this rank's data are among those of all ranks, ``(first, last)``, and tensors of the data of all.
+        """Gather the entries of all ranks' data.
 
         Args:
             n: the number of this rank's data.
-            tensors: with one entry a datum on axis 0.
+            tensors: with one entry for each of them on axis 0.
+
+        Returns:
+            The range ``(first, last)`` of this rank's data among those of all ranks, ``last`` left out; then the tensors, with
+            an entry for each datum of every rank.
         """
         if self.mesh is None:
             return (0, n), *tensors
@@ -188,14 +202,14 @@ class BackwardPasses:
         first = sum(every[: self.place])
         out = []
         for x in tensors:
-            padded = x.new_zeros((max(every), *x.shape[1:]))
+            padded = x.new_zeros((max(every), *x.shape[1:]))  # all_gather wants one shape on all ranks
             padded[:n] = x
             blocks = self._every(padded.to(self._device())).to(x.device).split(max(every))
             out.append(torch.cat([block[:size] for block, size in zip(blocks, every)]))
         return (first, first + n), *out
 
     def _every(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks one after the other, in the order of their places."""
+        """Concatenate the tensors of all ranks, in the order of their places."""
         if self.mesh is None:
             return x
         for axis in reversed(range(self.mesh.ndim)):
@@ -210,9 +224,9 @@ class BackwardPasses:
         return torch.device(self.mesh.device_type)
 
     def tree(self, values: list[Tensor]) -> dict[str, Tensor]:
-        """Local tensors, by parameter, like ``dict(model.named_parameters())``: DTensors where the parameters are.
+        """Put local tensors, one for each parameter, into a dictionary by the parameters' names.
 
-        Each is like its parameter, or a stack of such, with an axis in front.
+        Where a parameter is a DTensor so is the result. A tensor has its parameter's local shape, or further axes in front.
         """
         return {name: _like(p, x) for (name, p), x in zip(self.params.items(), values, strict=True)}
 

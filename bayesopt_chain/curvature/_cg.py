@@ -48,7 +48,7 @@ def cg(
     """Solve ``(A + damping I) x = b`` for a symmetric positive definite matrix, on the device of ``b``.
 
     Args:
-        product: ``x -> A x`` on trees like ``b``.
+        product: ``x -> A x``, from a tree like ``b`` to another.
         b: right-hand side, a tree. With ``batch_ndim = k`` the first k axes of every leaf number independent
             right-hand sides.
         damping: added to the diagonal of A, such as a prior precision: a non-negative number or 0-d tensor. Default 0.
@@ -56,7 +56,7 @@ def cg(
         preconditioner: ``r -> M r``, M near ``(A + damping I)^-1``, such as the ``solve`` of a diagonal or Kronecker
             precision.
         rtol, atol: stop a system once ``|r| <= max(rtol |b|, atol)``.
-        maxiter: default 10 times the number of unknowns.
+        maxiter: the most iterations that are run; default 10 times the number of unknowns of one system.
         batch_ndim: number of batch axes.
 
     Returns:
@@ -95,6 +95,7 @@ def cg(
             raise ValueError(
                 "the matrix is not positive definite along a search direction: add a prior precision, or use the GGN"
             )
+        # a system that has converged takes steps of 0, and is not divided by a curvature that may be 0
         a = torch.where(active, rz / torch.where(active, curvature, 1), 0)
         x, r = _plus(x, a, p, batch_ndim), _plus(r, -a, Ap, batch_ndim)
         z = M(r)

@@ -16,8 +16,8 @@ from torch import Tensor
 from bayesopt_chain.tracing import is_transformed
 from bayesopt_chain.trees import Tree
 
-REMEMBERED = 8  # shapes of batches
-LARGEST = 2**18  # outputs of a datum up to which a plan, which holds them, is kept
+REMEMBERED = 8  # for how many shapes of batches a check is remembered
+LARGEST = 2**18  # a plan holds the outputs of one datum: it is remembered if there are no more numbers than this
 
 Program = list[Any]
 Result = TypeVar("Result")
@@ -32,9 +32,9 @@ class Check:
 
     Attributes:
         is_done: whether everything was checked before, so that this pass need not compare.
-        could_fail: whether every comparison so far could have failed.
-        plan: the plan that the pass settled on.
-        programs: the functions that the forward pass called, for each number of data in a chunk.
+        could_fail: whether every comparison so far could have failed; one of zeros with zeros could not.
+        plan: the plan with which the pass ended.
+        programs: the functions that the forward pass called, by the number of data in the chunk.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Check:
         """Record a program, or compare it with the one that was checked.
 
         Raises:
-            ProgramChangedError: it is another one.
+            ProgramChangedError: the program is another than the one that was checked.
         """
         if self.programs.setdefault(data, program) != program:
             if self.is_done:
                 raise ProgramChangedError
-            self.could_fail = False  # chunks of one length were computed in two ways, of which one was compared
+            self.could_fail = False  # chunks of one length ran two programs, of which only one was compared
 
 
 class Checks:
@@ -67,7 +67,10 @@ class Checks:
     def run(
         self, params: Tree, batch: Any, make_plan: Callable[[], Any], work: Callable[[Any, Check], Result]
     ) -> Result:
-        """Call ``work(plan, check)``: with those of an earlier batch like this one, or with new ones, which are then kept."""
+        """Call ``work(plan, check)`` and return its result.
+
+        For a batch like an earlier one the plan and the check are those of the earlier one; else they are new, and remembered.
+        """
         key = shapes_of(params, batch)
         if key in self._known and not is_transformed():
             try:
@@ -87,7 +90,7 @@ class Checks:
 
 
 def shapes_of(params: Tree, batch: Any) -> Hashable:
-    """What a check depends on beside the program."""
+    """The structures, shapes, dtypes and devices of parameters and batch: what a check depends on beside the program."""
     parts = [optree.tree_flatten(tree) for tree in (params, batch)]
     return tuple((structure, tuple(map(_shape, leaves))) for leaves, structure in parts)
 
@@ -97,7 +100,7 @@ def _shape(leaf: Any) -> Hashable:
 
 
 def constants(value: Any) -> Any:
-    """An argument of a torch function without its tensors."""
+    """An argument of a torch function in which each tensor is replaced by the class ``Tensor``, so that programs compare."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):

@@ -58,7 +58,8 @@ class Gradient(NamedTuple):
         leaf: its number.
         kind: in what form they are, see ``_kinds.py``.
         x, g: functions that give the layer's inputs and output gradients in that form.
-        tap: the number of the layer where ``g()`` is its output gradient as it stands: leaves of one tap have the same.
+        tap: the number of the tapped layer, if ``g()`` is that layer's output gradient unchanged; all leaves with one tap then
+            have the same ``g()``. Else None.
     """
 
     leaf: int
@@ -72,7 +73,7 @@ class InputWeights(NamedTuple):
     """How much the data, and the positions at which they use a leaf, count in a factor of the inputs alone.
 
     Attributes:
-        of_data: ``[b]``: the mean weight of a datum's targets that count at all, 0 where none does.
+        of_data: ``[b]``: the mean of the positive weights of a datum's targets; 0 where no weight is positive.
         of_positions: from a leaf to ``[b, T]``, whose sum over T is ``of_data``.
     """
 
@@ -84,9 +85,9 @@ class Chunk(NamedTuple):
     """Gradients for some data and some columns.
 
     Attributes:
-        data: how many data they are of.
-        outputs: those of the data, ``[data, *event]``.
-        first: whether these are the first columns of the data, whose layer inputs are new.
+        data: how many data the chunk holds.
+        outputs: the outputs of the data, ``[data, *event]``.
+        first: whether these are the first columns of the data, so that their layers' inputs have not come before.
         gradients: one for each leaf that is not in ``summed``.
         summed: in the first chunk of the data, and for a structure that asks for it, the leaves of the last layer: there
             ``g()`` is the diagonal ``sum_k s_k^2`` of all columns, ``[1, b, T, O]``, at every position.
@@ -102,7 +103,7 @@ class Chunk(NamedTuple):
 
 
 def _any_plan(plan: TapPlan) -> None:
-    """Accept it."""
+    """Accept every plan."""
 
 
 class Demand(NamedTuple):
@@ -116,9 +117,9 @@ class Demand(NamedTuple):
         columns_together: whether all columns of a datum must be in one chunk.
         accepts: raises for a plan that is of no use.
         weighs_inputs: whether ``Chunk.weights`` is wanted.
-        few_shared: where weights are shared by positions, how many data may always be in a chunk, one column after the other:
-            convolutions and max pooling loop over columns that are pulled back together, a few data at a time. 0 prefers many
-            columns to many data there too.
+        few_shared: for models in which a weight is used at several positions of a datum (convolutions), how many data may
+            always share a chunk. Memory then goes to data before columns, down to one column at a time: torch's convolutions
+            and max pooling loop over the columns that are pulled back together. 0 for columns before data there too.
     """
 
     formed: int = 0
@@ -141,7 +142,8 @@ class Linearised(NamedTuple):
         uses: which leaf is used in which tapped layer; ``inputs`` is what the layer of each saw.
         pull: the pullback of columns to the gradients of the tapped outputs; None without taps.
         last_tap: the tapped layer whose output is the model's.
-        untapped, tapped_outputs: what the taps noticed, for the comparison with the last datum alone.
+        untapped: the leaves that could not be tapped in this pass, with the reasons.
+        tapped_outputs: the tapped outputs for the last datum, to be compared with those of the datum alone.
     """
 
     data: Any
@@ -179,13 +181,13 @@ class BatchPullback:
         forward: ``forward(params, batch) -> outputs [B, *event]``.
         params: the parameters.
         batch: the data.
-        targets: theirs, handed on to ``root_of``.
+        targets: the targets of the data, handed on to ``root_of``.
         root_of: ``root_of(outputs, targets)`` gives the output root, whose columns are pulled back.
         demand: what is made of the gradients.
         chunk_bytes: bound on what is held at once.
-        draws: whether ``root_of`` draws random numbers, which it must then do for the last datum alone at every batch, so that
-            the numbers after them do not depend on what is remembered.
-        likelihood: whose weights the targets have. Default: none.
+        draws: whether ``root_of`` draws random numbers. Then it is called for the last datum alone at every batch, also where
+            the plan is remembered, so that the numbers drawn afterwards do not depend on what is remembered.
+        likelihood: gives the weights of the targets. Default: every target counts once.
     """
 
     forward: Forward
@@ -203,7 +205,7 @@ class BatchPullback:
 
         Args:
             plan: from the batch's last datum.
-            check: learns what this pass checks and the plan that it settled on, or says that it need not check.
+            check: says whether this pass has to compare anything, and takes note of what it shows and of its plan.
         """
         check.is_done |= isinstance(self.forward, Affine)
         self.demand.accepts(plan)
@@ -300,11 +302,11 @@ class BatchPullback:
     def _settle(
         self, linear: Linearised, root: OutputRoot, at_once: int, plan: TapPlan, check: Check
     ) -> tuple[TapPlan, Pulled | None]:
-        """Compare the batch's last datum with itself alone.
+        """Compare what the batch gives for its last datum with what that datum gives alone.
 
         Returns:
-            The plan without what is wrong, and the first columns, which need not be pulled back a second time; None where
-            no column needs to be.
+            The plan without the taps that are wrong; and the first columns pulled back, for the caller to use, or None where
+            the last layer needs no columns and there is no other leaf.
         """
         require_same_outputs(linear.outputs, plan)
         plan = plan.untap({**linear.untapped, **misplaced(linear.uses, linear.tapped_outputs, plan)})
@@ -364,9 +366,10 @@ class BatchPullback:
     def _input_weights(self, linear: Linearised, targets: Any, plan: TapPlan) -> InputWeights | None:
         """Return the weights of the layers' inputs, where some target does not count once.
 
-        A layer with one position for every target has its weights there. A position of weight 0 on which other targets
-        depend, such as a prompt's, has the mean weight of those; which ones they depend on, a backward pass of arbitrary
-        numbers shows. Where a layer has other positions, they share the datum's weight.
+        Where a layer has one position for every target, the position has the weight of its target. A position whose target has
+        weight 0, but on which other targets depend, such as a prompt's, has the datum's mean weight; a backward pass of
+        arbitrary numbers shows on which positions the targets depend. Where a layer has another number of positions, all have
+        the datum's mean weight.
         """
         if self.likelihood is None or not self.demand.weighs_inputs:
             return None
@@ -378,6 +381,7 @@ class BatchPullback:
         counts = (each > 0).to(each.dtype)
         of_data = each.sum(1) / counts.sum(1).clamp_min(1)
         outputs, grouping = linear.outputs, self.likelihood.grouping(linear.outputs.shape[1:])
+        # no two alike, so that the gradients of several targets do not cancel
         arbitrary = torch.arange(1, outputs.shape[1:].numel() + 1, device=outputs.device, dtype=outputs.dtype).sin()
         seeds = grouping.over_outputs((of_targets > 0).to(outputs.dtype), outputs.shape) * arbitrary.reshape(
             1, *outputs.shape[1:]
@@ -500,7 +504,7 @@ def _pullback(run: Callable[[list[Tensor]], tuple[Tensor, Any]], zeros: list[Ten
 
 
 def _stacked(leaves: Sequence[Tensor]) -> Tensor:
-    """Stack them; one is not copied."""
+    """Stack tensors on a new first axis, without a copy where there is only one."""
     return leaves[0][None] if len(leaves) == 1 else torch.stack(list(leaves))
 
 
@@ -521,7 +525,10 @@ def _over_columns(pull: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 def _gradients(
     linear: Linearised, pulled: Pulled, plan: TapPlan, done: set[int], kept: dict[int, Tensor] | None
 ) -> list[Gradient]:
-    """Return the gradients of the leaves that are not done, in the leaves' order; inputs are kept where there is a place."""
+    """Return the gradients of the leaves that are not in ``done``, in the order of the leaves.
+
+    ``kept`` holds each leaf's inputs from one group of columns to the next; None where they are formed anew for each.
+    """
 
     def inputs(leaf: int, pairs: list[tuple[Use, Tensor]]) -> Tensor:
         if kept is not None and leaf in kept:
@@ -590,7 +597,7 @@ def _vmapped_rows(
 def _separate_rows(
     forward: Forward, params: Tree, linear: Linearised, columns: Tensor, wanted: list[int]
 ) -> list[Tensor]:
-    """Return the same, datum by datum."""
+    """Return what :func:`_vmapped_rows` does, datum by datum."""
     alone = [part(linear.data, i, i + 1) for i in range(linear.size)]
     leaves, structure, _ = fresh_leaves(params)
     if is_transformed():

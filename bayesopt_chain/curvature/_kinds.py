@@ -60,7 +60,10 @@ class Matrix(NamedTuple):
         return _plus_product(total, *((pair[0].mT, pair[1]) if self.transposed else (pair[1].mT, pair[0])))
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
-        """Add ``sum x x^T``, ``[I, I]``, per datum the mean over positions (expand) or of their mean (reduce)."""
+        """Add ``sum x x^T``, ``[I, I]``, over the data.
+
+        A datum's ``x x^T`` is the mean of it over the positions (expand), or that of the mean x (reduce).
+        """
         if weights is not None:
             return plus_gram(total, _weighted_rows(x, sharing, weights).flatten(0, 1))
         if sharing == "expand":
@@ -135,7 +138,7 @@ class Grouped(NamedTuple):
         return plus_gram(total, g.flatten(0, 2)) if self.transposed else self._blocks(g, total)
 
     def _blocks(self, some: Tensor, total: Tensor | None, weight: float = 1.0) -> Tensor:
-        """Add one Gram matrix a group, weighted, ``[d0, d0]``, of ``[n, T, G, m]``."""
+        """Add the block-diagonal ``[d0, d0]`` of every group's Gram matrix, for ``[n, T, G, m]``, times ``weight``."""
         each = some.flatten(0, 1).transpose(0, 1)
         return _plus(total, weight * torch.block_diag(*(each.mT @ each)))
 
@@ -171,7 +174,7 @@ class Embedding(NamedTuple):
         raise NotImplementedError("an embedding is never the last layer")
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not zero: their data and table entries, ``[R]`` each, and values ``[K, R, D]``."""
+        """The rows of the gradients that are not zero: their data and table entries, ``[R]`` each, and values ``[K, R, D]``."""
         data = torch.arange(x.shape[0], device=x.device)[:, None]
         pairs, where = torch.unique(x + data * self.shape[0], return_inverse=True)
         sums = g.new_zeros(g.shape[0], pairs.numel(), g.shape[3]).index_add_(1, where.reshape(-1), g.flatten(1, 2))
@@ -183,7 +186,7 @@ class Embedding(NamedTuple):
         return total.index_add_(0, entries, _summed_squares(sums))
 
     def input_factor(self, x: Tensor, sharing: str, total: Tensor | None, weights: Tensor | None = None) -> Tensor:
-        """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``: the whole of it under expand."""
+        """Add the diagonal of ``sum x x^T`` for one-hot x, ``[V]``; under expand the matrix has no other entries."""
         positions = x.shape[1]
         if weights is not None:
             hot = weights.new_zeros(x.shape[0], self.shape[0]).scatter_add(1, x, weights)

@@ -4,11 +4,11 @@ A layer's factors are sums over data of what the layer saw and of the gradients 
 
     A = sum_b x_b x_b^T,       G = sum_b sum_k g_kb g_kb^T,       g_kb = (d outputs_b / d layer's output)^T s_kb,
 
-with ``s_kb`` the columns of the root of the data's output Hessians. Both are whole on every rank, for the rank's own data,
-while the model runs: the parameters are what is sharded. So each rank taps the layers as they compute (``_taps.py``), takes one
+with ``s_kb`` the columns of the root of the data's output Hessians. Only the parameters are sharded: while the model runs,
+every rank has the whole x and g of its own data. So each rank taps the layers as they compute (``_taps.py``), takes one
 backward pass for each column, to the layers' outputs and not to the parameters, and forms the two factors of one layer at a
-time. They are added up at the rank that owns the layer, and the others forget them: a message for each factor, two for a weight
-and one more for its bias, beside those of the model's own passes.
+time. The ranks' factors are added up at the rank that owns the layer, and the others drop theirs. Beside those of the model's
+own passes that is one message for each factor: two for a weight, and one more for its bias.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def kronecker_by_backward(
         ``estimate(batch)`` of ``(inputs, targets)``, to be called on all ranks: the sum over the data of all, with ``mesh`` a
         :class:`~bayesopt_chain.precision.LayersOnRanks` over ``dict(model.named_parameters())``, without one a
         :class:`~bayesopt_chain.precision.Kronecker`. It holds the output gradients of all layers for the rank's batch and all
-        columns of the output Hessian's root at once; take small batches, and add them up by ``bc.laplace``. Gradients that the
-        parameters hold stay.
+        columns of the output Hessian's root at once; take small batches, and add them up by ``bc.laplace``. The gradients that
+        the parameters hold are left as they were.
 
     Raises:
         ValueError: no parameter that requires a gradient, ``sharing`` misspelt; with ``mesh``, parameters that are not DTensors
@@ -159,7 +159,7 @@ def _factors(
     plan: TapPlan,
     count: Tensor,
 ) -> LayersOnRanks | Kronecker:
-    """Both factors of one layer after the other, added up over the ranks at the layer's owner."""
+    """Form both factors of one layer after the other, each added up over the ranks at the layer's owner."""
     units: dict[int, list[Gradient]] = {}
     first_use = {use.leaf: use.tap for use in reversed(seen.uses)}
     for gradient in _gradients(seen, pulled, plan, set(), None):
@@ -204,7 +204,8 @@ def _run(
 def _watched(model: torch.nn.Module, taps: Taps, params: dict[str, Any]) -> Iterator[set[str]]:
     """Tell the taps, while each module computes, which tensors are its parameters now.
 
-    ``fully_shard`` exchanges them before a module computes, and does with them what no layer does before and behind it.
+    ``fully_shard`` puts other tensors in the parameters' places before a module computes. Before and after that it gathers and
+    splits them by torch functions, which must not count as uses: so they are known inside the module only.
     """
     number = {name: i for i, name in enumerate(sorted(params))}
     first = {id(p): name for name, p in params.items()}
@@ -222,9 +223,7 @@ def _watched(model: torch.nn.Module, taps: Taps, params: dict[str, Any]) -> Iter
                     continue
                 if not is_dtensor(p):
                     taps.known[id(p)] = (number[known], False)
-                elif (
-                    name.rpartition(".")[0] == prefix
-                ):  # its own, and not that of a module inside which is still sharded
+                elif name.rpartition(".")[0] == prefix:  # those of modules inside this one may still be sharded
                     foreign.add(known)
 
         def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
@@ -272,7 +271,7 @@ def _require_counted_once(likelihood: Likelihood, batch: Any) -> None:
 
 
 def _agree(passes: BackwardPasses, failure: Exception | None, *sizes: int) -> list[tuple[int, ...]]:
-    """These numbers of all ranks; what fails on one rank fails on all, instead of leaving the others waiting."""
+    """Gather these numbers from all ranks, or raise on all where one has failed: the others would wait for it forever."""
     every = passes.sizes(int(failure is not None), *sizes)
     if failure is not None:
         raise failure
@@ -282,7 +281,7 @@ def _agree(passes: BackwardPasses, failure: Exception | None, *sizes: int) -> li
 
 
 def _pull(outputs: Tensor, zeros: list[Tensor], root: Any, columns: int) -> Pulled:
-    """The gradients of every tapped output for all columns, a backward pass each; those of parameters are never formed."""
+    """Pull all columns back to every tapped output, by one backward pass a column that forms no parameter's gradient."""
     found: list[list[Tensor]] = []
     for k in range(columns):
         s = root.part(k, k + 1)[0]
@@ -292,12 +291,12 @@ def _pull(outputs: Tensor, zeros: list[Tensor], root: Any, columns: int) -> Pull
 
 
 def _whole_template(p: Any) -> Tensor:
-    """Zeros of the shape of a whole parameter that take no memory."""
+    """Zeros of the shape of a whole parameter, expanded from one number so that they take no memory."""
     return (local_of(p.detach()) if is_dtensor(p) else p.detach()).new_zeros(()).expand(p.shape)
 
 
 def _template(p: Any) -> Any:
-    """A DTensor laid out like a parameter that takes no memory."""
+    """A DTensor of zeros with a parameter's layout, expanded from one number so that it takes no memory."""
     mine = local_of(p.detach())
     mine = mine.new_zeros(()).expand(mine.shape)
     return dtensor_of(mine, stacked_spec(spec_of(p), mine, 0))

@@ -2,8 +2,8 @@
 
     fisher     sum_b g_b g_b^T,   g_b = d log p_b / d theta          hessian     -sum_b d^2 log p_b / d theta^2
 
-The log density itself is taken for the model's only output, ``[B, 1]``, and minus it for the loss. How far the first is from
-the second: Kunstner, Balles and Hennig (2019).
+The log density itself is taken for the model's only output, ``[B, 1]``, and minus it for the loss. How far the empirical Fisher
+matrix may be from the Hessian: Kunstner, Balles and Hennig (2019).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-SMALL = 2**26  # bytes below which it is not asked how much is free
+SMALL = 2**26  # bytes; for a factor that needs less the free memory is not looked up, which takes time
 
 
 def available_bytes(device: torch.device) -> float:

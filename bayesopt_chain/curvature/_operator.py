@@ -42,8 +42,8 @@ def linear_operator(
     Args:
         forward: ``forward(params, batch) -> outputs [B, *event]``.
         likelihood: from :mod:`bayesopt_chain.likelihoods`.
-        params: where; a tree of P numbers.
-        batches: that can be read again and again, once for every product: a list, a ``DataLoader`` that does not shuffle.
+        params: where the curvature is taken: a tree of P numbers.
+        batches: the data, read once for every product: a list, or a ``DataLoader`` that does not shuffle.
         kind: "ggn" (default), the matrix of :func:`bayesopt_chain.curvature.ggn`, or "hessian" of the summed loss.
         targets: from a batch to its targets, or their key. Default: the second entry of a pair.
 

@@ -1,8 +1,8 @@
-"""How a batch's forward pass is to be pulled back, found out from its last datum alone, and what shows that it may be.
+"""How a batch's forward pass is to be pulled back: a plan made from the last datum alone, and the checks that it is right.
 
 Every assumption is checked on the last datum. It is run alone first: its outputs must be those that it has in the batch, and
 the gradients that taps or vmapped pullbacks give for it must be those of a direct backward pass through it. A parameter for
-which they are not goes the slow way, datum by datum, which is that direct pass. What was checked once is remembered
+which they are not is left to direct backward passes, datum by datum, which are slow. What was checked once is remembered
 (``_checks.py``).
 """
 
@@ -33,9 +33,9 @@ class TapPlan(NamedTuple):
 
     Attributes:
         names: the paths of the leaves.
-        uses: what to tap.
+        uses: the uses of the leaves that can be tapped.
         generic: the leaves without a tap, whose gradients are formed one vector-Jacobian product a datum.
-        reasons: why each of them has none.
+        reasons: why each generic leaf has no tap.
         shapes: the tapped outputs' shapes and dtypes for one datum.
         probe_outputs: their values for the last datum alone.
         probe: the model's outputs for the last datum alone, ``[1, *event]``.
@@ -141,13 +141,13 @@ def _affine_plan(forward: Affine, params: Any, datum: Any) -> TapPlan:
 
 
 def require_separate(forward: Forward, params: Tree, batch: Any, plan: TapPlan) -> None:
-    """Raise where the last datum's outputs are others beside the one before it than alone."""
+    """Raise where the last datum's outputs change when the datum before it is in the batch too."""
     n = batch_size(batch)
     require_same_outputs(forward(params, part(batch, max(0, n - 2), n)), plan)
 
 
 def require_same_outputs(outputs: Tensor, plan: TapPlan) -> None:
-    """Raise where a datum's outputs are others in a batch than alone."""
+    """Raise where the last datum's outputs in a batch are not those of the datum alone."""
     if outputs.shape[1:] != plan.probe.shape[1:]:
         raise ValueError(
             f"forward returned {tuple(outputs.shape)} for a batch but {tuple(plan.probe.shape)} for one datum: "
@@ -182,14 +182,17 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def unlike(got: dict[int, Tensor], wanted: list[Tensor], check: Check) -> list[int]:
-    """Name the leaves whose gradients are not the wanted ones; the check could not have failed where these are zero."""
+    """Find the leaves whose gradients are not the wanted ones.
+
+    Where a wanted gradient is zero or not finite the comparison proves nothing, and ``check.could_fail`` becomes False.
+    """
     leaves = [leaf for leaf in got if wanted[leaf].numel()]
     if not leaves:
         return []
     eps = max(torch.finfo(wanted[leaf].dtype).eps for leaf in leaves)
     differences = torch.stack([(got[leaf] - wanted[leaf]).abs().max().double() for leaf in leaves])
     scales = torch.stack([wanted[leaf].abs().max().double() for leaf in leaves])
-    finite = scales.isfinite()  # where they are not there is nothing to compare; whoever asks for a precision is told
+    finite = scales.isfinite()  # others cannot be compared; they show in the precision itself
     check.could_fail &= bool((finite & (scales > 0)).all())
     largest = torch.where(finite, scales, 0).max()
     within = (differences <= eps ** (1 / 3) * scales + 1e3 * eps * largest) | ~finite
@@ -197,6 +200,9 @@ def unlike(got: dict[int, Tensor], wanted: list[Tensor], check: Check) -> list[i
 
 
 def fresh_leaves(params: Tree) -> tuple[list[Tensor], Any, list[str]]:
-    """Return leaves that are objects of their own, so that identity tells them apart."""
+    """Return the leaves, their structure and their paths.
+
+    The leaves are new tensor objects, so that identity tells apart even two leaves that are one tensor.
+    """
     leaves, structure = optree.tree_flatten(params)
     return [leaf.detach() for leaf in leaves], structure, paths(params)

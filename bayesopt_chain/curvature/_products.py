@@ -29,7 +29,7 @@ def jvp(f: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple[Any, An
 
     Args:
         f: ``f(*primals)`` returns any tree.
-        primals: where, a tuple of arguments (trees).
+        primals: the arguments at which the derivative is taken, a tuple of trees.
         tangents: the vector, a tuple like the primals.
 
     Returns:
@@ -67,7 +67,7 @@ def hvp(f: Callable[..., Any], primals: tuple, tangents: tuple, *, has_aux: bool
 
     Args:
         f: ``f(*primals)`` returns a scalar, or ``(scalar, aux)`` with ``has_aux``.
-        primals: where, a tuple of arguments (trees).
+        primals: the arguments at which the derivative is taken, a tuple of trees.
         tangents: the vector, a tuple like the primals.
         has_aux: whether ``f`` returns a second value.
 
@@ -99,7 +99,7 @@ def fvp(f: Callable[..., Tensor], primals: tuple, tangents: tuple, *, normalise:
 
     Args:
         f: ``f(*primals)`` returns one loss (or log-likelihood) a datum, ``[B]``.
-        primals: where, a tuple of arguments (trees).
+        primals: the arguments at which the derivative is taken, a tuple of trees.
         tangents: the vector, a tuple like the primals.
         normalise: divide by B; default is the sum over data.
 
@@ -131,7 +131,7 @@ def ggnvp(
     Args:
         forward: ``forward(*primals)`` returns outputs, any tree.
         loss: from outputs to a scalar; sum over data for the GGN of the sum.
-        primals: where, a tuple of arguments (trees).
+        primals: the arguments at which the derivative is taken, a tuple of trees.
         tangents: the vector, a tuple like the primals.
 
     Returns:

@@ -194,7 +194,7 @@ class LowRankSum(Structure):
 class TappedSum(Structure):
     """A sum of products of layer inputs and output gradients, for which every matrix must have a tap.
 
-    A vector without one is described too, since its only factor is made of its gradients.
+    A vector without a tap is described too, since its only factor is formed from its gradients.
     """
 
     few_data = 128  # the work is matrix products over whole chunks, which are slow where chunks are small
@@ -216,7 +216,7 @@ class TappedSum(Structure):
 
 
 class KroneckerSum(TappedSum):
-    """Both factors of every leaf. Data count with their targets' weights, in the factors and in ``Kronecker.data``."""
+    """Both factors of every leaf. A datum counts by its targets' weights, in the factors and in ``Kronecker.data``."""
 
     weighs_inputs = True
 
@@ -228,7 +228,7 @@ class KroneckerSum(TappedSum):
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.kinds: dict[int, Kind] = {}
-        self.data: Tensor | None = None  # with weights: their sum
+        self.data: Tensor | None = None  # the sum of the data's weights, where they have some
 
     def accepts(self, plan: TapPlan) -> None:
         super().accepts(plan)
@@ -239,7 +239,7 @@ class KroneckerSum(TappedSum):
                 require_factor_fits(plan.names[index], rows, columns, wide(leaf.dtype), leaf.device)
 
     def add(self, chunk: Chunk) -> None:
-        of_taps: dict[int, Tensor] = {}  # a layer's weight and bias have one factor of its output gradients
+        of_taps: dict[int, Tensor] = {}  # a layer's weight and bias share the factor of its output gradients
         weights = chunk.weights
         if chunk.first and weights is not None:
             self.data = weights.of_data.sum() if self.data is None else self.data + weights.of_data.sum()

@@ -31,8 +31,8 @@ def subset(
             path joined by dots.
 
     Returns:
-        ``(forward, kept)``: a forward function of the kept parameters, and these, ``{name: leaf}``. Nothing is
-        differentiated, and no activation kept, below the first kept parameter.
+        ``(forward, kept)``: a forward function of the kept parameters, and the kept parameters, ``{name: leaf}``. In layers
+        before the first kept parameter nothing is differentiated, and no activation is stored.
 
     Raises:
         ValueError: when a name matches nothing, nothing is kept, or the mask is no prefix of params.
@@ -56,12 +56,12 @@ def subset(
 
 
 class Kept:
-    """``kept(some, batch)``: a forward function of some of its parameters, the others at the values they had.
+    """``kept(some, batch)``: a forward function of some of the parameters, the others frozen at their values.
 
     Attributes:
-        forward: of all parameters.
-        frozen: all of them, a tree.
-        names: of its leaves.
+        forward: the forward function of all parameters.
+        frozen: the tree of all parameters, detached.
+        names: the names of its leaves.
     """
 
     def __init__(self, forward: Callable[[Tree, Any], Tensor], frozen: Tree, names: tuple[str, ...]) -> None:
@@ -97,11 +97,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 class Entries:
-    """``forward({"entries": vector}, batch)``: a forward function of some entries of its parameters, the others fixed.
+    """``forward({"entries": vector}, batch)``: a forward function of some entries of the parameters, the others frozen.
 
     Attributes:
-        forward: of all parameters.
-        frozen: all of them, a tree.
+        forward: the forward function of all parameters.
+        frozen: the tree of all parameters, detached.
         places: a tree of the numbers of the chosen entries in each flattened leaf.
     """
 
@@ -125,11 +125,11 @@ def entries(forward: Callable[[Tree, Any], Tensor], params: Tree, mask: Tree) ->
     Args:
         forward: ``forward(params, batch) -> outputs``.
         params: the whole tree.
-        mask: a tree like it of booleans, True at the entries to keep.
+        mask: a tree of boolean tensors like the parameters, True at the entries to keep.
 
     Returns:
-        ``(forward, {"entries": vector})``, the kept entries leaf by leaf. Structures that see layers (Kronecker) refuse them:
-        use "dense", "diagonal", "root" or "low_rank".
+        ``(forward, {"entries": vector})``, the kept entries leaf by leaf. Kronecker factors,
+        which describe whole layers, refuse them: use "dense", "diagonal", "root" or "low_rank".
 
     Raises:
         ValueError: a mask of another tree or other shapes, or one that keeps nothing.

@@ -76,14 +76,15 @@ class Taps(TorchFunctionMode):
     Args:
         leaves: the parameters, objects of their own.
         data: how many data the pass is over.
-        zeros: one for each tapped output, added to it. Default: none, for a first pass, which learns the shapes.
+        zeros: one tensor for each tapped output, added to it. Default: none, for a first pass, which learns their shapes.
 
     Attributes:
-        uses: one for each layer and parameter; ``inputs`` holds what the layer of each saw.
+        uses: one for each layer and parameter.
+        inputs: for each use the inputs of its layer.
         outputs: each tap's output for the last datum, to be compared with that of the datum alone.
         shapes: the shapes and dtypes of the tapped outputs.
         untapped: a reason for every leaf used in a way that has no tap.
-        program: the functions that were called and their arguments but for the tensors.
+        program: the functions that were called, with their arguments apart from the tensors.
     """
 
     def __init__(self, leaves: list[Tensor], data: int, zeros: list[Tensor] | None = None):
@@ -124,7 +125,10 @@ class Taps(TorchFunctionMode):
         return result
 
     def tap(self, y: Tensor, *candidates: Candidate | None) -> Tensor:
-        """Tap the output of a layer with these parameters, of which some may be None, and return what goes on from it."""
+        """Tap the output of a layer with these parameters, of which some may be None.
+
+        Returns the output with which the forward pass is to continue: the layer's, plus the tap's zeros if there are any.
+        """
         given = [candidate for candidate in candidates if candidate is not None]
         b = self.data
         # Computed once for all data, like a positional embedding: each datum gets a gradient of its own.
@@ -136,7 +140,7 @@ class Taps(TorchFunctionMode):
         if y.ndim == 0 or y.shape[0] % b or (self.zeros and self.zeros[index].shape != y.shape):
             for candidate in given:
                 self.refuse(candidate.parameter, "its layer does not keep the data on the first axis")
-            self.outputs.append(y.new_zeros(0))  # keeps the taps' numbers
+            self.outputs.append(y.new_zeros(0))  # the number of a tap is its place in these lists
             self._results.append(weakref.ref(y))
             return y
         self.outputs.append(y.detach().reshape(b, -1)[-1].clone())
@@ -357,7 +361,7 @@ def _projected(taps: Taps, given: dict[str, Any]) -> list[Tensor]:
 def _linear_rows(
     taps: Taps, x: Tensor, weight: Tensor, start: int, rows: int, bias: Tensor | None, bias_start: int
 ) -> Tensor:
-    """A linear layer of some rows of a weight and some entries of a bias: the others' outputs have no gradient."""
+    """A linear layer of some rows of a weight and some entries of a bias; the other rows' output gradients are zeros."""
     some = None if bias is None else bias[bias_start : bias_start + rows]
     y = F.linear(x, weight[start : start + rows], some)
     weight_use = _matrix_use(taps, x, weight, transposed=False)
@@ -371,7 +375,7 @@ def _linear_rows(
 
 def _padded(use: Candidate, before: int, after: int) -> Candidate:
     x_of, g_of, _ = use.canonical
-    # The rows of the others are padded with zeros, of which there are two for each number of a third of the projection.
+    # Queries, keys and values take a third of the projection each: padding makes three numbers, two of them zeros, out of one.
     canonical = Canonical(x_of, lambda x, g, b: F.pad(g_of(x, g, b), (before, after)), 2)
     return use._replace(canonical=canonical, features_last=False)
 
@@ -523,7 +527,7 @@ def _shift_use(parameter: Tensor | None, aligned: tuple[int, ...], features_last
 
 
 def shift_canonical(aligned: tuple[int, ...]) -> Canonical:
-    """The form of the (x, g) of a parameter that is added, ``aligned`` as for its use."""
+    """The form of (x, g) for a parameter that is added; ``aligned`` as in :func:`_shift_use`."""
     return Canonical(lambda x, b: x, lambda x, g, b: _sum_to(g, aligned, b))
 
 
