@@ -32,9 +32,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-_OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())  # the first that the compiler takes
+# added to them: the first of these that the compiler takes
+_OPTIONAL = (("-march=native", "-fopenmp"), ("-fopenmp",), ())
 
-# What wheels are made for, least first: torch's names of what a processor can do, so that ATEN_CPU_CAPABILITY holds here too.
+# The processors that wheels are made for, the least able first, by torch's names, so that ATEN_CPU_CAPABILITY holds here too.
 LEVELS: dict[str, tuple[str, ...]] = {
     "default": (),
     "avx2": ("-mavx2",),
@@ -61,7 +62,7 @@ def load(source: Path) -> ctypes.CDLL:
     for library in prebuilt(source):
         try:
             return ctypes.CDLL(str(library))
-        except OSError:  # made for another system: the next best, at last the compiler
+        except OSError:  # made for another system: try the next level, and the compiler when none is left
             continue
     return _load_compiled(source)
 
@@ -126,7 +127,7 @@ def cache_folder() -> Path:
     if not hasattr(os, "getuid"):
         raise PermissionError("this system has no owners of files that could be checked")
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not root.is_absolute():  # unset, or not to be used, says the specification of base directories
+    if not root.is_absolute():  # unset, or relative, which the XDG specification says to ignore
         try:
             root = Path.home() / ".cache"
         except RuntimeError:  # no HOME, and no entry in the table of users
@@ -154,7 +155,9 @@ def is_own_file(path: Path) -> bool:
 
 
 def build(source: str, compiler: Sequence[str], library: Path, optional: Sequence[Sequence[str]] = _OPTIONAL) -> None:
-    """Compile ``source`` into ``library``, which is there whole or not at all, with the first of ``optional`` that is taken.
+    """Compile ``source`` into ``library``, with the first of ``optional`` that the compiler takes.
+
+    The file appears complete or not at all.
 
     Raises:
         CompileError: with the first line of what the compiler says.
@@ -179,7 +182,7 @@ def build(source: str, compiler: Sequence[str], library: Path, optional: Sequenc
 
 
 def _digest(source: str, compiler: Sequence[str]) -> str:
-    """What a library depends on: source, flags, the compiler (path, size, time of change) and the processor it is made for."""
+    """A hash of all that a library depends on: source, flags, compiler (path, size, time of change) and processor."""
     status = os.stat(compiler[0])
     parts = (source, *_FLAGS, *compiler, str(status.st_size), str(status.st_mtime_ns), *_processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -1,16 +1,17 @@
 r"""What a model draws while a step evaluates it (dropout and its like), as a function of the key and count in the state.
 
 In plain code on a CPU torch's default generator is seeded with ``splitmix64(splitmix64(key + SALT) + count)`` around the model
-and put back behind it: whatever the model draws is then a function of the state, and nobody else's draws are touched.
+and set back to its own state after it: whatever the model draws is then a function of the chain's state, and the draws of other
+code are the same as without the model.
 
 Where tensors are transformed, traced or on a device, no generator can be seeded for one chain. There the calls that draw are
-caught, and take their numbers from the same generator carried along as a tensor, one for each chain:
+intercepted, and take their numbers from the same generator, whose state is carried along as a tensor, one for each chain:
 
     (mask, generator) = model_draw(generator, kind, shape, ...)
 
-so that a chain among many, or in a captured step, drops the units that it would drop alone. On a device a call takes them from
-Philox instead, by its number within the step, in plain code too. Operations that draw inside themselves (fused attention, the
-dropout of an LSTM) cannot be caught so and are refused by name.
+so that a chain among many, or in a captured step, drops the units that it would drop alone. On a device, in plain code too, a
+call takes its numbers from Philox instead, under its place among the step's calls. Operations that draw inside themselves
+(fused attention, the dropout of an LSTM) cannot be intercepted in this way and are refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def model_draws(stream: tuple[Tensor, Tensor] | None) -> AbstractContextManager[
         stream: key and count, both 0-d int64; ``None`` for a context that changes nothing.
 
     Returns:
-        The context: seeded generators in plain code on a CPU, caught calls everywhere else.
+        The context: a seeded generator in plain code on a CPU, intercepted calls everywhere else.
     """
     if stream is None:
         return nullcontext()
@@ -67,7 +68,7 @@ class Seeded:
 
 
 class Keyed(TorchFunctionMode):
-    """Catch the calls by which a model draws, and give them numbers that follow from a key and a count."""
+    """Intercept the calls by which a model draws, and give them numbers that follow from a key and a count."""
 
     def __init__(self, key: Tensor, count: Tensor) -> None:
         super().__init__()
@@ -80,12 +81,12 @@ class Keyed(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if caught is None else caught(self, func, *args, **(kwargs or {}))
 
     def draw(self, kind: str, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next numbers of this step.
+        """Draw the next numbers of this step.
 
         Args:
             kind: ``"bernoulli"`` (ones with probability ``p``), ``"uniform"`` or ``"normal"``.
-            shape, dtype, device: of the result.
-            p: for ``"bernoulli"`` only.
+            shape, dtype, device: those of the result.
+            p: the probability of a one, for ``"bernoulli"`` only.
         """
         if self.key.device.type == "cpu" and device.type == "cpu":
             if self.generator is None:
@@ -102,7 +103,7 @@ class Keyed(TorchFunctionMode):
         return flat.to(device, dtype).reshape(tuple(shape))
 
     def require_own_key(self, who: str, *inputs: Any) -> None:
-        """Refuse draws under a ``vmap`` that the key knows nothing of: every lane would get the same.
+        """Refuse draws under a ``vmap`` that does not map over the key: every lane would get the same numbers.
 
         Raises:
             RuntimeError: naming what draws.
@@ -177,7 +178,7 @@ STATE_BYTES = torch.Generator().get_state().numel()
 
 
 def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: bool, **named: bool) -> Tensor:
-    """Any of torch's dropouts: the same numbers from the same generator, and the same arithmetic, as torch's on a CPU."""
+    """Take the place of torch's dropouts, with the numbers and the arithmetic that torch has on a CPU."""
     training, inplace = _flags(func, flags, named)
     if not training or not 0 < p < 1 or not input.numel():
         return func(input, p, *flags, **named)
@@ -185,13 +186,14 @@ def _dropout(keyed: Keyed, func: Any, input: Tensor, p: float = 0.5, *flags: boo
     keyed.require_own_key(name, input)
     shape, lift = input.shape, False
     if name in FEATURES:
-        lift = input.ndim == FEATURES[name]  # one datum without an axis for data
+        lift = input.ndim == FEATURES[name]  # one datum, without the axis that numbers data
         full = (1, *shape) if lift else shape
         if len(full) < 2:
             raise RuntimeError(f"{name}: input of {input.ndim} axes has no features to drop")
         shape = (*full[:2], *[1] * (len(full) - 2))
     noise = keyed.draw("bernoulli", shape, 1 - p, input.dtype, input.device)
     noise = noise[0] if lift else noise
+    # noise with a ``vmap`` axis that the input lacks does not fit into the input's memory
     into = inplace and not (tracing.batch_levels(noise) - tracing.batch_levels(input))
     if "alpha" not in name:
         noise = noise.div(1 - p)
@@ -252,7 +254,7 @@ def _require_plain_call(func: Any, rest: dict[str, Any]) -> None:
 
 
 def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention without dropout; with dropout it draws inside one fused operation, and is refused."""
+    """Call attention without dropout; with dropout it draws inside one fused operation, and is refused."""
     name = func.__name__
     if name == "multi_head_attention_forward":
         p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
@@ -265,7 +267,7 @@ def _attention(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recurrent(keyed: Keyed, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused."""
+    """Call recurrent layers without dropout; with dropout they draw inside one fused operation, and are refused."""
     # torch.lstm and its kin take many tensors, then dropout as their only float, with `train` right behind it
     floats = [x for x in args if isinstance(x, float)]
     flags = [x for x in args if isinstance(x, bool)]
@@ -285,7 +287,7 @@ def _refuse(what: str, instead: str) -> None:
     )
 
 
-FEATURES = {  # the axes of one datum, where torch takes one without an axis for data
+FEATURES = {  # how many axes an input has that is one datum without an axis for data; 0 where torch takes no such input
     "dropout1d": 2, "dropout2d": 0, "dropout3d": 4, "feature_dropout": 0, "feature_alpha_dropout": 0,
 }  # fmt: skip
 _T: Any = torch

@@ -2,9 +2,9 @@ r"""The counter-based stream: Philox-4x32-10 (Salmon et al., 2011) on the counte
 Box-Muller.
 
 Nothing synchronises, nothing has a state, and every back end (eager, compiled, captured, under ``vmap``, the Triton kernels)
-computes the same integers. A draw is numbered, and so are its elements, in row-major order of the leaf. What is drawn is
-always a run of neighbouring elements: a leaf is the run from 0 to its size, and what a rank holds of a leaf that is
-spread over ranks is some runs of it. So a shard's noise is cut from the noise of the leaf, and no rank asks another one.
+computes the same integers. A draw has a number, and so has each of its elements, in row-major order of the leaf. What is drawn
+is always a run of neighbouring elements: a leaf is the run from 0 to its size, and the part that a rank holds of a sharded leaf
+is some runs of it. So a shard's noise is cut from the noise of the leaf, and no rank asks another one.
 
 One Philox block is four words, hence four normals:
 
@@ -41,9 +41,8 @@ LARGEST = 2**34  # elements of a draw: four in each of 2^32 blocks
 Runs = tuple[tuple[int, int], ...]  # (first element, length) of runs of a leaf's elements, ascending
 
 _MASK = 0xFFFFFFFF
-_TOGETHER = (
-    2**15
-)  # elements that tensor operations treat at once: few calls for short runs, and long ones stay in cache
+# elements that tensor operations treat at once: few calls for short runs, and long runs stay in cache
+_TOGETHER = 2**15
 _SQRT3 = 3.0**0.5
 _functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
 
@@ -51,8 +50,8 @@ _functions: Any = torch  # ``broadcast_shapes`` and ``split`` carry no types
 class Elements(NamedTuple):
     """Which elements of which draws: run ``i`` is ``lengths[i]`` elements of draw ``draws[i]`` from ``starts[i]`` on.
 
-    ``starts`` is empty where every run is a whole leaf, and so starts at 0: integers of an operation have to be copied in
-    every call. ``sizes`` are the elements of each leaf, of all its runs together.
+    ``starts`` is empty where every run is a whole leaf, and so starts at 0: integers that an operation is given are copied at
+    every call, and these would be zeros. ``sizes`` are the numbers of elements of the leaves, all runs of a leaf together.
     """
 
     starts: tuple[int, ...]
@@ -62,16 +61,16 @@ class Elements(NamedTuple):
 
 
 def whole_leaves(sizes: Sequence[int], draws: Sequence[int]) -> Elements:
-    """All elements of leaves of these sizes, by the numbers of their draws (32 bits each)."""
+    """All elements of leaves of these sizes, whose draws have these numbers (32 bits each)."""
     lengths = tuple(sizes)
     return Elements((), lengths, tuple(draws), lengths)
 
 
 @lru_cache(maxsize=256)
 def parts_of_leaves(runs: tuple[Runs, ...], draws: tuple[int, ...]) -> Elements:
-    """These runs of each leaf, by the numbers of their draws; a leaf without runs is empty here.
+    """These runs of each leaf, whose draws have these numbers; a leaf without runs is empty here.
 
-    Kept, since a matrix that is cut by columns has a run for each of its rows, and every step asks for the same ones.
+    Results are cached, since a matrix that is cut by columns has a run for each of its rows, and every step asks for the same.
 
     Raises:
         ValueError: a run that is empty, negative, not behind the one before, or ends past ``2^34``.
@@ -112,12 +111,13 @@ def require_in_range(size: int, what: str = "params: a leaf") -> None:
 def draw_elements(
     key: Tensor, step: Tensor, elements: Elements, dtype: torch.dtype, kind: str = "gaussian"
 ) -> list[Tensor]:
-    """The elements of these draws, one tensor ``[*chains, size]`` for each leaf.
+    """Draw these elements, one tensor ``[*chains, size]`` for each leaf.
 
     Args:
-        key: of the stream, int64, 0-d or with an axis for chains; likewise ``step``, the number of the step.
-        elements: which of them, from :func:`whole_leaves` or :func:`parts_of_leaves`.
-        dtype: of the result. Normals are computed in float64 for float64, else in float32.
+        key: the key of the stream, int64, 0-d or with an axis for chains.
+        step: the number of the step, likewise.
+        elements: what is drawn, from :func:`whole_leaves` or :func:`parts_of_leaves`.
+        dtype: the dtype of the result. Normals are computed in float64 for float64, else in float32.
         kind: ``"gaussian"``, ``"uniform"`` (on [0, 1)), ``"three_point"`` or ``"rademacher"``.
 
     Raises:
@@ -221,16 +221,17 @@ def in_tensors(key: Tensor, step: Tensor, elements: Elements, real: torch.dtype,
 def _of_one_length(
     key: Tensor, step: Tensor, runs: Sequence[tuple[int, int, int]], real: torch.dtype, kind: str
 ) -> Tensor:
-    """Neighbouring runs of one length at a time, since a matrix that is cut by columns has a run for each of its rows.
+    """Draw runs of one length together, since a matrix that is cut by columns has a run for each of its rows.
 
     Blocks come in groups whose elements are neighbours: 64 blocks with 256 normals, or one with four other variables. Every
-    run is computed from the group of its first element to that of its last, and what lies within it is taken out.
+    run is computed from the group of its first element to that of its last, and its elements are cut out of that.
     """
     group, length = RUN if kind == "gaussian" else 1, runs[0][1]
     heads, offsets = zip(*[divmod(start, 4 * group) for start, _, _ in runs])
     lanes, count = 4, max(-(-(offset + length) // (4 * group)) for offset in offsets)
     if kind == "gaussian" and len(runs) == 1 and not heads[0] and offsets[0] + length <= RUN:
-        group, lanes, count = offsets[0] + length, 1, 1  # the first normals of a few blocks, and nothing else
+        # all elements lie in the first lane, so that the other three need not be computed
+        group, lanes, count = offsets[0] + length, 1, 1
 
     def by_run(values: Sequence[int]) -> Any:
         """A number, or a column with one for each run."""
@@ -286,7 +287,7 @@ def _room(
     dtype: torch.dtype,
     kind: str = "gaussian",
 ) -> Tensor:
-    """Room for the elements; keys or steps with further axes, one for each chain, give it these axes."""
+    """An empty tensor for the elements; where keys or steps have axes for chains, it has them in front."""
     _require_counted(starts, lengths)
     chains: tuple[int, ...] = _functions.broadcast_shapes(key.shape, step.shape) if key.ndim or step.ndim else ()
     return torch.empty(*chains, sum(lengths), dtype=dtype, device=key.device)
@@ -331,7 +332,7 @@ def _others(
 
 
 def _leave(out: Tensor, *rest: Any) -> None:
-    """What filling does to a tensor without numbers: nothing."""
+    """Stand in for :func:`_fill` where tensors have no numbers to be written (fake tensors, ``meta``)."""
 
 
 for _device in ("CPU", "CUDA"):

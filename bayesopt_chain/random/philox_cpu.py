@@ -85,7 +85,7 @@ def normals_kernel() -> Callable[..., None] | None:
         lengths: tuple[int, ...],
         draws: tuple[int, ...],
     ) -> Callable[[], None]:
-        """``fill`` of these very tensors, whose memory stays where it is."""
+        """A function without arguments that fills these very tensors, whose memory must stay where it is."""
         kernel, large = kernels[out.dtype], out.numel() > _PARALLEL
         keyed = keys.data_ptr(), keys.stride(0) if keys.ndim else 0
         stepped = steps.data_ptr(), steps.stride(0) if steps.ndim else 0
@@ -96,7 +96,10 @@ def normals_kernel() -> Callable[..., None] | None:
     def in_lanes(
         out: Tensor, keys: Tensor, steps: Tensor, lengths: tuple[int, ...], draws: tuple[int, ...]
     ) -> Callable[[], None]:
-        """What fills these very tensors with whole leaves in lanes: ``out`` is ``[sum(lengths), chains]``."""
+        """A function without arguments that fills these very tensors with whole leaves of many chains.
+
+        ``out`` is ``[sum(lengths), chains]``: the same element of all chains lies together, for vector units.
+        """
         kernel = {torch.float32: library.lanes_float, torch.float64: library.lanes_double}[out.dtype]
         kernel.restype = None
         kernel.argtypes = [pointer, pointer, pointer, integer, pointer, integer, pointer, ctypes.c_int]

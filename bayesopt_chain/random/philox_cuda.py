@@ -1,11 +1,11 @@
 r"""The normals of the Philox stream (:mod:`bayesopt_chain.random.philox`) on a CUDA device, as one Triton kernel.
 
-Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here runs of
-alike lengths, such as leaves of one shape or the rows of a matrix cut by columns, are one, for all chains. Integers are the
-stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
+Written as tensor operations a draw is over 200 small kernels, which a CUDA graph replays one after the other; here one kernel
+draws all runs of similar lengths, such as leaves of one shape or the rows of a matrix cut by columns, for all chains. Integers
+are the stream's; logarithm, sine and cosine keep the normals within 1e-6 of every back end.
 
-The 64 blocks ``64 g .. 64 g + 63`` hold the normals of the elements ``256 g .. 256 g + 255``, so that a run takes the blocks
-from those of its first element to those of its last and stores what lies within it.
+The 64 blocks ``64 g .. 64 g + 63`` hold the normals of the elements ``256 g .. 256 g + 255``: a run is computed from the blocks
+of its first element to those of its last, and its own elements are stored.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def four_normals(block: Value, draw: Value, key: Value, count: Value) -> Value:
 
 @jit
 def first_element(block: Value, size: Value, RUN: constexpr) -> Value:
-    """Where the first normal of every block goes."""
-    small = size <= RUN  # a leaf of one run takes the first normal of as many blocks
-    block = block.to(tl.int64)  # elements are four times as many as blocks
+    """The element that the first normal of every block is, in a leaf of this size."""
+    small = size <= RUN  # such a leaf takes the first normal of each of its blocks, and no other
+    block = block.to(tl.int64)  # an element's number may have two bits more than its block's
     return tl.where(small, block, (block // RUN) * (4 * RUN) + block % RUN)
 
 
@@ -88,7 +88,7 @@ def _normals(
     end = tl.load(entry + 1)
     draw = tl.load(entry + 3).to(tl.uint32)
     first = (start // (4 * RUN)) * RUN + (tl.program_id(0) % programs).to(tl.int64) * BLOCKS
-    if first * 4 < end:  # runs of a table differ in length, and the shorter ones leave programs without elements
+    if first * 4 < end:  # every run of a table has the programs of the longest, some of which have nothing to do
         block = first + tl.arange(0, BLOCKS)
         z0, z1, z2, z3 = four_normals(block, draw, keys + chain * key_stride, counts + chain * count_stride)
         at = (block // RUN) * (4 * RUN) + block % RUN
@@ -107,9 +107,9 @@ def fill(
     lengths: tuple[int, ...],
     draws: tuple[int, ...],
 ) -> None:
-    """Fill ``out``, contiguous float32 ``[..., sum(lengths)]``, with these runs of elements of the draws of these numbers.
+    """Fill ``out``, contiguous float32 ``[..., sum(lengths)]``: run ``i`` is elements of the draw numbered ``draws[i]``.
 
-    ``keys`` and ``steps`` are int64, 0-d or one for each row of it. No ``starts``: every run begins at 0.
+    ``keys`` and ``steps`` are int64, 0-d or one for each row of ``out``. Without ``starts`` every run begins at element 0.
     """
     chains = out.shape[:-1].numel()
     key_stride, step_stride = (x.stride(0) if x.ndim else 0 for x in (keys, steps))
@@ -138,8 +138,10 @@ def fill(
 def _tables(
     starts: tuple[int, ...], lengths: tuple[int, ...], draws: tuple[int, ...], device: torch.device
 ) -> list[tuple[Tensor, int]]:
-    """For neighbouring runs of alike lengths their first element, end, place and draw, and how many groups of 64 blocks the
-    longest of them takes."""
+    """Tables of neighbouring runs of similar lengths, each with the number of groups of 64 blocks that its longest run takes.
+
+    A row of a table is a run: its first element, its end, its place in the result and the number of its draw.
+    """
     rows: list[tuple[int, tuple[int, int, int, int]]] = []
     place = 0
     for start, length, draw in zip(starts or (0,) * len(lengths), lengths, draws, strict=True):

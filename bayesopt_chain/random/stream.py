@@ -7,8 +7,8 @@ Two streams:
 
 * ``"generator"``, the default on an eager CPU: a fresh generator seeded with ``splitmix64(key + step)`` feeds ``normal_``
   once for all leaves, in optree order. The engine behind it keeps 32 bits of a seed, so that among ``n`` steps about
-  ``n^2 / 2^33`` pairs draw the same normals. Under ``vmap`` every chain is
-  seeded from its own key, so stacked chains draw what each would draw alone, bit for bit.
+  ``n^2 / 2^33`` pairs draw the same normals. Under ``vmap`` every chain is seeded from its own key, so that stacked chains draw
+  what each would draw alone, bit for bit.
 * ``"philox"``, the default elsewhere and available everywhere: the counter-based stream of
   :mod:`bayesopt_chain.random.philox`, the same in every back end. It knows a leaf by a hash of its path, so that the noise of a
   leaf does not depend on which other leaves there are.
@@ -57,7 +57,7 @@ def new_key(generator: torch.Generator | None, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Variables:
-    """The random variables of a step: all that is known of them before the step, so that key and step are all that is left.
+    """The random variables of a step: everything that is known of them in advance, so that a draw needs key and step alone.
 
     Attributes:
         numbers: what names each leaf to Philox (:func:`leaf_numbers`); default 0, 1, ...
@@ -82,10 +82,11 @@ class Variables:
     runs: tuple[Runs | None, ...] | None = None
 
     def draw(self, key: Tensor, step: Tensor, like: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The variables of one step.
+        """Draw the variables of one step.
 
         Args:
-            key: of the stream, int64, 0-d; likewise ``step``, the number of the step.
+            key: the key of the stream, int64, 0-d.
+            step: the number of the step, int64, 0-d.
             like: a tensor for each leaf, of which one slice ``like[i][0]`` has shape, dtype and device of a variable.
 
         Returns:
@@ -99,7 +100,7 @@ class Variables:
         out: list[list[Tensor]] = [[] for _ in like]
         for salt, ((device, dtype), members) in enumerate(_groups(like, each).items()):
             shapes = [like[i].shape[1:] for i in members]
-            if self.counts or device.type != "cpu":
+            if self.is_counter_based or device.type != "cpu":
                 elements = self._elements(tuple(members), tuple([x.numel() for x in shapes]), each)
                 drawn = draw_elements(key.to(device), step.to(device), elements, dtype, self.kind)
                 parts = iter([x * self.scale for x in drawn] if self.scale != 1.0 else drawn)
@@ -115,18 +116,18 @@ class Variables:
     def draw_in_spans(
         self, key: Tensor, step: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
     ) -> Iterator[tuple[Span, Tensor]]:
-        """What :meth:`draw` gives of one Gaussian a leaf on a CPU that nothing traces, span by span, flat.
+        """Draw one Gaussian variable for each leaf, span by span: the numbers of :meth:`draw`, for untraced leaves on a CPU.
 
         Args:
-            key, step: likewise.
-            sizes: elements of each leaf that are here.
+            key, step: as for :meth:`draw`.
+            sizes: the number of elements of each leaf that are here.
             dtype: float32 or float64.
             into: memory of that dtype for the elements of the longest span (default: new memory).
 
         Returns:
-            Pairs of one of :meth:`spans` and its elements, which may be overwritten, and are by the next span.
+            Pairs of one of :meth:`spans` and its elements, flat. The caller may overwrite the elements; the next span does.
         """
-        if self.counts:
+        if self.is_counter_based:
             ops, numbers = torch.ops.bayesopt_chain, self.numbers or tuple(range(len(sizes)))
             for span, elements in _spans_of_elements(sizes, numbers, self.runs):
                 if into is None:
@@ -144,11 +145,11 @@ class Variables:
 
     def spans(self, sizes: tuple[int, ...]) -> list[Span]:
         """The spans in which leaves of these sizes are drawn."""
-        return spans(sizes, all_of_a_leaf=self.counts)
+        return spans(sizes, all_of_a_leaf=self.is_counter_based)
 
     @cached_property
-    def counts(self) -> bool:
-        """Whether elements are numbered on every device: by Philox.
+    def is_counter_based(self) -> bool:
+        """Whether Philox draws on every device, so that each element has a number of its own.
 
         Raises:
             ValueError: ``runs`` of torch's generator.
@@ -161,7 +162,7 @@ class Variables:
         return self.stream == "philox" or self.runs is not None
 
     def _elements(self, leaves: tuple[int, ...], sizes: tuple[int, ...], each: tuple[int, ...]) -> Elements:
-        """The elements of some leaves, of these sizes."""
+        """The elements of the leaves numbered ``leaves``, which have these sizes, as Philox names them."""
         everything = len(leaves) == len(each)
         numbers = leaves if self.numbers is None else self.numbers
         if not everything:
@@ -175,7 +176,7 @@ class Variables:
 def _elements_of(
     sizes: tuple[int, ...], numbers: tuple[int, ...], each: tuple[int, ...], runs: tuple[Runs | None, ...] | None
 ) -> Elements:
-    """The elements of every draw, ``each[i]`` draws of leaf ``i``."""
+    """The elements of every draw, where leaf ``i`` has ``sizes[i]`` elements and draws ``each[i]`` times."""
     names = draw_numbers(numbers, each)
     if runs is None:
         return whole_leaves([n for n, k in zip(sizes, each) for _ in range(k)], names)
@@ -227,7 +228,7 @@ def _spans_of_elements(
     sizes: tuple[int, ...], numbers: tuple[int, ...], runs: tuple[Runs | None, ...] | None
 ) -> list[tuple[Span, Elements]]:
     """The spans of leaves that Philox draws, and the elements of each span."""
-    draw_numbers(numbers, (1,) * len(numbers))  # refuses numbers that meet, in whatever spans they are
+    draw_numbers(numbers, (1,) * len(numbers))  # refuses two leaves of one number, in whatever spans they are
     out = list[tuple[Span, Elements]]()
     for span in spans(sizes, all_of_a_leaf=True):
         mine = tuple([numbers[i] for i in span.leaves])
@@ -245,7 +246,7 @@ def _hash(path: str) -> int:
 def leaf_numbers(paths: tuple[str, ...], hashed: Callable[[str], int] = _hash) -> tuple[int, ...]:
     """For each leaf 32 bits of a hash of its path without wrappers, which name it to the counter-based stream.
 
-    Few leaves draw more than twice in a step; those that do are looked at when they draw (:func:`draw_numbers`).
+    Few leaves draw more than twice in a step; those that do are checked when they draw (:func:`draw_numbers`).
 
     Raises:
         ValueError: two paths whose first two draws would be the same.
@@ -269,7 +270,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=[.'\"]))(?:module|_orig_mod|_checkpoint_wrappe
 def without_wrappers(paths: tuple[str, ...]) -> tuple[str, ...]:
     """The paths without the names of wrappers, so that wrapping a model leaves its noise alone.
 
-    They stay as they are where two of them would become one, as in a model that has a child named ``module`` of its own.
+    All paths are left as they are where two of them would become one, as in a model with a child of its own named ``module``.
 
     Example:
         >>> without_wrappers(("module._orig_mod.0.weight", "['module.head.bias']"))
@@ -316,6 +317,7 @@ def _groups(templates: Sequence[Tensor], draws: Sequence[int]) -> dict[tuple[tor
 def _from_generator(
     key: Tensor, step: Tensor, salt: int, size: int, dtype: torch.dtype, kind: str, scale: float
 ) -> Tensor:
+    """One flat draw of torch's generator; where key or step is traced, an operation that reads them when it runs."""
     if is_plain(key, step):
         return _seeded(int(key), int(step), salt, size, dtype, kind, scale)
     return _stacked_draw(key, step, salt, size, dtype, kind, scale)
@@ -340,6 +342,7 @@ def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: 
         return three_point(torch.empty(size, dtype=torch.int32, device=CPU).random_(0, 6, generator=generator)).to(
             dtype
         )
+    # a random byte for each sign: its second bit is 0 or 2
     words = torch.empty((size + 7) // 8, dtype=torch.int64, device=CPU).random_(-(2**63), None, generator=generator)
     return (words.view(torch.int8)[:size] & 2).to(dtype).sub_(1.0)
 
