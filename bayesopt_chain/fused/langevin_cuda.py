@@ -1,10 +1,10 @@
-r"""SGD with momentum and matched noise as one Triton kernel: 20 bytes a float32 parameter, nothing besides the velocity.
+r"""SGD with momentum and matched noise as one Triton kernel: 20 bytes of traffic a float32 parameter, no buffer but ``s``.
 
     v = keep s + g + weight_decay theta + c xi,    theta <- theta - lr v,    s <- momentum v + deferred c xi,
 
 for heavy ball ``(keep, momentum, deferred) = (mu, 1, 1 / mu)``, the velocity with the half of the noise that acts in the next
 step (:mod:`bayesopt_chain.matching.noise_inputs`); for SGD ``(1, 0, 1)``, the draw itself; white noise has ``deferred = 0``.
-Read theta, g and s, write theta and s, draw one normal that nobody has to remember.
+It reads theta, g and s, writes theta and s, and draws one normal for each element, which nobody has to remember.
 
 With ``c = s' / (1 + mu)``, ``s'^2 = T (1 - mu^2) / lr'``, ``lr' = 2 lr / (1 + mu)`` this is the Ornstein-Uhlenbeck form
 ``p = u - g; w = mu p - s' xi; theta <- theta + lr'/2 (p + w); u <- w`` in ``u = -mu s``: a kick, half a drift, an exact
@@ -89,15 +89,18 @@ def langevin_step_(
     draw: int = 0,
     blocks: int = 512,
 ) -> None:
-    """One step on one leaf, in place.
+    """Make one step on one leaf, in place.
 
     Args:
-        theta, g, s: parameters, gradient and what is deferred from step to step (zeros at the start), contiguous float32.
-        key, count: 0-d int64 on the same device: the stream's key and the step number. The caller counts.
+        theta, g, s: parameters, gradient and what is kept from step to step (zeros at the start), contiguous float32.
+        key, count: 0-d int64 on the same device: the stream's key and the step number, to which the caller adds 1.
         lr, weight_decay, keep, momentum, level, deferred: the coefficients of the equations above, ``level`` being ``c``.
-        draw: number of the leaf's draw.
-        blocks: Philox blocks for each program, a multiple of 64; four parameters a block, and with 512 of them each of
+        draw: the number of the leaf's draw, 32 bits.
+        blocks: Philox blocks for each program, a multiple of 64; a block moves four parameters, and with 512 blocks each of
             128 threads moves four neighbours at a time.
+
+    Raises:
+        ValueError: tensors of another dtype, not contiguous, or of several sizes; ``blocks`` that is no multiple of 64.
     """
     for name, x in (("theta", theta), ("g", g), ("s", s)):
         if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() != theta.numel():

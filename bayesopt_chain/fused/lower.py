@@ -46,7 +46,7 @@ _ONE = {dtype: torch.ones((), dtype=dtype) for dtype in (torch.float32, torch.fl
 
 @dataclass(frozen=True)
 class MomentumThenScale(Link):
-    """The run of a momentum and a constant factor behind it."""
+    """The run of a heavy-ball momentum and a constant factor behind it."""
 
     momentum: float
     factor: float
@@ -54,19 +54,23 @@ class MomentumThenScale(Link):
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
     ) -> tuple[Leaves, Any] | None:
-        """The run; with parameters ``onto`` their sums with the updates, or ``None`` where the kernel cannot take them."""
+        """All links of the run at once.
+
+        With parameters ``onto`` their sums with the updates are returned in the place of the updates; ``None``, with nothing
+        done, where the kernel cannot take these tensors.
+        """
         first: TraceState = states[0]
         mu, factor, kernel = self.momentum, self.factor, sweep_kernel()
         if kernel and (onto or are_small(g)) and is_plain(g[0]) and all(map(_alike, g, first.trace)):
             sizes = tuple(map(Tensor.numel, g))
-            if _are_plain((g, first.trace, onto or ()), sizes, g[0].dtype):
+            if _suit_the_kernel((g, first.trace, onto or ()), sizes, g[0].dtype):
                 u, v = _results(op, g, first.trace)
                 lists, base = (g, first.trace, u, v), onto and pointers(onto)
                 kernel(g[0].dtype, sizes, *map(pointers, lists), factor, mu, onto=base)
                 return u, (first._replace(trace=tuple(v)), states[1])
         if onto:
             return None
-        if op.inplace and not are_small(g) and not is_transformed() and all(map(_is_plain, first.trace, g)):
+        if op.inplace and not are_small(g) and not is_transformed() and all(map(_suit_out, first.trace, g)):
             # apply_updates goes from the first leaf to the last: this way each finds in cache what the other left there
             for t, x in reversed(list(zip(first.trace, g))):
                 _in_blocks(t, x, mu, factor)
@@ -79,9 +83,12 @@ def _alike(x: Tensor, t: Tensor) -> bool:
     return x.shape == t.shape
 
 
-def _are_plain(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
-    """Whether a kernel may run over the memory of these lists of tensors: on a CPU, dense, of one dtype, of these sizes, and
-    without gradients of their own. Whether they are traced has to be asked before."""
+def _suit_the_kernel(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+    """Whether the kernel, which checks nothing, may run over the memory of these lists of tensors.
+
+    They must be dense tensors on a CPU, of this dtype and of these sizes, without gradients of their own. That nothing traces
+    them the caller has to know.
+    """
     if dtype not in _ONE:
         return False
     for tensors in lists:
@@ -101,8 +108,8 @@ def _results(op: TensorOps, g: Leaves, kept: Sequence[Tensor]) -> tuple[Leaves, 
     return [torch.empty_like(x) for x in g], [torch.empty_like(x) for x in kept]
 
 
-def _is_plain(t: Tensor, x: Tensor) -> bool:
-    """Whether operations with ``out=`` may be used, which take shapes for granted and are not differentiated."""
+def _suit_out(t: Tensor, x: Tensor) -> bool:
+    """Whether operations with ``out=``, which broadcast nothing and are not differentiated, may be used on two tensors."""
     same = t.dtype == x.dtype and t.shape == x.shape and t.device.type == "cpu" and t.dtype in _ONE
     return same and not (t.requires_grad or x.requires_grad)
 
@@ -124,9 +131,10 @@ def _in_blocks(t: Tensor, x: Tensor, mu: float, factor: float) -> None:
 
 @dataclass(frozen=True)
 class Noisy(Link):
-    """The run of matched noise, the momentum (or none) that it enters, and a constant factor behind.
+    """The run of matched noise, the momentum that it enters (or none), and a constant factor behind.
 
-    It sees leaves without a gradient too, since their draws must be made for the others' to stay what they are.
+    It is given leaves without a gradient too: the generator draws one leaf after the other, so that leaving out one leaf's
+    draw would change those of the leaves behind it.
     """
 
     noise: LangevinNoise
@@ -136,18 +144,22 @@ class Noisy(Link):
     deferred_gain: float  # what the velocity holds of it for the next step
     shapes: tuple[torch.Size, ...]
     sizes: tuple[int, ...]
-    dtype: torch.dtype | None  # of all leaves, if it is one
-    variables: keyed_stream.Variables  # of which the noise is made
+    dtype: torch.dtype | None  # the dtype of all leaves; None where they have several
+    variables: keyed_stream.Variables  # the draws of which the noise is made
     traits = Traits(all_leaves=True)
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, g: Leaves, states: Any, op: TensorOps, context: LinkContext | None, onto: Leaves | None = None
     ) -> tuple[Leaves, Any] | None:
-        """The run; with parameters ``onto`` their sums with the updates, or ``None`` where the kernel cannot take them."""
+        """All links of the run at once.
+
+        With parameters ``onto`` their sums with the updates are returned in the place of the updates; ``None``, with nothing
+        done, where the kernel cannot take these tensors.
+        """
         noise: LangevinNoiseState = states[0 if self.momentum is None else 2]
         kept = noise.memory if self.momentum is None else states[0].trace
         plain = self.noise.noise == "gaussian" and is_plain(noise.key, noise.step) and noise.key.is_cpu
-        if plain and sweep_kernel() and _are_plain((g, kept, onto or ()), self.sizes, self.dtype):
+        if plain and sweep_kernel() and _suit_the_kernel((g, kept, onto or ()), self.sizes, self.dtype):
             drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
             if self.momentum is None:  # it remembers the draw, and scales it as its links do
                 drawn = ((span, e.mul_(self.level)) for span, e in drawn)
@@ -172,15 +184,15 @@ class Noisy(Link):
         onto: Sequence[Tensor] | None = None,
         known: Sequence[Sequence[Pointers | None]] | None = None,
     ) -> None:
-        """The run by the kernel of :mod:`bayesopt_chain.fused.sweep_cpu`, which checks nothing: lists of contiguous tensors.
+        """Run the kernel of :mod:`bayesopt_chain.fused.sweep_cpu`, which checks nothing, over lists of contiguous tensors.
 
         Args:
-            drawn: spans and their noise, flat.
+            drawn: pairs of a span and its noise, flat.
             g: gradients.
             kept: the velocities, or without momentum the remembered draws.
-            u, t: where the results go, and what is kept for the next step.
-            onto: parameters, where their sums with the updates are wanted in the place of the updates.
-            known: for every span where ``kept``, ``u``, ``t`` and ``onto`` lie in memory, if that has been looked up before.
+            u, t: the tensors into which the updates and the new ``kept`` are written.
+            onto: parameters, if their sums with the updates are to be written in the place of the updates.
+            known: for every span the :func:`pointers` to ``kept``, ``u``, ``t`` and ``onto``, if they have been made before.
         """
         kernel: Any = sweep_kernel()
         f, mu = self.factor, self.momentum
@@ -191,20 +203,20 @@ class Noisy(Link):
     def _by_links(
         self, g: Sequence[Tensor | None], kept: Sequence[Tensor], noise: LangevinNoiseState, op: TensorOps
     ) -> tuple[list[Any], list[Tensor]]:
-        """The run by tensor operations, for whatever tensors. A leaf without a gradient keeps its state."""
+        """The run by tensor operations, for any tensors. A leaf without a gradient keeps its state."""
         live = [k for k, x in enumerate(g) if x is not None]
         here: Leaves = [x for x in g if x is not None]
         checks.own_key(noise.key, here)
         xi = self.variables.draw(noise.key, noise.step, noise.memory)
         e = [xi[k][0] * self.level if self.momentum is None else xi[k][0] for k in live]
-        u, t = self._moved(here, [kept[k] for k in live], e, op)
+        u, t = self._by_operations(here, [kept[k] for k in live], e, op)
         moved, after = list(g), list(kept)
         for k, x, y in zip(live, u, t):
             moved[k], after[k] = x, y
         return moved, after
 
-    def _moved(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, Leaves]:
-        """The operations of the run on leaves that all have gradients, given the noise ``e``: updates, and what is kept."""
+    def _by_operations(self, g: Leaves, kept: Sequence[Tensor], e: Leaves, op: TensorOps) -> tuple[Leaves, Leaves]:
+        """The arithmetic of the run on leaves that all have gradients, for the noise ``e``: updates and the new ``kept``."""
         if self.momentum is None:
             y = [x + m[0] for x, m in zip(e, kept)]
             after = op.put(kept, [x.unsqueeze(0) for x in e])
@@ -235,11 +247,12 @@ def moved(chain: Chain, params: Any, grads: Any, state: Any) -> tuple[Any, State
     Args:
         chain: the chain.
         params, grads: trees of one structure, of which all leaves are tensors.
-        state: of the chain.
+        state: a state of the chain.
 
     Returns:
-        New parameters and the new state; ``None``, with nothing done, where a chain has other links, and for trees or tensors
-        that the kernel cannot take: it wants dense ones on a CPU, for all leaves of the run, that nothing traces.
+        New parameters and the new state; ``None``, with nothing done, for a chain with other links, and for trees or tensors
+        that the kernel cannot take: all leaves of the run must have gradients, all tensors must be dense, on a CPU, and not
+        traced.
     """
     plan = chain.plan(state)
     [(places, run), *more] = plan.stages or [((0,), chain)]
@@ -318,6 +331,6 @@ def _noisy(links: Sequence[Link], plan: Any, n: int, injection: Any) -> tuple[tu
         return None
     sizes, dtypes = tuple([shape.numel() for shape in shapes]), {layout.dtypes[j] for j in noise_input.leaves}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    # the noise is scaled while it is drawn where nothing remembers the draw itself
+    # where nothing remembers the draw, ``variables`` scale it to its level; else the run does, and remembers what it scaled
     gain, noise = noise_input.deferred_gain, links[n]
     return run, Noisy(noise, mu, factor, level, gain, shapes, sizes, dtype, injection.variables)  # pyright: ignore[reportArgumentType]

@@ -59,7 +59,15 @@ Way = Callable[[list[Any], State], State]  # moves the parameters by their gradi
 
 @dataclass(frozen=True)
 class FusedSGD:
-    """A chain of that form. ``velocity`` and ``noise`` are the numbers of those links, ``None`` without them."""
+    """A chain of the form above.
+
+    Attributes:
+        chain: the chain.
+        lr, momentum, nesterov, weight_decay, maximize: as for ``torch.optim.SGD``.
+        velocity: the number of the momentum's link, ``None`` without momentum.
+        noise: the number of the noise link, ``None`` without noise.
+        last: the tensors of the last call, if there was one.
+    """
 
     chain: Chain
     lr: float
@@ -69,17 +77,17 @@ class FusedSGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     maximize: bool = False
-    last: list[_Tensors] = field(default_factory=list, repr=False, compare=False)  # those of the last call, if any
+    last: list[_Tensors] = field(default_factory=list, repr=False, compare=False)
 
     def __reduce__(self) -> Any:
-        return recognise, (self.chain,)  # tensors stay behind
+        return recognise, (self.chain,)  # a pickle does not carry the tensors of the last call
 
     def move(self, params: Any, grads: Any, state: State) -> State | None:
         """Move ``params`` and ``state`` in place.
 
         Args:
             params, grads: trees of one structure; gradients may be missing, and may be overwritten.
-            state: of the chain.
+            state: a state of the chain.
 
         Returns:
             The state; or ``None``, with nothing changed, where the kernels, which check nothing, cannot take these tensors:
@@ -93,7 +101,7 @@ class FusedSGD:
         return None if way is None else way(g, state)
 
     def _leaves(self, params: Any, grads: Any) -> tuple[list[Any], list[Any], Any]:
-        """The leaves of both trees and their structure, which is looked for only where it is not the last one."""
+        """The leaves of both trees and their structure, for which that of the last call is tried first: this is faster."""
         if self.last:
             spec = self.last[0].spec
             try:
@@ -104,7 +112,10 @@ class FusedSGD:
         return p, spec.flatten_up_to(grads), spec
 
     def _tensors(self, params: list[Any], g: list[Any], state: State, spec: Any) -> _Tensors:
-        """Those of the last call where they are the same objects, and nobody has replaced the ``.data`` of one."""
+        """These tensors and the way to move them, as the last call found it where its tensors come again.
+
+        They come again if they are the same objects, the same gradients are missing, and nobody has replaced a ``.data``.
+        """
         trace = state[self.velocity].trace if self.velocity is not None else ()
         memory = state[self.noise].memory if self.noise is not None else ()
         key = (*params, *trace, *memory)
@@ -123,7 +134,7 @@ class FusedSGD:
         return last
 
     def sweep(self, p: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
-        """torch's fused kernel."""
+        """Run torch's fused kernel in place."""
         fused_sgd_(
             p,
             g,
@@ -157,7 +168,7 @@ class _Tensors:
         self.views: list[Tensor] = []
 
     def are_usable(self, form: FusedSGD, g: list[Any]) -> bool:
-        """Whether the kernels can take them."""
+        """Whether the kernels can take these tensors with gradients ``g``."""
         first, kept = g[self.live[0]], [t for t in (*self.trace, *self.memory) if t.numel()]
         return (
             first.dtype in _DTYPES
@@ -174,7 +185,7 @@ class _Tensors:
         return [self.params[j].detach() for j in self.live]
 
     def view(self, tensors: list[Tensor]) -> None:
-        """Take note of tensors whose memory a way keeps."""
+        """Remember tensors whose addresses a way keeps, so that the next call notices if their ``.data`` was replaced."""
         self.viewed += tensors
         self.views += [t.detach() for t in tensors]
 
@@ -187,7 +198,7 @@ class _Tensors:
 
 
 def _way(form: FusedSGD, tensors: _Tensors, state: State) -> Way | None:
-    """The fastest way to move these tensors; ``None`` where nothing moves, since the learning rate is zero."""
+    """The fastest way to move these tensors; ``None`` at a learning rate of 0, where no noise input exists."""
     if (noise := form.noise) is None:
         return _WithoutNoise(form, tensors)
     plan = form.chain.plan(state)
@@ -234,7 +245,8 @@ class _Lowered:
         noise, g = state[self.noise], _dense(g)
         drawn = self.variables.draw_in_spans(noise.key, noise.step, self.sizes, g[0].dtype)
         self.run.sweep(drawn, g, self.kept, self.theta, self.kept, self.theta, known=self.known)
-        torch.autograd.graph.increment_version([*self.theta, *self.kept])  # addresses, of which autograd knows nothing
+        # the kernel wrote to addresses, which autograd cannot see
+        torch.autograd.graph.increment_version([*self.theta, *self.kept])
         noise.step.add_(1)
         return state
 
@@ -289,7 +301,8 @@ class _OnDevice:
         self, form: FusedSGD, noise: int, tensors: _Tensors, draws: list[int], level: float, deferred: float
     ) -> None:
         self.noise, self.theta, self.kept = noise, tensors.theta, tensors.kept()
-        self.draws = [draw - (draw >> 31 << 32) for draw in draws]  # the same 32 bits, signed
+        # Triton takes the 32 bits as a signed number
+        self.draws = [draw - (draw >> 31 << 32) for draw in draws]
         keep, momentum = (form.momentum, 1.0) if form.momentum else (1.0, 0.0)
         self.numbers: dict[str, Any] = {
             "lr": form.lr,
@@ -301,7 +314,7 @@ class _OnDevice:
 
     @torch.no_grad()
     def __call__(self, g: list[Any], state: State) -> State:
-        from bayesopt_chain.fused.langevin_cuda import langevin_step_
+        from bayesopt_chain.fused.langevin_cuda import langevin_step_  # here, since it needs Triton
 
         noise = state[self.noise]
         with torch.cuda.device_of(noise.key):
@@ -330,9 +343,9 @@ class _ByItsLink:
 def _pieces(
     span: Span, number: dict[int, int], theta: list[Tensor], kept: list[Tensor], scratch: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, slice | None]]]:
-    """The leaves in a span that have a gradient: parameter, what is kept of it, its noise; and which leaf and part it is.
+    """The pieces of a span that have a gradient: parameter, what is kept for the next step, noise; and (gradient, part of it).
 
-    A leaf that is all in the span keeps its shape, so that nothing of its gradient has to be cut out.
+    A leaf that lies wholly in the span keeps its shape, and its part is ``None``: its gradient is taken as it is.
     """
     offset = 0
     for leaf, start, size in zip(span.leaves, span.starts, span.sizes):
@@ -348,7 +361,7 @@ def _pieces(
 
 
 def _dense(g: list[Any]) -> list[Tensor]:
-    """The gradients that are there, contiguous."""
+    """The gradients that are not missing, made contiguous."""
     return [x if x.is_contiguous() else x.contiguous() for x in g if x is not None]
 
 
@@ -362,7 +375,7 @@ def has_kernel(g: Tensor) -> bool:
 
 
 def recognise(tx) -> FusedSGD | None:
-    """The fused form of a chain, or ``None``."""
+    """Read a chain's links: its fused form, or ``None`` if it has none."""
     if not isinstance(tx, Chain) or not tx.links or any(link.masks for link in tx.links):
         return None
     *links, last = tx.links

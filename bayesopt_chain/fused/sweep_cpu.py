@@ -8,7 +8,7 @@ For every element, ``e`` being the noise of this step, each operation rounded by
 
 and ``theta + u`` in the place of ``u`` if asked. With tensor operations every one of these is a pass over memory and a call
 for each leaf; here all leaves are one call. Results may be written over ``g`` and ``s`` or into new tensors.
-Compiled at its first use and kept, or came with the wheel (:mod:`bayesopt_chain.random.compiled`).
+The kernel came with the wheel, or is compiled at its first use and kept (:mod:`bayesopt_chain.random.compiled`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pointers = ctypes.Array[ctypes.c_void_p]
 
 
 def pointers(tensors: Sequence[Tensor], span: Span | None = None) -> Pointers:
-    """The addresses of contiguous tensors, or of the pieces of them that a span names, in the form that the kernel takes."""
+    """The addresses of contiguous tensors, or of the pieces that lie in a span, as an array that the kernel takes."""
     if span is None or (len(span.leaves) == len(tensors) and not any(span.starts)):
         return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
     step = tensors[0].element_size()
@@ -44,9 +44,9 @@ def sweep_kernel() -> Sweep | None:
     """``sweep(dtype, sizes, g, s, u, t, f, mu, e, deferred, onto)``, or ``None`` where nothing compiles.
 
     ``g``, ``s``, ``u``, ``t`` are :func:`pointers` to contiguous tensors of one dtype, float32 or float64, and of these sizes,
-    ``u`` and ``t`` written and perhaps the same as ``g`` and ``s``; ``e`` is ``None`` or one tensor, leaf behind leaf. Where
-    ``mu`` is ``None``, ``s`` is what the noise remembers. Where ``onto``, parameters, is given, its sums with the updates are
-    written to ``u``, which may be the parameters themselves.
+    ``u`` and ``t`` are written, and may be ``g`` and ``s`` themselves; ``e`` is ``None`` or one tensor, leaf behind leaf. Where
+    ``mu`` is ``None``, ``s`` is the draw that the noise remembers. With pointers ``onto`` parameters, their sums with the
+    updates are written to ``u``, which may be the parameters themselves.
     """
     try:
         library = compiled.load(_SOURCE)
