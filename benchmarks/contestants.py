@@ -79,6 +79,23 @@ def normal_and_fused(params, grads) -> Callable:
     return run
 
 
+def adaptive(make: Callable, shapes: list[tuple[int, ...]], draws: bool = False) -> Callable:
+    """A step of an adaptive class of ``torch.optim`` or ``bc.optim``, followed by a draw for each leaf if asked."""
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    step = make(params).step
+    if not draws:
+        return step
+
+    def run():
+        step()
+        for p in params:
+            torch.randn_like(p)
+
+    return run
+
+
 def posteriors_sghmc(params, grads) -> Callable:
     """posteriors' SGHMC in place, net of the gradient: its ``grad_and_value`` hands back the gradients given here."""
     with warnings.catch_warnings():

@@ -111,6 +111,38 @@ def sixty_leaves() -> Row:
     return Row("SGHMC, 60 leaves, 1e5 parameters, update only", times, targets)
 
 
+def adam(work: str, shapes: list[tuple[int, ...]]) -> Row:
+    """Adam and its kin with a temperature against torch's fused kernel and a draw of the same parameters.
+
+    In seconds of this process, which other work on the machine does not count into.
+    """
+    hot: dict[str, Any] = {"temperature": c.TEMPERATURE, "heat_guard": None}
+    optim, torchs = bc.optim, torch.optim
+    times = take_turns(
+        {
+            "torch.optim.Adam fused + draw": c.adaptive(lambda p: torchs.Adam(p, c.LR, fused=True), shapes, draws=True),
+            "torch.optim.Adam fused": c.adaptive(lambda p: torchs.Adam(p, c.LR, fused=True), shapes),
+            "bc.optim.Adam": c.adaptive(lambda p: optim.Adam(p, c.LR, **hot), shapes),
+            "bc.optim.AdamW": c.adaptive(lambda p: optim.AdamW(p, c.LR, **hot), shapes),
+            "bc.optim.RMSprop": c.adaptive(lambda p: optim.RMSprop(p, c.LR, **hot), shapes),
+            "bc.optim.Adam, Philox": c.adaptive(lambda p: optim.Adam(p, c.LR, stream="philox", **hot), shapes),
+            "bc.optim.Adam, torch's loop": c.adaptive(lambda p: optim.Adam(p, c.LR, foreach=False, **hot), shapes),
+        },
+        rounds=41,
+        clock=time.process_time,
+    )
+    ours = ("bc.optim.Adam", "bc.optim.AdamW", "bc.optim.RMSprop", "bc.optim.Adam, Philox")
+    return Row(f"{work}, update only", times, {(name, "torch.optim.Adam fused + draw"): 1.1 for name in ours})
+
+
+def adam_mlp() -> Row:
+    return adam("Adam with noise, MLP 784-1024-256-10", [(1024, 784), (1024,), (256, 1024), (256,), (10, 256), (10,)])
+
+
+def adam_sixty_leaves() -> Row:
+    return adam("Adam with noise, 60 leaves, 1e5 parameters", [(1667,)] * 60)
+
+
 N, D, STEPS = 768, 8, 8
 
 
@@ -354,6 +386,6 @@ def rows(quick: bool) -> dict[str, Callable[[], Row]]:
 
     chains = partial(five_thousand_chains, steps=50, rounds=5) if quick else five_thousand_chains
     plain = (optimizer, sixty_leaves, noise, dispatch, small_model, sampler, sampler_on_all_threads)
-    plain += (whole_step_cnn, whole_step_cnn_lstm, whole_step_mlp)
+    plain += (adam_mlp, adam_sixty_leaves, whole_step_cnn, whole_step_cnn_lstm, whole_step_mlp)
     named = {row.__name__: row for row in plain} | {"five_thousand_chains": chains}
     return named | against_jax.rows(quick)

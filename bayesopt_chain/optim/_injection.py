@@ -41,7 +41,7 @@ from bayesopt_chain.optim._refusals import warn_of_rounding
 from bayesopt_chain.optim._room import leaving
 
 _DRAW = ("noise", "noise_direct")  # where the last draw lies in ``optimizer.state[p]``, by branch
-_AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # the key and the count that make it again
+AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # the key and the count that make it again
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
@@ -52,17 +52,21 @@ def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
 
 
 def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Add the noise that goes to parameters and velocities, and remember what the step was."""
+    """Add the noise that goes to parameters and velocities."""
     for leaves in plan.coasting:
         _coast(leaves, leaves[0].numbers.noise.coasts)
     _add_all(rule, normals, plan.behind)
+
+
+def remember(rule: Rule, plan: Plan) -> None:
+    """Write down what the step was, and of which count its draws are where they are not kept."""
     for w in plan.redrawn:
         route = w.numbers.route
-        for names, drew in zip(_AGAIN, (route.is_early or route.is_late, route.has_direct)):
+        for names, drew in zip(AGAIN, (route.is_early or route.is_late, route.has_direct)):
             if drew:
                 w.state.update(zip(names, (w.group["noise_key"], w.group["noise_count"])))
     if not plan.repeats:
-        _remember(rule, plan)
+        _write_down(rule, plan)
 
 
 def _add_all(rule: Rule, normals: Normals, place: Place) -> None:
@@ -92,8 +96,8 @@ def _coast(leaves: list[Work], coasts: float) -> None:
             w.param.add_(velocity, alpha=-coasts)
 
 
-def _remember(rule: Rule, plan: Plan) -> None:
-    """Write down what the step was, each number as a float by a name of its own: torch can flatten floats and no tuples."""
+def _write_down(rule: Rule, plan: Plan) -> None:
+    """Write down each number of the step as a float by a name of its own: torch can flatten floats and no tuples."""
     for leaves in plan.alike:
         before = leaves[0].numbers.noise.before
         if before is not None:
@@ -116,7 +120,7 @@ def _batches(rule: Rule, normals: Normals, leaves: list[Work], branch: int) -> l
     size = 0
     for w in leaves:
         size += w.param.numel()
-        last = tuple([w.state.get(name) for name in _AGAIN[branch]]) if w.redraws else ()
+        last = tuple([w.state.get(name) for name in AGAIN[branch]]) if w.redraws else ()
         part = size // BLOCK if w.redraws or rule.adaptive else 0
         groups.setdefault((id(w.numbers), w.param.dtype, w.param.device, last, part), []).append(w)
     return [_batch(rule, normals, work, branch) for work in groups.values()]
@@ -125,7 +129,7 @@ def _batches(rule: Rule, normals: Normals, leaves: list[Work], branch: int) -> l
 def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch:
     velocity = work[0].numbers.linear.velocity
     velocities = [w.state[velocity] for w in work] if velocity is not None and branch == 0 else []
-    draws = [_draw_of(rule, w, branch) for w in work if not w.redraws]
+    draws = [draw_of(rule, w, branch) for w in work if not w.redraws]
     for w in work if not draws else ():
         _warn_once(rule, w)
     tensors = Tensors([w.param for w in work], velocities, [], draws)
@@ -146,7 +150,7 @@ def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
         return _add(rule, numbers, branch, tensors, fill)
     group = numbers.group
     draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
-    key, count = [work[0].state.get(name, -1) for name in _AGAIN[branch]]
+    key, count = [work[0].state.get(name, -1) for name in AGAIN[branch]]
     _add(
         rule,
         numbers,
@@ -160,10 +164,10 @@ def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
 def _add_blocks(rule: Rule, normals: Normals, w: Work, branch: int) -> None:
     """Add the noise of one branch to a large leaf, block by block."""
     fill, fill_last = normals.of(w, branch), None
-    draw = None if w.redraws else _draw_of(rule, w, branch)
+    draw = None if w.redraws else draw_of(rule, w, branch)
     if draw is None:
         _warn_once(rule, w)
-        if w.state.get(_AGAIN[branch][1], -1) >= 0:
+        if w.state.get(AGAIN[branch][1], -1) >= 0:
             fill_last = normals.of(w, branch, last=True)
     velocity = w.numbers.linear.velocity
     # outside of a CPU's cache larger blocks, where only their number counts
@@ -225,7 +229,7 @@ def _in_a_row(tensors: list[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
-def _draw_of(rule: Rule, w: Work, branch: int) -> Tensor:
+def draw_of(rule: Rule, w: Work, branch: int) -> Tensor:
     """The last draw of a leaf; zeros before the first."""
     name = _DRAW[branch]
     if name not in w.state:
@@ -249,6 +253,6 @@ def _make_room(rule: Rule, w: Work) -> None:
     has_direct = rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0
     for branch in (0, 1) if has_direct else (0,):
         if w.redraws:
-            w.state.update(zip(_AGAIN[branch], (w.group["noise_key"], -1)))
+            w.state.update(zip(AGAIN[branch], (w.group["noise_key"], -1)))
         else:
-            _draw_of(rule, w, branch)
+            draw_of(rule, w, branch)

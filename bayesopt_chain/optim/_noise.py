@@ -82,13 +82,14 @@ class Normals:
         """Whether a leaf's draw may be made piece after piece: by elements, or by torch's generator on a CPU."""
         return self.runs is not None or w.redraws or self.by_generator(w)
 
-    def of(self, w: Work, branch: int = 0, last: bool = False) -> Callable[[Tensor], object]:
+    def of(self, w: Work, branch: int = 0, last: bool = False, in_pieces: bool = False) -> Callable[[Tensor], object]:
         """Make ``fill(out)`` for one leaf.
 
         Args:
             w: the leaf; where it :meth:`splits`, ``fill`` may be called for one piece after the other, else for all of it.
             branch: 0 for the noise of the velocity, 1 for that of the direct way.
             last: make the leaf's last draw again, instead of the one of this step.
+            in_pieces: ``fill`` has to take one piece after the other, whatever draws; on a CPU.
 
         Returns:
             A function that is good until the next one is asked for, with Philox longer.
@@ -97,7 +98,7 @@ class Normals:
         if last:
             of, at = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))[branch]
             key, count = w.state[of], w.state[at]
-        if self.runs is not None or w.redraws:
+        if self.runs is not None or w.redraws or (in_pieces and not self.by_generator(w)):
             rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)
             return lambda out: self._philox([out], key, [leaf], count, [rest.send(out.numel())])
@@ -121,6 +122,11 @@ class Normals:
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         self._philox(draws, key, [draw_number(w.number, branch) for w in leaves], count, runs)
 
+    def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
+        """Overwrite a vector by Philox's draws of several leaves on one CPU, leaf behind leaf."""
+        elements = whole_leaves([w.param.numel() for w in leaves], [draw_number(w.number, branch) for w in leaves])
+        torch.cat(draw_elements(self._key(key, out.device), torch.tensor(count), elements, out.dtype), out=out)
+
     def by_generator(self, w: Work) -> bool:
         """Whether torch's generator draws for a whole leaf: on a CPU, unless Philox is asked for."""
         return w.param.device.type == "cpu" and w.group["noise_stream"] != "philox"
@@ -129,13 +135,16 @@ class Normals:
         self, draws: list[Tensor], key: int, leaves: list[int], count: int, runs: list[Runs] | None = None
     ) -> None:
         device = draws[0].device
-        if (key, device) not in self._keys:
-            self._keys[key, device] = torch.tensor(key, device=device)
         step = torch.full((), count, dtype=torch.int64, device=device)
         if runs is None:
             elements = whole_leaves([x.numel() for x in draws], leaves)
         else:
             elements = parts_of_leaves(tuple(runs), tuple(leaves))
-        pieces = draw_elements(self._keys[key, device], step, elements, draws[0].dtype)
+        pieces = draw_elements(self._key(key, device), step, elements, draws[0].dtype)
         for draw, piece in zip(draws, pieces):
             draw.copy_(piece.view(draw.shape))
+
+    def _key(self, key: int, device: torch.device) -> Tensor:
+        if (key, device) not in self._keys:
+            self._keys[key, device] = torch.tensor(key, device=device)
+        return self._keys[key, device]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -81,6 +82,10 @@ class Rule(Protocol):
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         """``D`` behind torch's step, newly made; ``get(name)`` gives a tensor of the leaf's state."""
+        ...
+
+    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        """The step as the kernel of adaptive rules takes it, ``D`` being that of ``updates``; ``None`` where it knows none."""
         ...
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -261,6 +266,48 @@ class FusedMove(NamedTuple):
         return grads if dtype in (torch.float32, torch.float64) and all(fit) else None
 
 
+class Form(NamedTuple):
+    """What an adaptive rule says of its step for :mod:`bayesopt_chain.fused.adaptive_cpu`.
+
+    Attributes:
+        kind: the way to move, by the kernel's number.
+        square: the name of the averaged square in the leaf's state.
+        square_decay: by which it decays.
+        correction: of its root, for the first updates.
+    """
+
+    kind: int
+    square: str
+    square_decay: float
+    correction: float = 1.0
+
+
+@dataclass(eq=False)
+class Piece:
+    """Small leaves that are moved in one call, or one large leaf, which is moved block by block.
+
+    Attributes:
+        work: the leaves.
+        sizes: their elements.
+        is_large: whether it is one large leaf.
+        fresh: scratch memory for their draws, of a large leaf for those of a block.
+        last: scratch memory for the last draws where these are made again; ``None`` where they are kept.
+        fill: overwrites ``fresh`` with the draws of small leaves.
+        fill_last: overwrites ``last`` with theirs.
+        known: what the kernel was found to take in the last step, gradients left out: lists of tensors of which
+            :meth:`Plan.holds` has seen that they are the same, and where they lie in memory.
+    """
+
+    work: list[Work]
+    sizes: tuple[int, ...]
+    is_large: bool
+    fresh: Tensor
+    last: Tensor | None
+    fill: Callable[[], None]
+    fill_last: Callable[[], None]
+    known: tuple[list[list[Tensor]], list[Any], list[int]] | None = None
+
+
 class Settings:
     """The entries of a parameter group: switches, of which a plan is made, and numbers, which are read at every step.
 
@@ -336,6 +383,8 @@ class Plan:
             most=most,
         )
         self.moves: list[FusedMove] | None = None
+        self.pieces: list[Piece] | None = None  # of a step in one pass over memory
+        self.one_pass = False  # whether the last step was made like that
         self.kept = self.settled = self.repeats = False
 
     def keep(self, rule: Rule) -> None:
@@ -351,9 +400,10 @@ class Plan:
         self.settings = [Settings(group) for group in rule.param_groups]
         self.remembered = []
         for w in self.work:
-            route = w.numbers.route
+            route, form = w.numbers.route, rule._form(w.group, w.numbers.held)
             names = [
                 "noise",
+                *([form.square] if form is not None else []),
                 *(["noise_direct"] if route.has_direct else []),
                 *([route.velocity] if route.velocity else []),
             ]
@@ -455,6 +505,15 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, (float, int))
 
 
+def edges_of(n: int, size: int = BLOCK) -> list[int]:
+    """Where blocks of about ``size`` elements begin, and ``n``, where the last one ends.
+
+    torch draws fewer than 16 elements by another method, so that a short rest joins the block before it.
+    """
+    starts = range(0, n - n % size if n % size >= 16 else n - size - n % size + 1, size)
+    return [*starts, *([n - n % size] if n % size >= 16 else []), n]
+
+
 def blocks_of(
     param: Tensor, state: dict[str, Any], splits: bool, size: int = BLOCK
 ) -> Iterable[Callable[[Tensor], Tensor]]:
@@ -472,7 +531,4 @@ def blocks_of(
     tensors = [param, *(x for x in state.values() if torch.is_tensor(x) and x.shape == param.shape)]
     if not all(x.is_contiguous() for x in tensors):
         return [lambda x: x]
-    # torch draws fewer than 16 elements by another method, so that a short rest joins the block before it
-    starts = range(0, n - n % size if n % size >= 16 else n - size - n % size + 1, size)
-    edges = [*starts, *([n - n % size] if n % size >= 16 else []), n]
-    return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges)]
+    return [lambda x, a=a, b=b: x.view(-1)[a:b] for a, b in pairwise(edges_of(n, size))]

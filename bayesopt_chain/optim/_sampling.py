@@ -40,8 +40,9 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
-from bayesopt_chain.optim._injection import add_behind, add_in_front
-from bayesopt_chain.optim._plan import REMEMBERED, Clock, Numbers, Plan, Work, has_drawn, last_step
+from bayesopt_chain.optim._injection import add_behind, add_in_front, remember
+from bayesopt_chain.optim._one_pass import in_one_pass
+from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.optim._room import require_room, require_saved, require_together
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
@@ -425,13 +426,16 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
         add_in_front(self, cache.normals, plan)
-        if plan.frozen:
-            with without_gradients([w.param for w in plan.frozen]):
-                self._torch_step(None)
-            move_frozen(self, plan.frozen)
-        else:
-            self._move(plan)
-        add_behind(self, cache.normals, plan)
+        if not (self.adaptive and in_one_pass(self, cache.normals, plan)):
+            if plan.frozen:
+                with without_gradients([w.param for w in plan.frozen]):
+                    self._torch_step(None)
+                move_frozen(self, plan.frozen)
+            else:
+                self._move(plan)
+            add_behind(self, cache.normals, plan)
+        if plan.redrawn or not plan.repeats:
+            remember(self, plan)
         if witness is not None:
             witness.stepped(plan.noisy[0].param)
         for group in plan.groups:
@@ -566,6 +570,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         raise NotImplementedError
+
+    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        return None
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["step"] += 1

@@ -25,14 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesopt_chain.optim._plan import Clock
+from bayesopt_chain.fused.adaptive_cpu import MOMENT, SCALED, SCALED_MOMENTUM
+from bayesopt_chain.optim._plan import Clock, Form
 from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
     At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed
-    by noise that is added to the first moment and the parameter. :mod:`bayesopt_chain.optim.adaptive` has the equations, and
+    by noise that is added to the first moment and the parameter; Adam, AdamW and RMSprop make step and noise in one pass
+    (on a CPU, in float32 and float64, from the second step on, unless ``foreach`` is given), a few units in the last place
+    away. :mod:`bayesopt_chain.optim.adaptive` has the equations, and
     says what is sampled while the preconditioner learns and what freezing it costs.
 
     Args:
@@ -68,6 +71,10 @@ class _Adam(_TwoMoments):
         correction = (1.0 - float(group["betas"][1]) ** updates) ** 0.5
         square = get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
         return square.sqrt().div_(correction).add_(group["eps"])
+
+    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        b2 = float(group["betas"][1])
+        return None if group["amsgrad"] else Form(MOMENT, "exp_avg_sq", b2, (1.0 - b2**updates) ** -0.5)
 
 
 class Adam(_Adam, torch.optim.Adam):
@@ -205,6 +212,10 @@ class RMSprop(Sampling, torch.optim.RMSprop):
         if group["centered"]:
             return square.addcmul(get("grad_avg"), get("grad_avg"), value=-1.0).sqrt_().add_(group["eps"])
         return square.sqrt().add_(group["eps"])
+
+    def _form(self, group: dict[str, Any], updates: int) -> Form | None:
+        kind = SCALED_MOMENTUM if group["momentum"] else SCALED
+        return None if group["centered"] else Form(kind, "square_avg", float(group["alpha"]))
 
 
 class Adagrad(Sampling, torch.optim.Adagrad):

@@ -1,6 +1,8 @@
 """The plan of a step is kept while nothing of it changes, and never a step longer."""
 
 import copy
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,116 @@ def test_torchs_fused_kernel_moves_as_torchs_loop_does(stream):
             optimizer.step()
         walks.append(params[0].detach())
     torch.testing.assert_close(*walks, rtol=1e-14, atol=1e-14)
+
+
+ONE_PASS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Adam": ("Adam", {}),
+    "Adam with coupled decay": ("Adam", {"weight_decay": 0.1}),
+    "Adam without momentum": ("Adam", {"betas": (0.0, 0.9)}),
+    "Adam, frozen": ("Adam", {"freeze_after": 4}),
+    "AdamW, maximising": ("AdamW", {"maximize": True, "weight_decay": 0.3}),
+    "pSGLD": ("RMSprop", {"eps": 1e-5}),
+    "RMSprop with momentum": ("RMSprop", {"momentum": 0.8, "weight_decay": 0.1}),
+    "RMSprop, frozen": ("RMSprop", {"momentum": 0.8, "freeze_after": 4}),
+}
+
+
+def walk_of_one_pass(name, kwargs, stream, dtype=torch.float64, sizes=((40,), (3, 5), (3000,)), scheduled=True):
+    """Ten steps along an lr that falls and rises: parameters, state, and how many steps took the one pass."""
+    params = [torch.linspace(-1, 1, math.prod(s), dtype=dtype).view(s).requires_grad_() for s in sizes]
+    generator = torch.Generator().manual_seed(1)
+    optimizer = getattr(bc.optim, name)(params, 0.01, temperature=0.3, generator=generator, stream=stream, **kwargs)
+    one_pass = 0
+    for step in range(10):
+        for p in params:
+            p.grad = p.detach() + 0.1 * step
+        if scheduled:
+            optimizer.param_groups[0]["lr"] = 0.01 * (1.0 + 0.5 * (-1) ** step)
+        optimizer.step()
+        one_pass += optimizer._cache.plan.one_pass
+    tensors = [x for p in params for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    return [p.detach() for p in params] + tensors, one_pass
+
+
+@pytest.mark.parametrize("stream", ["generator", "philox"])
+@pytest.mark.parametrize("case", ONE_PASS)
+def test_step_and_noise_in_one_pass_are_torchs_step_and_then_the_noise(case, stream, monkeypatch):
+    """To a few units in the last place of each operation, at each of ten steps, large leaves block by block."""
+    monkeypatch.setattr("bayesopt_chain.optim._one_pass.BLOCK", 1024)
+    name, kwargs = ONE_PASS[case]
+    mine, one_pass = walk_of_one_pass(name, kwargs, stream)
+    theirs, none = walk_of_one_pass(name, kwargs | {"foreach": False}, stream)
+    assert (one_pass, none) == (9, 0)
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])
+def test_one_pass_on_two_threads_gives_the_bits_of_one(name, monkeypatch):
+    monkeypatch.setattr("bayesopt_chain.fused.adaptive_cpu._PARALLEL", 100)
+    walks, threads = [], torch.get_num_threads()
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            walks.append(walk_of_one_pass(name, {}, "philox", torch.float32, ((40_000,), (7,), (17_000,))))
+    finally:
+        torch.set_num_threads(threads)
+    assert walks[0][1] == walks[1][1] == 9
+    for x, y in zip(walks[0][0], walks[1][0], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"foreach": True}, {"amsgrad": True}, {"freeze_after": 3, "amsgrad": True}],
+    ids=str,
+)
+def test_what_the_one_pass_does_not_know_takes_torchs_step(kwargs):
+    assert walk_of_one_pass("Adam", kwargs, "philox")[1] == 0
+
+
+@pytest.mark.parametrize("what", ["gradient of other strides", "a temperature of 0 elsewhere", "a replaced square"])
+def test_the_one_pass_sees_what_changes_between_steps(what):
+    """As a walk that plans every step anew."""
+
+    def walk(keep):
+        params = [torch.ones(3, 4, requires_grad=True), torch.ones(5, requires_grad=True)]
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        optimizer = bc.optim.Adam(groups, 0.01, temperature=0.3, generator=torch.Generator().manual_seed(1))
+        one_pass = []
+        for step in range(6):
+            for p in params:
+                p.grad = torch.full_like(p, 0.1 * step) + p.detach()
+            if step == 3 and what == "gradient of other strides":
+                params[0].grad = torch.arange(12.0).view(4, 3).T
+            if step == 3 and what == "a temperature of 0 elsewhere":
+                optimizer.param_groups[1]["temperature"] = 0.0
+            if step == 3 and what == "a replaced square":
+                state = optimizer.state[params[0]]
+                state["exp_avg_sq"] = state["exp_avg_sq"] * 4.0
+            if not keep:
+                optimizer._cache.plan = None
+            optimizer.step()
+            one_pass.append(optimizer._cache.plan.one_pass)
+        return [p.detach() for p in params], one_pass
+
+    (mine, how), (want, again) = walk(True), walk(False)
+    rest = [True] * 2 if what == "gradient of other strides" else [what == "a replaced square"] * 2
+    assert how == again == [False, True, True, what == "a replaced square", *rest]
+    for x, y in zip(mine, want, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_autograd_knows_that_the_one_pass_has_changed_the_parameters():
+    theta = torch.ones(4, requires_grad=True)
+    optimizer = bc.optim.Adam([theta], 0.01, temperature=0.3)
+    for _ in range(2):
+        loss = theta.square().sum()
+        theta.grad = torch.ones(4)
+        optimizer.step()
+    assert optimizer._cache.plan is not None and optimizer._cache.plan.one_pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("tensor", ["gradient of other strides", "bfloat16"])

@@ -1,0 +1,203 @@
+"""torch's adaptive step and the noise behind it in one pass over memory, by :mod:`bayesopt_chain.fused.adaptive_cpu`.
+
+torch's step is a pass of its own, and the noise behind it another two or three: ``D`` is made again, the last draw is added,
+then the new one. With the draws at hand one pass does all of it. A frozen ``D`` is the same pass, which leaves the averaged
+square as it is. The draws are those of :mod:`bayesopt_chain.optim._injection`, made a piece at a time into scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesopt_chain._torch import foreach_add_
+from bayesopt_chain.fused.adaptive_cpu import Coefficients, adaptive_step_, has_kernel
+from bayesopt_chain.fused.sweep_cpu import pointers
+from bayesopt_chain.optim._injection import AGAIN, draw_of
+from bayesopt_chain.optim._noise import Normals
+from bayesopt_chain.optim._plan import BLOCK, Form, Numbers, Piece, Plan, Rule, Work, edges_of
+
+_DTYPES = (torch.float32, torch.float64)
+_LAYOUT = attrgetter("dtype", "is_cpu", "layout")
+
+
+def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
+    """Make the whole step.
+
+    Returns:
+        Whether it was made; where it was not, nothing has moved.
+    """
+    plan.one_pass = False
+    if plan.pieces is None:
+        plan.pieces = _pieces(rule, normals, plan)
+    if not plan.pieces or not all([_fits(rule, piece) for piece in plan.pieces]):
+        return False
+    for piece in plan.pieces:
+        assert piece.known is not None
+        numbers, (lists, places, _) = piece.work[0].numbers, piece.known
+        form = rule._form(numbers.group, numbers.held)
+        assert form is not None
+        torch.autograd.graph.increment_version([x for xs in lists for x in xs])
+        foreach_add_([w.state["step"] for w in piece.work], 1)
+        if piece.is_large:
+            _in_blocks(form, normals, piece, _coefficients(form, numbers))
+            continue
+        piece.fill()
+        piece.fill_last()
+        theta, *kept = places
+        grads = pointers([w.param.grad for w in piece.work])  # pyright: ignore[reportArgumentType]
+        adaptive_step_(form.kind, piece.sizes, [theta, grads, *kept], piece.fresh, _coefficients(form, numbers))
+    plan.one_pass = True
+    return True
+
+
+def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients) -> None:
+    """Move one large leaf, each block while its draws are in cache."""
+    (w,) = piece.work
+    assert piece.known is not None and w.param.grad is not None
+    fill, fill_last = normals.of(w, in_pieces=True), None
+    if piece.last is not None and _last_of(w)[1] >= 0:
+        fill_last = normals.of(w, last=True)
+    theta, *kept = [places[0] if places else 0 for places in piece.known[1]]
+    starts, item = [theta, w.param.grad.data_ptr(), *kept], piece.fresh.element_size()
+    for a, b in pairwise(edges_of(piece.sizes[0], BLOCK)):
+        fill(piece.fresh[: b - a])
+        places = [(ctypes.c_void_p * 1)(start + item * a) if start else None for start in starts]
+        if piece.last is not None:
+            places[-1] = pointers([piece.last])
+            if fill_last is not None:
+                fill_last(piece.last[: b - a])
+        adaptive_step_(form.kind, (b - a,), places, piece.fresh, numbers)
+
+
+def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
+    """The numbers of a step, of which those of the noise are its rule's."""
+    group, linear, noise = numbers.group, numbers.linear, numbers.noise
+    learns = not numbers.route.is_frozen
+    return Coefficients(
+        sign=-1.0 if group["maximize"] else 1.0,
+        decay=0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"]),
+        keep=1.0 - linear.shrink,
+        momentum=linear.momentum,
+        gain=linear.gain,
+        square_decay=form.square_decay if learns else 1.0,
+        square_gain=1.0 - form.square_decay if learns else 0.0,
+        correction=form.correction,
+        eps=float(group["eps"]),
+        step_size=linear.step_size,
+        previous=noise.previous,
+        current=noise.current,
+    )
+
+
+def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
+    """Sort the leaves into pieces; none where a group asks for another implementation, or a leaf takes another way."""
+    mine = {id(w.param) for w in plan.noisy}
+    present = [p for group in rule.param_groups for p in group["params"] if p.grad is not None]
+    if not has_kernel() or normals.runs is not None or not all([id(p) in mine for p in present]):
+        return []
+    for w in plan.noisy:
+        group = w.group
+        asked = group.get("foreach") is not None or group.get("differentiable")
+        if asked or not w.numbers.route.is_late or rule._form(group, w.numbers.held) is None:
+            return []
+    dtypes = {w.param.dtype for w in plan.noisy}
+    if len(dtypes) != 1 or not dtypes.issubset(_DTYPES) or not all([w.param.is_cpu for w in plan.noisy]):
+        return []
+    # the scratch memory of all pieces is one; a last block may be longer by less than 16 elements
+    size = min(BLOCK + 16, sum([w.param.numel() for w in plan.noisy]))
+    fresh = torch.empty(size, dtype=dtypes.pop())
+    last = torch.zeros_like(fresh) if plan.redrawn else None
+    pieces: list[Piece] = []
+    small: dict[tuple[object, ...], list[list[Work]]] = {}
+    for w in plan.noisy:
+        if w.param.numel() > BLOCK:
+            mine_last = last if w.redraws else None
+            pieces.append(Piece([w], (w.param.numel(),), True, fresh, mine_last, _nothing, _nothing))
+            continue
+        together = small.setdefault((id(w.numbers), *_last_of(w)), [[]])
+        if sum([x.param.numel() for x in together[-1]]) + w.param.numel() > BLOCK:
+            together.append([])
+        together[-1].append(w)
+    pieces += [_together(normals, work, fresh, last) for together in small.values() for work in together]
+    return pieces
+
+
+def _last_of(w: Work) -> tuple[int, int]:
+    """The key and the count of a last draw that is made again; -1 where there is none, or where it is kept."""
+    of, at = AGAIN[0]
+    return (w.state.get(of, -1), w.state.get(at, -1)) if w.redraws else (-1, -1)
+
+
+def _together(normals: Normals, work: list[Work], fresh: Tensor, last: Tensor | None) -> Piece:
+    """Small leaves, whose draws lie one behind the other in scratch memory."""
+    sizes, redraws = tuple([w.param.numel() for w in work]), work[0].redraws
+    fresh, last = fresh[: sum(sizes)], last[: sum(sizes)] if last is not None and redraws else None
+    if normals.by_generator(work[0]):
+        fill = normals.filler(list(fresh.split(sizes)), work, 0)
+    else:
+        fill = partial(_draw, normals, work, fresh)
+    fill_last = _nothing if last is None else partial(_redraw, normals, work, last)
+    return Piece(work, sizes, False, fresh, last, fill, fill_last)
+
+
+def _draw(normals: Normals, work: list[Work], fresh: Tensor) -> None:
+    """Make this step's draws of small leaves with Philox."""
+    group = work[0].group
+    normals.row(fresh, work, 0, group["noise_key"], group["noise_count"])
+
+
+def _redraw(normals: Normals, work: list[Work], last: Tensor) -> None:
+    """Make the last draws of small leaves again."""
+    key, count = _last_of(work[0])
+    if count >= 0:
+        normals.row(last, work, 0, key, count)
+    else:
+        last.zero_()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _fits(rule: Rule, piece: Piece) -> bool:
+    """Whether the kernel can take these leaves, of which it knows then where all but the gradients lie."""
+    grads: list[Any] = [w.param.grad for w in piece.work]
+    if not _are_plain(piece, grads):
+        return False
+    if piece.known is not None and piece.known[2] == [x.data_ptr() for xs in piece.known[0] for x in xs]:
+        return True
+    piece.known = None
+    numbers = piece.work[0].numbers
+    velocity, form = numbers.linear.velocity, rule._form(numbers.group, numbers.held)
+    if form is None or not all([form.square in w.state for w in piece.work]):  # torch makes its state in the first step
+        return False
+    lists = [
+        [w.param for w in piece.work],
+        [w.state[velocity] for w in piece.work] if velocity is not None else [],
+        [w.state[form.square] for w in piece.work],
+        [draw_of(rule, w, 0) for w in piece.work] if piece.last is None else [],
+    ]
+    if not all([_are_plain(piece, xs) for xs in lists if xs]):
+        return False
+    places = [pointers(xs) if xs else None for xs in lists]
+    if piece.last is not None:
+        places[-1] = pointers([piece.last] if piece.is_large else piece.last.split(piece.sizes))
+    piece.known = lists, places, [x.data_ptr() for xs in lists for x in xs]
+    return True
+
+
+def _are_plain(piece: Piece, xs: list[Tensor]) -> bool:
+    """Whether tensors are dense ones on a CPU, one for each leaf of a piece, of its dtype and sizes."""
+    layout = (piece.fresh.dtype, True, torch.strided)
+    return {*map(_LAYOUT, xs)} == {layout} and all(map(Tensor.is_contiguous, xs)) and _sizes(xs) == piece.sizes
+
+
+def _sizes(xs: list[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.numel, xs))
