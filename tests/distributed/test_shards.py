@@ -37,7 +37,7 @@ REFUSED = {  # rows with a link that mixes elements, or asks for the shape of a 
 def philox():
     """One process draws as many do: by counters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keyed_stream.Variables, "counts", True)
+        patch.setattr(keyed_stream.Variables, "is_counter_based", True)
         yield
 
 
