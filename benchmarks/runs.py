@@ -2,8 +2,9 @@
 
     python -m benchmarks.runs
 
-Times are medians of paired blocks, in turn: the bare loop, the bare loop again (A/A, which says what the machine's noise is),
-``bc.sample`` in memory, ``bc.sample`` to disk, at one draw in 10 steps. Results go to ``benchmarks/results/runs.json``.
+Times are medians over blocks of the bare loop, the bare loop again (A/A, which says what the machine's noise is),
+``bc.sample`` in memory and ``bc.sample`` to disk, at one draw in 10 steps (``overhead`` says what is compared). Results go to
+``benchmarks/results/runs.json``.
 """
 
 from __future__ import annotations
@@ -57,39 +58,84 @@ def cnn() -> tuple[Any, Any, Any, Any]:
     )
 
 
+class Timed:
+    """A step that keeps the seconds that each call took, and is in all else the step that it holds."""
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.seconds = step, list[float]()
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        out = self.step(*arguments)
+        self.seconds.append(time.perf_counter() - begin)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+
 def overhead(blocks: int, steps: int) -> dict[str, Any]:
-    """Time of ``bc.sample`` over the bare loop, by pairs."""
+    """What ``bc.sample`` costs beyond the steps, as a fraction of their time: within each run, and by pairs of runs.
+
+    Within a run it is the time outside of the step over the time in it, which lie side by side: the machine's changes of pace
+    cancel; the bare loop beside it has the same clock, whose own time (.1 %) is taken off. What the run does to the step itself
+    (caches) it leaves out: that is the median of the times of the steps over that of the bare loops, which passes over the
+    moments in which the machine did something else.
+    """
     step, params, state, batch = cnn()
 
-    def bare() -> None:
+    def bare(step: Any) -> None:
         p, s = params, state
         for _ in range(steps):
             p, s, _ = step(p, s, batch)
 
-    def memory() -> None:
+    def memory(step: Any) -> None:
         bc.sample(step, params, state, batch, steps=steps, thinning=10)
 
-    def disk() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            bc.sample(step, params, state, batch, steps=steps, thinning=10, path=folder)
+    def disk(step: Any) -> None:
+        folder = tempfile.mkdtemp(dir=scratch.name)  # taken away behind the last block: a run does not delete itself
+        bc.sample(step, params, state, batch, steps=steps, thinning=10, path=folder)
 
-    def timed(fn: Any) -> float:
-        begin = time.perf_counter()
-        fn()
-        return time.perf_counter() - begin
+    def timed(fn: Any) -> dict[str, float]:
+        counted, wall, processor = Timed(step), time.perf_counter(), time.process_time()
+        fn(counted)
+        wall = time.perf_counter() - wall
+        return {
+            "wall": wall,
+            "processor": time.process_time() - processor,
+            "step": statistics.median(counted.seconds),
+            "outside": wall / sum(counted.seconds) - 1,
+        }
 
-    bare()
-    rows: dict[str, list[float]] = {"bare again (A/A)": [], "memory": [], "disk": []}
+    scratch = tempfile.TemporaryDirectory()
+    ways = {"bare again (A/A)": bare, "memory": memory, "disk": disk}
+    for fn in ways.values():
+        fn(step)
+    found: dict[str, dict[str, list[float]]] = {
+        "time outside of the step over time in it": {name: [] for name in ways},
+        "median time of a step over that in the bare loops before and after": {name: [] for name in ways},
+        "wall time over that of the bare loops before and after": {name: [] for name in ways},
+        "processor time over theirs": {name: [] for name in ways},
+    }
+    within, inside, wall, processor = found.values()
+    before = timed(bare)
     for _ in range(blocks):
-        base = timed(bare)
-        for name, fn in zip(rows, (bare, memory, disk)):
-            again = timed(fn)
-            rows[name].append(again / base - 1)
-            base = timed(bare)
+        for name, fn in ways.items():
+            took, after = timed(fn), timed(bare)
+            within[name].append(took["outside"] - after["outside"])
+            for clock, rows in (("step", inside), ("wall", wall), ("processor", processor)):
+                rows[name].append(2 * took[clock] / (before[clock] + after[clock]) - 1)
+            before = after
+    scratch.cleanup()
     return {
         "blocks": blocks,
         "steps": steps,
-        **{name: {"median": statistics.median(x), "quartiles": statistics.quantiles(x)} for name, x in rows.items()},
+        **{
+            how: {
+                name: {"median": statistics.median(x), "quartiles": statistics.quantiles(x)} for name, x in rows.items()
+            }
+            for how, rows in found.items()
+        },
     }
 
 
@@ -137,7 +183,7 @@ def growth(steps: int, thinning: int, warm_up: float = 0.1) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--long", type=int, default=20_000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesopt_chain import checks, tracing
 from bayesopt_chain.distributed.shards import everywhere, local
-from bayesopt_chain.trees import all_finite
+from bayesopt_chain.trees import all_finite, found_finite
 
 
 class FiniteCheck:
@@ -48,7 +48,7 @@ def _bad(what: str, tree: Any) -> list[str]:
     found = []
     for path, x in zip(optree.tree_paths(tree), optree.tree_leaves(tree)):
         x = local(x)
-        if isinstance(x, Tensor) and x.layout is torch.strided and not bool(all_finite([x])):
+        if isinstance(x, Tensor) and x.layout is torch.strided and not found_finite([x]):
             wrong = x.numel() - int(torch.isfinite(x).sum())
             kind = "nan" if bool(torch.isnan(x).any()) else "inf"
             found.append(f"{what}{checks.name(path) if path else ''} has {kind} in {wrong} of {x.numel()} entries")

@@ -12,6 +12,7 @@ history is a function of the losses of the draws: a run that goes on reads them,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -22,7 +23,7 @@ from bayesopt_chain._torch import is_dtensor
 from bayesopt_chain.distributed.shards import local, mean_everywhere
 from bayesopt_chain.loop import monitor
 from bayesopt_chain.runs.run import Iteration, Run
-from bayesopt_chain.trees import all_finite
+from bayesopt_chain.trees import found_finite
 
 FACTOR, IN_A_ROW, FEWEST, MOST = 100.0, 3, 5, 64
 
@@ -37,12 +38,13 @@ class Divergence:
 
     Attributes:
         losses: of some draws, spread over the whole run: at most ``MOST``, one row of chains each.
-        row: for each chain, how many draws in a row are out of bounds.
+        row: for each chain, how many draws in a row are out of bounds; ``None`` where no chain's last one is.
     """
 
     def __init__(self, run: Run, losses: Tensor | None = None, state: Any = None) -> None:
         self.run = run
         self.losses: list[Tensor] = []
+        self.bounds: tuple[Tensor, Tensor] | None = None  # their median, and m + 100 d, once they have been asked for
         self.stride, self.seen = 1, 0
         self.row: Tensor | None = None
         before = [] if losses is None else list(losses.double().flatten(1).cpu())
@@ -60,33 +62,36 @@ class Divergence:
         loss = loss.detach() if isinstance(loss, Tensor) else torch.zeros(0, device="cpu")
         loss = loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
         leaves = optree.tree_leaves(it.params)
-        ok = all_finite([*map(local, leaves), loss])
-        told = torch.cat([loss.double().reshape(-1), torch.where(ok, 0.0, torch.nan).reshape(1).to(loss.device)])
-        found = mean_everywhere(told, leaves).cpu()
-        mean = found[:-1].reshape(loss.shape).to(loss) if loss.numel() else None
-        if not bool(torch.isfinite(found[-1])):
-            if bool(torch.isfinite(found[:-1]).all()):
-                return mean, f"the parameters after step {it.step} are not finite"
-            return mean, f"the loss of step {it.step} is {_shown(found[:-1])}"
-        if mean is None:
-            return mean, ""
-        said = self._exploded(it.step, found[:-1], it.state)
-        self._keep(found[:-1])
+        found, finite = loss.reshape(-1).to("cpu", torch.float64), found_finite(map(local, leaves))
+        if any(map(is_dtensor, leaves)):
+            # One message: a rank whose part is not finite makes the last number NaN on all of them.
+            told = torch.cat([found, torch.tensor([0.0 if finite else torch.nan], dtype=found.dtype, device="cpu")])
+            told = mean_everywhere(told.to(loss.device), leaves).cpu()
+            found, finite = told[:-1], bool(torch.isfinite(told[-1]))
+            loss = found.reshape(loss.shape).to(loss)
+        mean = loss.clone() if loss.numel() else None  # a captured step overwrites its own
+        if not all(map(math.isfinite, found.tolist())):
+            return mean, f"the loss of step {it.step} is {_shown(found)}"
+        if not finite:
+            return mean, f"the parameters after step {it.step} are not finite"
+        said = self._exploded(it.step, found, it.state)
+        self._keep(found)
         return mean, said
 
     def _exploded(self, step: int, loss: Tensor, state: Any) -> str:
         """What is wrong with the losses of a draw, one for each chain, as those before it were."""
-        self.row = torch.zeros(len(loss), dtype=torch.int64, device="cpu") if self.row is None else self.row
         if len(self.losses) < FEWEST:
             return ""
-        history = torch.stack(self.losses)
-        median = history.median(0).values
-        width = (history - median).abs().median(0).values
-        out, heat = loss - median > FACTOR * width, None
-        if bool(out.any()):
-            heat = self._heat(state)
-            out = out & (loss - median > FACTOR * (width + heat)) if heat else torch.zeros_like(out)
-        self.row = torch.where(out, self.row + 1, 0)
+        if self.bounds is None:
+            history = torch.stack(self.losses)
+            median = history.median(0).values
+            self.bounds = median, median + FACTOR * (history - median).abs().median(0).values
+        if not bool((loss > self.bounds[1]).any()):  # nearly always: the rest is worked out where it is needed
+            self.row = None
+            return ""
+        (median, bound), heat = self.bounds, self._heat(state)
+        out = loss > bound + FACTOR * heat if heat else torch.zeros_like(loss, dtype=torch.bool)
+        self.row = torch.where(out, (0 if self.row is None else self.row) + 1, 0)
         if int(self.row.max()) < IN_A_ROW:
             return ""
         i = int(torch.where(self.row >= IN_A_ROW, loss - median, -torch.inf).argmax())
@@ -100,6 +105,7 @@ class Divergence:
         """Keep the losses of every so many draws."""
         if self.seen % self.stride == 0:
             self.losses.append(loss)
+            self.bounds = None
             if len(self.losses) > MOST:
                 self.losses, self.stride = self.losses[::2], 2 * self.stride
         self.seen += 1
