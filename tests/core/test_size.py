@@ -4,11 +4,13 @@ Air, comments and docstrings are free. ``python -m benchmarks.route`` prints the
 """
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 import bayesopt_chain as bc
+from benchmarks import size
 from benchmarks.route import CALLS, measured
 
 PACKAGE = Path(bc.__file__).parent
@@ -44,3 +46,31 @@ def statements(room: str) -> int:
 
 def test_core_and_matching_stay_within_their_statements():
     assert statements("core") + statements("matching") <= 1057
+
+
+def test_the_record_of_sizes_has_every_room_of_today():
+    rooms = json.loads(size.RESULTS.read_text())["rooms"]
+    today = {f.name for f in PACKAGE.iterdir() if (f / "__init__.py").exists()}
+    assert today <= {name for name, row in rooms.items() if row["after"]["statements"]}
+
+
+def test_sizes_are_counted_without_docstrings_and_comments():
+    bare = "def f(x: Any) -> Any:\n    return x\n"
+    told = 'def f(x: Any) -> Any:\n    """Say\n    it."""\n    # why\n    return x  # type: ignore\n'
+    assert dict(size.counted("a.py", bare)) == {
+        "files": 1,
+        "statements": 2,
+        "prose": 0,
+        "lines": 2,
+        "Any": 2,
+        "ignores": 0,
+    }
+    assert dict(size.counted("a.py", told)) == {
+        "files": 1,
+        "statements": 2,
+        "prose": 4,
+        "lines": 5,
+        "Any": 2,
+        "ignores": 1,
+    }
+    assert dict(size.counted("a.cpp", "int x;\n")) == {"native": 1}
