@@ -17,6 +17,12 @@ PAGE, SCHEDULERS = ((ROOT / f"docs/howto/{name}.md").read_text() for name in ("j
 (SCRIPT,) = re.findall(r"`jobs.py`:\n\n```python\n(.*?)```", PAGE, re.S)
 
 
+def pasted(word):
+    """The page's piece of Python that has this word."""
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", PAGE, re.S) if word in b and b != SCRIPT]
+    return block
+
+
 def loss(params, batch):
     return (params["w"] - batch).square().mean() / 2
 
@@ -68,15 +74,15 @@ def test_the_pages_job_for_kubernetes_calls_the_function_with_the_number_of_its_
 def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
     pytest.importorskip("joblib")
     (tmp_path / "jobs.py").write_text(SCRIPT)
-    main = "from joblib import Parallel, delayed\nfrom jobs import run\n\nif __name__ == '__main__':\n"
-    main += "    Parallel(n_jobs=2)(delayed(run)(chain, 'draws') for chain in range(4))\n"
-    main += "    import os, runpy, sys\n    os.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
-    main += "    runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
+    main = pasted("joblib") + pasted("Draws.open")
+    main += "import os, runpy, sys\nos.environ['DRAWS'], sys.argv = 'alone', ['jobs.py', '3']\n"
+    main += "runpy.run_path('jobs.py', run_name='__main__')\n"  # what the scripts of a scheduler call
     (tmp_path / "main.py").write_text(main)
     done = python(tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("8 tensor")  # what the page prints: chains and R-hat
     draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))
-    assert draws.chains == 4 and bc.diagnostics.r_hat(draws)["w"].max() < 1.1
+    assert draws.chains == 8 and bc.diagnostics.r_hat(draws)["w"].max() < 1.1
     last = bc.Draws.open(tmp_path / "draws" / "chain-3").params["w"]
     assert torch.equal(last, bc.Draws.open(tmp_path / "alone" / "chain-3").params["w"])
 
@@ -86,17 +92,12 @@ def test_jobs_of_joblib_are_the_chains_that_one_process_makes_and_open_as_one_ru
 def test_jobs_of_ray_are_the_chains_that_one_process_makes_and_open_as_one_run(tmp_path):
     pytest.importorskip("ray")
     (tmp_path / "jobs.py").write_text(SCRIPT)
-    main = """
-import ray
-from jobs import run
-
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-remote = ray.remote(num_cpus=1, max_retries=5)(run)
-ray.get([remote.remote(chain, "FOLDER") for chain in range(4)])
-ray.shutdown()
-run(3, "alone")
-"""
-    (tmp_path / "main.py").write_text(main.replace("FOLDER", str(tmp_path / "draws")))
+    # the page's piece on a machine of two cores, with four chains and a folder that exists here
+    piece = pasted("ray.remote").replace("range(1000)", "range(4)").replace("/shared/draws", str(tmp_path / "draws"))
+    (tmp_path / "main.py").write_text(
+        "import ray\nray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)\n"
+        + piece + "ray.shutdown()\nrun(3, 'alone')\n"
+    )  # fmt: skip
     done = python(tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     draws = bc.Draws.open(str(tmp_path / "draws" / "chain-*"))

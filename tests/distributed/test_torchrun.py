@@ -21,6 +21,12 @@ def script_of(name):
     return script
 
 
+def pasted(page):
+    """All pieces of Python of a page, one behind the other, as a reader pastes them into a file; doctests are not theirs."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / f"{page}.md").read_text(), re.S)
+    return "\n\n".join(block for block in blocks if not block.startswith(">>>"))
+
+
 def alone(name, draws, spread=False):
     """Run a script of the pages as the only rank, in a process that has imported torch already.
 
@@ -40,9 +46,9 @@ def _execute(script, draws, spread):
     assert spread or not [name for name in names if "gloo" in name]  # a thread that outlives Python aborts the process
 
 
-def torchrun(name, size, folder, draws):
-    """Run a script of the pages on so many ranks; what it prints."""
-    (folder / name).write_text(script_of(name))
+def torchrun(name, size, folder, draws, script=None):
+    """Run a script of the pages (default: that of this name) on so many ranks; what it prints."""
+    (folder / name).write_text(script or script_of(name))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), name]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "DRAWS": str(draws), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -95,6 +101,12 @@ def test_the_pages_command_runs_chains_data_and_shards_on_eight_ranks_as_on_one(
     one, first, second = (torch.load(tmp_path / name) for name in ("one-0", "eight-0", "eight-2"))
     for name, leaf in one.items():
         torch.testing.assert_close(torch.cat([first[name], second[name]]), leaf, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["sharded_posteriors", "sharded_curvature", "engines"])
+def test_the_pieces_of_a_page_run_pasted_into_one_file_on_two_ranks(page, tmp_path):
+    torchrun("page.py", 2, tmp_path, tmp_path / "draws", pasted(page))
 
 
 def test_where_torchrun_started_no_process_group_the_rank_is_what_it_said(monkeypatch):
