@@ -41,7 +41,8 @@ class Chain(GradientTransformation):
         True
     """
 
-    # Both are set by ``bayesopt_chain.compose``, a layer above: the one knows TorchOpt's transformations, the other kernels.
+    # Set by ``bayesopt_chain.compose``, a layer above this one: ``_compose`` knows TorchOpt's transformations, and ``_lower``
+    # knows the kernels that run several links at once.
     _compose: ClassVar[Callable[..., Chain]]
     _lower: ClassVar[Lower]
 
@@ -52,7 +53,7 @@ class Chain(GradientTransformation):
         def update(updates: Any, state: Any, **options: Any) -> Any:
             if isinstance(state, State) and state.layout.pieces is not None:
                 return shards.step(self._step, self.plan, updates, state, **options)
-            # dynamo has an optree of its own, whose trees are not ours
+            # torch.compile replaces optree by functions of its own, which do not know the trees registered here
             return (partial(run_uncompiled, self._step) if is_compiling() else self._step)(updates, state, **options)
 
         self = super().__new__(cls, init, update)
@@ -64,7 +65,8 @@ class Chain(GradientTransformation):
         self.links = tuple(links)
         self.kinds = tuple([type(x).__name__ for x in self.links])
         self.extra_kwargs = frozenset[str]().union(*(x.extra_kwargs for x in self.links))
-        self.needy = next((x for x in self.links if x.traits.needs_params), None)  # whom a refusal names
+        # the link that the refusal of an update without params= names
+        self.needy = next((x for x in self.links if x.traits.needs_params), None)
         self.plans: dict[Layout, Plan] = {}
         self.last: tuple[Layout, Plan] | None = None
 
@@ -123,16 +125,16 @@ class Chain(GradientTransformation):
         return "\n".join(["chain(", *lines, ")"])
 
     def plan(self, state: Any) -> Plan:
-        """What is worked out for a state's layout, once.
+        """The plan of updates of states with this layout, which is made once.
 
         Args:
             state: of this chain.
 
         Returns:
-            The plan of its updates, among other things the noise that is matched to the links.
+            The plan, which holds among other things the noise that is matched to the links.
 
         Raises:
-            ValueError: the state is another chain's.
+            ValueError: the state belongs to another chain.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -141,7 +143,7 @@ class Chain(GradientTransformation):
             [1]
         """
         if self.last is not None and isinstance(state, State) and state.layout is self.last[0]:
-            return self.last[1]  # a state hands its layout to the next, so that it is not hashed at every update
+            return self.last[1]  # successive states hold the same layout object, which spares its hash in every update
         if not isinstance(state, State):
             raise ValueError(
                 f"state: must be what init of this chain returned, got {type(state).__name__}; call init(params) "
@@ -159,7 +161,7 @@ class Chain(GradientTransformation):
         return self.plans[layout]
 
     def at(self, state: State, i: int, params: Any) -> tuple[LinkContext, list[Any]]:
-        """What a link knows in a tree of parameters, and its leaves: to call a method of the link outside an update.
+        """The context of a link in a tree of parameters, and its leaves: for calls of a link's method outside an update.
 
         Args:
             state: of this chain.
@@ -184,18 +186,19 @@ class Chain(GradientTransformation):
         """The first state for ``params``.
 
         Args:
-            params: the parameters, without DTensors.
-            like: the state of an optimizer, or of another temperature: what both remember is taken over. The velocity of a
-                sampler holds half of its last draw, with which an optimizer that takes it over starts. Keys are new.
-            whole: the leaves as DTensors, where ``params`` are this rank's parts of them.
+            params: the parameters; of DTensors, this rank's parts.
+            like: the state of an optimizer, or of a chain of another temperature, whose memory is taken over. Keys are new.
+                The velocity of a sampler holds half of its last draw, so that an optimizer that takes it over starts with
+                that half.
+            whole: the DTensors whose parts ``params`` are; None without shards.
         """
         samples = any(isinstance(x.response, Noise) for x in self.links)
-        # an optimizer accepts what TorchOpt accepts; a sampler asks for more
+        # a chain without noise accepts what TorchOpt accepts; noise puts conditions on the links
         for x in self.links if samples else ():
             check_link(x)
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
         here = {j for j, p in enumerate(leaves) if p is not None}
-        # a mask may be a function of the user's, which is called once however many links stand behind it
+        # a mask may be a function of the user's: it is called once, also where several links have it
         masks = {
             id(mask): selected(mask, params if whole is None else spec.unflatten(whole))
             for x in self.links
@@ -214,7 +217,8 @@ class Chain(GradientTransformation):
         if samples:
             noisy = plan.noisy or sorted(here)
             checks.samplable([leaves[j] for j in noisy], [layout.paths[j] for j in noisy])
-        # an update in which nothing happens yet: states are filled in link by link, and noise links may look at all of them
+        # an update that does not run gives links their contexts; its entries are filled in link by link, and at the end each
+        # noise looks at all of them
         update = Update(plan, PURE, spec, leaves, [EmptyState()] * len(self.links))
         for i, (x, w) in enumerate(zip(self.links, where)):
             if i in plan.noise:
@@ -238,7 +242,7 @@ class Chain(GradientTransformation):
         plan = self.plan(state)
         g, spec = optree.tree_flatten(updates, none_is_leaf=True)
         p = plan.check(spec, g, params)
-        # autograd may hand out one tensor for two leaves, which must not be overwritten twice
+        # autograd may return one tensor for two leaves, which must not be overwritten twice
         if inplace and len(g) > 1 and len({id(x) for x in g if x is not None}) < len(g):
             g = owned(g)
         update = Update(

@@ -1,9 +1,9 @@
-"""What a link is: one idea of a chain, as a function of lists of leaves, and what it does to the noise.
+"""What a link is: one step of a chain, as a function of lists of leaves, and how noise passes through it.
 
 Three rules keep links short. A link sees only the leaves that have a gradient: the chain settles masks and missing gradients.
 A preconditioner that learns does so from the clean gradient, and asks for the noise before it acts
-(:meth:`LinkContext.with_noise`). A link that owns a pole names the field of its state that holds it: the chain rescales that
-field before a step in which a rate changed, and adds the deferred part of the noise after one.
+(:meth:`LinkContext.with_noise`). A link that remembers earlier gradients names the field of its state that holds this memory:
+the chain rescales the field before a step in which a rate changed, and adds the deferred part of the noise to it after a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bayesopt_chain.matching.response import Response
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import broadcast_prefix, paths_of
 
-ANY = "**"  # among the keywords of a link: it takes every keyword
+ANY = "**"  # among the keywords of a link, says that the link takes every keyword
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +163,17 @@ class LinkContext:
     def broadcast(self, tree: Any, what: str, *, detached: bool = True) -> list[Tensor]:
         """A tensor for each of the link's leaves, from a tree like the parameters, or a prefix of one. For use in ``init``.
 
-        The tree may be one of the link's own leaves as well. Its entries are numbers, and tensors that broadcast to the
-        parameter; they get its dtype and device, and are not expanded. Where parameters are sharded a tensor lies as its
-        parameter does, and this rank's part of it is returned.
+        The tree may also be one of the link's own leaves alone. Its entries are numbers, or tensors that broadcast to the
+        parameter; they get the parameter's dtype and device, and are not expanded. Where parameters are sharded, a tensor is
+        sharded like its parameter, and this rank's part of it is returned.
 
         Args:
-            tree: what the user gave.
-            what: what it is, as the refusals call it.
-            detached: whether the tensors have no derivative.
+            tree: the user's argument.
+            what: the name of that argument, for error messages.
+            detached: whether the tensors are detached from the graph of the user's.
 
         Raises:
-            ValueError: a tree of another structure; an entry that is no number, or of another shape, with its path.
+            ValueError: the tree has another structure, or an entry is no number or has another shape; names its path.
         """
         if paths_of(tree) == self.paths:
             values = optree.tree_leaves(tree, none_is_leaf=True)
@@ -226,24 +226,28 @@ OnShards = Literal["refused", "elementwise", "tree"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a chain has to know of a link besides its response. Nothing that is left out makes a result wrong.
+    """What a chain has to know of a link besides its response.
+
+    Every default is the safe one: a link that leaves a trait out may be refused in some chain, but never gives a wrong result.
 
     Attributes:
         on_shards: what the link can do with parameters of which every rank holds a part (FSDP2, tensor parallelism).
-            ``"refused"``: nothing, and a chain with such parameters says so. ``"elementwise"``: each element is treated by
-            itself, so that a part of a leaf is as good as a leaf. ``"tree"``: it takes the tree of DTensors.
+            ``"refused"``: nothing, so that a chain with this link refuses such parameters. ``"elementwise"``: each element
+            is treated by itself, so that the link is given this rank's part of each leaf. ``"tree"``: the link takes the
+            tree of DTensors.
         refusal_hint: appended to the refusal of sharded parameters: what to use instead of this link.
-        needs_params: whether ``update`` cannot do without ``params=``; the chain then refuses before anything is changed.
+        needs_params: whether ``update`` needs ``params=``; the chain refuses a call without it before anything is changed.
         checks_gradients: whether gradients have to be dense tensors like the parameters also in a chain without noise.
         needs_all_gradients: whether a missing gradient is refused, since the link couples its leaves.
         all_leaves: whether the link is given all of its leaves, ``None`` for a missing gradient, and its whole state; else
             only the leaves that are present, and of the state what belongs to them.
-        acts_on_particles: whether its leaves are stacked particles (axis 0) that act on each other.
+        acts_on_particles: whether the link's leaves are stacked particles (axis 0), and each particle's update depends on the
+            others.
         samples: the number of draws at which the gradient is taken, for a link that carries a posterior.
         velocity: the field of the state that is the memory of the link's only pole, one tensor for each leaf. Without it a
             chain with a changing learning rate or temperature is refused. A link with ``all_leaves`` rescales itself.
         carries: whether that field is ``v = mu v + b g``, so that it may hold the deferred part of a noise.
-        rescales: whether :meth:`Link.rescaled` reaches all that the link remembers, however many poles it has.
+        rescales: whether :meth:`Link.rescaled` multiplies the whole memory of the link, for a link of several poles.
     """
 
     on_shards: OnShards = "refused"
@@ -264,13 +268,15 @@ ELEMENTWISE = Traits(on_shards="elementwise")
 
 @dataclass(frozen=True)
 class Link:
-    """One idea of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
+    """One step of a chain. Subclasses are frozen dataclasses, so that chains compare, hash, print and pickle.
 
-    A subclass says what it does to gradients (``response``), what else the chain has to know (``traits``), and does it
-    (``init``, ``update``); the other methods are for the few links that their docstrings name.
+    Every subclass defines ``response``, which is what the link does to the gradient as a filter, ``traits``, which is what else
+    the chain has to know, and the functions ``init`` and ``update``. The other methods are for the links that their docstrings
+    name.
 
-    A state is a NamedTuple; a field that is a tuple with one tensor for each leaf is a field by leaf. Methods see the leaves
-    that are present, and of the state what belongs to them; a link with the trait ``all_leaves`` sees everything.
+    The state of a link is a NamedTuple. A field that is a tuple with one tensor for each leaf is a field by leaf. Methods see
+    the leaves that have a gradient, and the part of the state that belongs to these leaves; a link with the trait
+    ``all_leaves`` sees all leaves and its whole state.
     """
 
     # the link acts on the leaves that every mask selects
@@ -280,7 +286,7 @@ class Link:
 
     @property
     def response(self) -> Response | None:
-        """What the link does to the gradient; ``None`` where nobody said, so that no noise can be matched to it."""
+        """What the link does to the gradient as a filter; with ``None`` no noise can be matched to the link."""
         return None
 
     @property
@@ -300,39 +306,109 @@ class Link:
         return frozenset()
 
     def init(self, leaves: Leaves, context: LinkContext) -> Any:
-        """Make the first state, for the parameters that the link acts on."""
+        """Make the first state.
+
+        Args:
+            leaves: the parameters that the link acts on.
+            context: the link's view of the tree.
+
+        Returns:
+            A NamedTuple of tensors and tuples of tensors; ``EmptyState()`` for a link without memory.
+        """
         return EmptyState()
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
-        """Turn the gradients, as the links in front of this one left them, into this link's updates and its next state."""
+        """Turn the gradients, as the links in front of this one left them, into this link's updates and its next state.
+
+        Args:
+            g: the gradients of the leaves that have one. With ``op`` in place they may be overwritten.
+            state: the part of the state that belongs to these leaves.
+            op: the operations, pure or in place, that the link is written in.
+            context: the link's view of the tree, the parameters and the keywords of this update.
+
+        Returns:
+            The updates, shaped as ``g``, and the next state, structured as ``state``.
+        """
         return g, state
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
-        """``P^power e`` for noise ``e`` of the leaves that are present, which may be overwritten.
+        """Shape noise by a power of the preconditioner ``P``. For links with response ``Preconditioner`` that do not learn.
 
-        Only links with response ``Preconditioner`` that do not learn are asked.
+        Args:
+            e: noise of the leaves that have a gradient; it may be overwritten.
+            power: 1/2 for noise of covariance ``P``, -1/2 for noise of covariance ``1 / P``.
+            state: the part of the state that belongs to these leaves.
+            context: the link's view of the tree.
+
+        Returns:
+            ``P^power e``, shaped as ``e``.
         """
         raise NotImplementedError
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
-        """The state in which the memory of the leaves numbered ``at`` (among the link's own) is multiplied by these factors.
+        """Multiply the memory of some leaves. The chain calls it before a step in which a rate changed.
 
-        The chain asks for it before a step in which a rate changed, so that the memory has the variance of the new rate.
+        Args:
+            state: the link's whole state.
+            at: the places of these leaves among the link's own.
+            factors: 0-d, one for each: by them the memory gets the variance that it has under the new rate.
+            op: the operations, pure or in place.
+
+        Returns:
+            The state with the field ``traits.velocity`` multiplied.
         """
         return edited(state, self.traits.velocity, at, lambda v: op.mul(v, factors))
 
     def carrying(self, state: Any, at: Sequence[int], e: Leaves, op: TensorOps) -> Any:
-        """The state in which the velocity of these leaves also holds ``e``, the deferred part of a noise."""
+        """Add the deferred part of a noise, which acts in the next step, to the velocity. For links with the trait ``carries``.
+
+        Args:
+            state: the link's whole state.
+            at: the places of these leaves among the link's own.
+            e: the deferred noise, shaped as these leaves.
+            op: the operations, pure or in place.
+
+        Returns:
+            The state with ``e`` added to the field ``traits.velocity``.
+        """
         return edited(state, self.traits.velocity, at, lambda v: op.add(v, e))
 
     def rate(self, state: Any, n: int) -> list[Any]:
-        """The magnitude of the gain now, 0-d, for each of ``n`` leaves. Only links with response ``Rate`` are asked."""
+        """The magnitude of the gain in this step. For links with response ``Rate``.
+
+        Args:
+            state: the link's whole state.
+            n: the number of the link's leaves.
+
+        Returns:
+            ``n`` tensors, 0-d.
+        """
         raise NotImplementedError
 
     def sample(self, state: Any, params: Leaves, context: LinkContext) -> Any:
-        """Draw from the posterior that the state carries. The gradient is taken at the draw (the trait ``samples``)."""
+        """Draw from the posterior that the state carries. For links with the trait ``samples``.
+
+        Args:
+            state: the link's whole state.
+            params: the parameters that the link acts on.
+            context: the link's view of the tree.
+
+        Returns:
+            The draw, with one tensor for each leaf: shaped as the leaf for ``traits.samples`` 1, else
+            ``[samples, *leaf.shape]``. The gradient of this step is taken there.
+        """
         raise NotImplementedError
 
     def report(self, state: Any, draw: Any, loss: Tensor, aux: Any) -> Any:
-        """The report of a step whose gradient was taken at a draw; ``None`` for one of loss and aux alone."""
+        """What :func:`~bayesopt_chain.make_step` returns beside the state, for a step whose gradient was taken at a draw.
+
+        Args:
+            state: the link's whole state, before the step.
+            draw: what :meth:`sample` returned.
+            loss: 0-d, at the draw.
+            aux: what the loss returned beside its value.
+
+        Returns:
+            The report; ``None`` for the usual one, of loss and aux.
+        """
         return None

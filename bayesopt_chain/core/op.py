@@ -1,9 +1,11 @@
 """The operations that links are written in: lists of leaves in, lists of leaves out.
 
-A link says what happens to its leaves; the chain says where the results go: :data:`PURE` makes new tensors, which can be
-differentiated, and :data:`IN_PLACE` writes into those of the first argument. Both give the same bits. In place, leaves that are
-small on average are treated a list at a time, since calls cost more than arithmetic; large ones one by one, so that the whole
-formula runs while a leaf is in cache.
+A link says what happens to its leaves; the chain says where the results go. :data:`PURE` makes new tensors, which can be
+differentiated. :data:`IN_PLACE` writes the results into the tensors of the first argument. Both give the same bits.
+
+In place there are two ways through a list of leaves. Where the average leaf is small, calls cost more than arithmetic, and
+torch's list functions treat all leaves in one call. Where it is large, memory costs more, and leaves are treated one by one, so
+that the whole formula runs while a leaf is in cache.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ SMALL = 2**15  # elements of an average leaf below which lists are treated at on
 
 
 class TensorOps:
-    """The operations, all pure or all in place."""
+    """The operations, all pure or all in place.
+
+    Args:
+        inplace: whether results are written into the tensors of the first argument.
+    """
 
     def __init__(self, inplace: bool) -> None:
         self.inplace = inplace
@@ -74,7 +80,10 @@ class TensorOps:
         return [add(self._mul(t, decay), x, alpha=weight) for t, x in zip(ts, xs)]
 
     def put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        """``new``, fresh results that nothing else holds, in the place of ``old``; float64 factors promote nothing."""
+        """``new`` in the place of ``old``, where nothing else holds the tensors of ``new``, so that they need no copy.
+
+        A 0-d leaf times a float64 factor is float64; the result has the dtype of ``old`` again.
+        """
         if not self.inplace:
             return [_like(y, x) if y.dtype == torch.float64 else y for x, y in zip(old, new)]
         if are_small(old):
@@ -83,7 +92,7 @@ class TensorOps:
         return [x.copy_(y) for x, y in zip(old, new)]
 
     def copy(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> Leaves:
-        """``new``, which something else may hold, in the place of ``old``."""
+        """``new`` in the place of ``old``, where something else may hold the tensors of ``new``, so that they are copied."""
         return self.put(old, new) if self.inplace else [y.clone() for y in new]
 
     def next_count(self, count: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ class TensorOps:
         return tuple([self._add(c, 1) for c in counts])
 
     def keep(self, old: Any, new: Any) -> Any:
-        """The next value of a whole state, in the old tensors where shapes and dtypes are the same, else in new ones."""
+        """The state ``new``, in the tensors of ``old`` where all shapes and dtypes are the same, else in tensors of its own."""
         if not self.inplace:
             return new
         olds, structure = optree.tree_flatten(old)
@@ -109,14 +118,15 @@ PURE, IN_PLACE = TensorOps(inplace=False), TensorOps(inplace=True)
 
 
 def are_small(xs: Sequence[Tensor]) -> bool:
-    """Whether the leaves are small enough for torch's list functions, and those may be used: vmap has no rule for them."""
+    """Whether torch's list functions are the faster way through these leaves, and may be used: vmap has no rule for them."""
     return len(xs) > 1 and not is_transformed() and sum(map(Tensor.numel, xs)) < len(xs) * SMALL
 
 
 def owned(g: Sequence[Any]) -> list[Any]:
-    """Gradients that may be overwritten one by one: those that share memory, with an earlier one or within itself, are copied.
+    """The gradients, with a copy of each one that could not be overwritten without changing another element.
 
-    Autograd hands out one tensor twice, as for ``(a + b).square().sum()``, and expanded scalars, as for ``a.sum()``.
+    Autograd returns the same tensor for two leaves, as for ``(a + b).square().sum()``, and expanded scalars, all of whose
+    elements are one number in memory, as for ``a.sum()``.
     """
     seen, out = set[int](), list[Any]()
     plain = is_plain(*(x for x in g if x is not None))  # vmap does not tell where a tensor lies

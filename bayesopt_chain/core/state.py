@@ -1,7 +1,7 @@
-"""The state of a chain: one entry for each link, in the order written, and a layout that says what it is the state of.
+"""The state of a chain: one entry for each link, in the order written, and a layout that names the links and the leaves.
 
-The layout is static: tree maps, ``vmap``, copies, pickles and compilers carry it along. It lets a chain refuse the state of
-another chain, and it names every tensor by its link and the path of its leaf.
+The layout is not a tensor: tree maps, ``vmap``, copies, pickles and compilers carry it along unchanged. By it a chain refuses
+the state of another chain, and every tensor of a state is named by its link and the path of its leaf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bayesopt_chain.trees import broadcast_prefix, flattened, is_bit
 
 
 class Layout(NamedTuple):
-    """What a state is the state of: links, and the leaves of a tree of parameters."""
+    """The links, and the leaves of the tree of parameters, that a state belongs to."""
 
     kinds: tuple[str, ...]  # the class names of the links
     paths: tuple[str, ...]
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
 
 class State(tuple[Any, ...]):
-    """A tuple with one entry for each link; its ``layout`` says what it is the state of."""
+    """A tuple with one entry for each link, and the ``layout`` that it belongs to."""
 
     layout: Layout
 
@@ -99,18 +99,23 @@ def unshared(new: State, old: State) -> State:
 def selected(mask: Any, tree: Any) -> set[int]:
     """The numbers of the leaves that a mask selects: a prefix of the tree, or a function from the tree to one."""
     bits = broadcast_prefix(mask(tree) if callable(mask) else mask, tree)
-    leaves = optree.tree_leaves(tree, none_is_leaf=True)  # of one that is absent nothing is asked
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)  # where a leaf is None, its bit is not checked
     return {j for j, bit in enumerate(bits) if (leaves[j] is None or is_bit(bit)) and bit}
 
 
 def warm_start(fresh: State, like: Any) -> State:
-    """The state ``fresh`` with what the state of an optimizer, or of another temperature, remembers too taken over from it.
+    """The state ``fresh`` with the memory of another state, as that of an optimizer or of a chain of another temperature.
 
-    Random keys are new. An entry whose class says ``begins_anew`` is left out: noise is matched to its own chain, and what it
-    remembers means nothing to another.
+    An entry of ``like`` replaces the entry of the first link whose state has the same class, fields, shapes and dtypes. Random
+    keys stay those of ``fresh``. Entries whose class sets ``begins_anew`` are left out: such an entry belongs to a noise that
+    was matched to another chain.
+
+    Args:
+        fresh: the first state of this chain.
+        like: a state of another chain, a state of TorchOpt, or a list of entries.
 
     Raises:
-        ValueError: an entry of ``like`` that no link of this chain remembers in that shape.
+        ValueError: an entry of ``like`` fits no link of this chain.
     """
     several = issubclass(type(like), (tuple, list)) and not hasattr(like, "_fields")
     donors: Sequence[Any] = like if several else [like]
@@ -131,7 +136,7 @@ def warm_start(fresh: State, like: Any) -> State:
 
 
 def _remembered(entry: Any) -> Any:
-    """What two entries share that remember the same: the names of class and fields, and the tensors' shapes and dtypes."""
+    """The names of an entry's class and fields, and its tensors' shapes and dtypes: equal for entries with the same memory."""
     fields = [f for f in getattr(entry, "_fields", ()) if flattened(getattr(entry, f))[0]]
     return (
         type(entry).__name__,

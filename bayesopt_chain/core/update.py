@@ -1,7 +1,8 @@
 """How an update runs: what is worked out once for the leaves of a state, and one update in progress.
 
-An update draws the noise, and rescales velocities where a rate changed. Then, link after link, noise enters, the link acts,
-and its velocity holds back what acts in the next step. Masks and missing gradients are settled here: links do not see them.
+An update first draws the noise, and rescales velocities where a rate changed. Then each link has its turn, in order: the noise
+that enters in front of it is added to the gradients, the link acts, and the part of the noise that acts one step later is added
+to its velocity. Masks and missing gradients are handled here, so that a link sees only leaves that have a gradient.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from bayesopt_chain.matching.response import Noise, Preconditioner
 from bayesopt_chain.random.stream import leaf_numbers
 from bayesopt_chain.trees import paths_of
 
-Stage = tuple[tuple[int, ...], Link]  # a link's turn in an update, or that of a lowered run of links
-# proposes, by its first link, every run of links that can be swept at once
+# One turn in an update: the numbers of the links that act, and the link that does it, which for several numbers is a kernel
+# that stands for all of them.
+Stage = tuple[tuple[int, ...], Link]
+# Finds runs of links that one kernel can do, as a dictionary by the number of a run's first link.
 Lower = Callable[[Sequence[Link], "Plan"], dict[int, Stage]]
-Rates = Callable[[int, Sequence[int]], Tensor]  # what the changing gain of a link is now, for each of these leaves
+Rates = Callable[[int, Sequence[int]], Tensor]  # the gain of a link in this step, for each of these leaves
 
 
 class Injected(NamedTuple):
@@ -43,10 +46,12 @@ class Injected(NamedTuple):
 
 
 class Injection(Protocol):
-    """The noise of one noise link in one chain: what it draws, where it enters, and for the leaves of which numbers.
+    """The noise of one noise link in one chain.
 
     Attributes:
-        by_leaf: for the fields of the link's state that hold a tensor for each of some leaves, the numbers of these leaves.
+        noise_inputs: where the noise enters, for which leaves, and how it is shaped.
+        leaves: the numbers of all leaves that get noise.
+        by_leaf: for each field of the link's state that holds one tensor a leaf, the numbers of these leaves.
     """
 
     noise_inputs: Sequence[NoiseInput]
@@ -58,11 +63,11 @@ class Injection(Protocol):
         ...
 
     def started(self, state: Any, update: Update) -> None:
-        """Look at the first step when the state of the whole chain is made; refuses values out of range."""
+        """Check the values of the first step, such as a scheduled temperature, when the state of the whole chain is made."""
         ...
 
     def strength(self, state: Any, rates: Rates) -> Any:
-        """What is known of a step before anything is drawn; refuses values out of range before anything is changed."""
+        """The coefficients of this step's noise. A value out of range is refused here, before anything is changed."""
         ...
 
     def draw(self, state: Any, strength: Any, g: Sequence[Any], op: TensorOps) -> tuple[list[Injected], Any]:
@@ -79,7 +84,7 @@ class NoiseLink(Protocol):
 
 
 class Plan:
-    """What a chain works out once for each layout: the order of the links, the noise, and which leaves are checked."""
+    """What a chain needs in every update of one layout: the order of the links, the noise, and which leaves are checked."""
 
     def __init__(self, links: Sequence[Link], layout: Layout, lower: Lower) -> None:
         self.links, self.layout, self.paths, self.where = links, layout, layout.paths, layout.where
@@ -102,10 +107,11 @@ class Plan:
         self.stages = self.staged(lower(links, self))
         lowered = {k for run, _ in self.stages if len(run) > 1 for k in run}
         self.drawn = sorted(self.noise.keys() - lowered)  # a lowered run draws its noise itself
-        self.spec: optree.PyTreeSpec | None = None  # of the last updates whose paths were compared with the state's
+        # the structure of the last tree of updates whose paths were compared, so that the next like it is not compared again
+        self.spec: optree.PyTreeSpec | None = None
 
     def staged(self, runs: dict[int, Stage]) -> list[Stage]:
-        """The links in order; runs of them are lowered where no noise enters inside and all act on the same leaves."""
+        """The turns of an update. A run of links becomes one kernel if they have the same leaves and no noise enters inside."""
         stages, taken = list[Stage](), set[int]()
         for i, link in enumerate(self.links):
             if i in taken or (i in self.noise and i not in self.entering):
@@ -164,7 +170,19 @@ class Plan:
 
 @dataclass(slots=True)
 class Update:
-    """An update in progress: the gradients on their way, the entries of the state, and the noise that waits for its link."""
+    """An update in progress.
+
+    Attributes:
+        plan: what is the same in every update.
+        op: the operations, pure or in place.
+        spec: the structure of the user's tree.
+        params: the parameters, one for each leaf of the tree; None if ``update`` was called without them.
+        entries: the state of each link; replaced while the update runs.
+        g: the gradients of all leaves, which each link replaces by its updates; None where a leaf has none.
+        extra: the keywords of this update.
+        missing: whether any leaf has no gradient.
+        noises: the noise drawn for this step, each until its link has had its turn.
+    """
 
     plan: Plan
     op: TensorOps
@@ -173,7 +191,7 @@ class Update:
     entries: list[Any]
     g: list[Any] = field(default_factory=list[Any])
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    missing: bool = False  # whether any leaf has no gradient
+    missing: bool = False
     noises: list[Injected] = field(default_factory=list[Injected])
 
     def run(self) -> None:
@@ -183,12 +201,12 @@ class Update:
         for run, link in self.plan.stages:
             self.take(run, link)
         dtypes = self.plan.layout.dtypes
-        for j in self.plan.noisy:  # coefficients of another precision promote 0-d leaves
+        for j in self.plan.noisy:  # a 0-d leaf times a coefficient of a wider dtype has the wider dtype
             if (x := self.g[j]) is not None and x.dtype != dtypes[j]:
                 self.g[j] = x.to(dtypes[j])
 
     def rates(self, i: int, leaves: Sequence[int]) -> Tensor:
-        """What the changing gain of link ``i`` is now, for each of these leaves: float64 ``[leaves]``."""
+        """The gain of link ``i`` in this step, for each of these leaves: float64 ``[leaves]``."""
         every = self.plan.links[i].rate(self.entries[i], len(self.plan.where[i]))
         for value in {id(value): value for value in every}.values():
             checks.at_this_step("lr", value)
@@ -226,7 +244,7 @@ class Update:
             self.entries[k] = self.whole(k, present, entry) if some else entry
         for j, y in zip(present, new):
             self.g[j] = y
-        for x in self.noises:  # of noise that has entered, only what the velocity has to keep is left in ``x.noise``
+        for x in self.noises:  # once a noise has entered, ``x.noise`` holds it only if the velocity has to keep a part
             if learns and x.noise_input.entry_link == i and x.noise:
                 raise ValueError(
                     f"{link.shown}: it learns, so its update must ask for the noise: context.with_noise(denominators)"
@@ -265,7 +283,7 @@ class Update:
         e: Leaves,
         denominators: Mapping[int, Tensor] | None = None,
     ) -> Leaves:
-        """Shape the noise of these leaves by the preconditioners; one that has learned nothing yet counts as 1."""
+        """Shape the noise of these leaves by the preconditioners, among which one that has learned nothing yet is 1."""
         for m, power in noise_input.powers:
             if m not in self.plan.learning:
                 e = self.plan.links[m].apply_power(e, power, self.part(m, leaves), self.at(m, tuple(leaves)))
