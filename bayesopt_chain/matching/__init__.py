@@ -1,6 +1,11 @@
-"""What noise a chain needs: from what its links do to the gradient to the noise that makes it sample.
+"""What noise a chain needs so that it samples, computed from what its links do to the gradient.
 
-To be read in this order: ``response`` says what a link does, in a word or two; ``law`` what spectrum the noise must have;
-``filters`` how draws get that spectrum; ``noise_inputs`` where in a chain the noise enters, and what is refused. Nothing here
-knows a link's code, a parameter or a state.
+The files are best read in this order:
+
+* ``response`` has the words in which a link declares what it does to the gradient.
+* ``law`` has the spectrum that the noise must have.
+* ``filters`` turns independent draws into noise of that spectrum.
+* ``noise_inputs`` decides where in a chain the noise enters, and refuses the chains for which no noise is right.
+
+Nothing here knows the code of a link, a parameter or a state.
 """

@@ -1,6 +1,8 @@
-r"""What a link does to the gradients that pass through it, in the few words the noise needs to know.
+r"""What a link does to the gradients that pass through it, in the words that matched noise needs.
 
-A link's response decides where noise may go and how strong it must be (see :mod:`bayesopt_chain.matching.law`).
+The responses of all links decide where in a chain the noise enters (:mod:`bayesopt_chain.matching.noise_inputs`) and how strong
+it must be (:mod:`bayesopt_chain.matching.law`). Filters are written in the delay ``1/z`` by one step, lowest power first:
+``Linear(b, a)`` is ``a[0] u_t + a[1] u_(t-1) + ... = b[0] g_t + b[1] g_(t-1) + ...`` for gradients ``g`` and outputs ``u``.
 
 Example:
     >>> import bayesopt_chain as bc
@@ -17,7 +19,12 @@ __all__ = ["Decay", "Linear", "Noise", "Nonlinear", "Preconditioner", "Rate", "R
 
 @dataclass(frozen=True)
 class Linear:
-    """A time-invariant filter ``b(1/z) / a(1/z)`` of the gradients, the same for every element; lowest power first."""
+    """A constant filter ``b(1/z) / a(1/z)`` of the gradients, the same for every element.
+
+    Attributes:
+        b: the coefficients of the numerator, lowest power of ``1/z`` first.
+        a: the coefficients of the denominator, lowest power of ``1/z`` first; ``a[0]`` is not 0.
+    """
 
     b: tuple[float, ...] = (1.0,)
     a: tuple[float, ...] = (1.0,)
@@ -27,8 +34,12 @@ class Linear:
 class Preconditioner(Linear):
     """A positive definite gain ``P``, followed by the filter ``b / a``.
 
-    Where it ``learns`` from the gradient, noise enters inside it, behind what it learns from. One that is not
-    ``diagonal`` couples leaves or elements; it composes with no other.
+    Attributes:
+        b, a: the filter, as in :class:`Linear`.
+        learns: whether ``P`` is estimated from the gradients. Then the noise enters inside the link, after the estimate is
+            updated, so that ``P`` does not depend on the noise.
+        diagonal: whether every element has a gain of its own. A ``P`` that mixes elements or leaves does not commute with other
+            preconditioners, so that a chain may have no second one.
     """
 
     learns: bool = False
@@ -37,28 +48,39 @@ class Preconditioner(Linear):
 
 @dataclass(frozen=True)
 class Rate:
-    """A scalar gain of this sign that may change at every step: the link's ``rate`` gives its magnitude."""
+    """A scalar gain that may change at every step.
+
+    Attributes:
+        sign: the sign of the gain, 1 or -1. Its magnitude at a step is what the link's method ``rate`` returns.
+    """
 
     sign: int = 1
 
 
 @dataclass(frozen=True)
 class Decay:
-    """``u + weight_decay * theta``."""
+    """Weight decay: ``weight_decay * theta`` is added to what comes in, with the parameters ``theta``.
+
+    Attributes:
+        weight_decay: the factor. In front of every link with memory it is the precision of a Gaussian prior, in units of the
+            loss.
+    """
 
     weight_decay: float
 
 
 @dataclass(frozen=True)
 class Nonlinear:
-    """Any function of this step's gradient without memory (clipping): noise goes behind it."""
+    """Any function of the present gradient alone, such as clipping. The noise enters behind it."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise that is matched to the other links, of order 1 (white) or 2.
+    """The noise itself, which is matched to the other links.
 
-    ``temperature`` if it is a number, which never changes.
+    Attributes:
+        order: 2 for matched noise, 1 for white noise.
+        temperature: the temperature in units of the loss if it is a constant, ``None`` if it may change.
     """
 
     order: int = 2
@@ -67,16 +89,26 @@ class Noise:
 
 @dataclass(frozen=True)
 class SelfContainedSampler:
-    """A sampler in one link, or noise whose constants hold for the ``before`` and ``behind`` links next to it only."""
+    """A link that brings noise of its own, which is right beside certain links only.
+
+    Attributes:
+        before: how many links directly in front of it belong to the same sampler.
+        behind: how many links directly behind it belong to the same sampler.
+        hint: what to do instead; it is appended to the refusal of any other chain.
+    """
 
     before: int = 0
     behind: int = 0
-    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"  # what to do instead
+    hint: str = "use its own arguments, or bc.sghmc, whose noise is matched to its neighbours"
 
 
 @dataclass(frozen=True)
 class Refused:
-    """No noise is right in a chain with this link, for the reason given."""
+    """A link beside which no noise is right.
+
+    Attributes:
+        reason: why, in words that can follow a colon in the refusal.
+    """
 
     reason: str
 
