@@ -1,25 +1,31 @@
-r"""Where the noise goes in a chain, and what it is matched to.
+r"""Where in a chain the noise enters, and to which response it is matched.
 
-For each leaf the links that act on it are split into what comes before the linear part and the linear part itself. Noise enters
+Leaves on which the same links act are treated together. For them the noise enters
 
-* inside the last preconditioner that learns (what it learns from must not see the noise), or behind the last non-linear link;
-* before the first link with memory, so that a learning rate in front of momentum scales the gradient, not the noise;
-* where there is neither, where it was written.
+* inside the preconditioner that learns, or else directly behind the last non-linear link: what a link learns from and what a
+  non-linear link distorts must not contain noise;
+* before the first link with memory behind that place, so that a learning rate in front of the momentum scales the gradient and
+  not the noise;
+* at the place where ``inject_langevin_noise`` stands in the chain, if there is neither.
 
-By linearity any such place is as good as the head of the linear part. Write ``F = G f`` with ``G`` the gains that change
-with time and ``f`` the constant filter, and let ``P`` be the product of the preconditioners, ``P_b`` of those before the place
-where the noise enters and ``P_a`` of those behind it. Noise of spectrum ``Psi P^-1`` at the head is the same as noise of
-spectrum ``G_b^2 P_b / P_a`` times ``Psi`` at that place. Weight decay behind a memory adds a spectrum of its own, which is
-shaped by the preconditioners in front of that decay only: it is a second noise input, drawn independently.
+All links from the place of entry on are linear, and because of this noise at the head of the linear part can be replaced by
+noise at that place. Write ``F = G f``, where ``G`` is the product of the gains that change with time and ``f`` a constant
+filter. Let ``P_b`` be the product of the preconditioners before the place of entry, ``P_a`` that of the preconditioners behind
+it, ``P = P_b P_a``, and ``G_b`` the product of the changing gains before it. Noise of the spectrum ``Psi P^-1`` at the head
+(``Psi`` as in :mod:`bayesopt_chain.matching.law`) has the same effect as noise of the spectrum ``G_b^2 Psi P_b / P_a`` at the
+place of entry. A weight decay behind a link with memory adds a spectrum of its own, to which only the preconditioners in front
+of that decay apply. It becomes a second noise input, whose draws are independent.
 
-Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no memory of its own: half of it may wait in the
-velocity. With ``q_t = v_t + (c / mu) b xi_t`` in the place of ``v_t = mu v_{t-1} + b (g_t + e_t)``, ``b = 1 - dampening``,
+Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no tensor for the last draw, because the velocity
+can keep it. Let ``v_t = mu v_{t-1} + b (g_t + e_t)`` with ``b = 1 - dampening``. In terms of ``q_t = v_t + (c / mu) b xi_t``
+this is
 
-    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + d c xi_t,    d = b / mu:
+    v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + d c xi_t,    d = b / mu.
 
-white noise of level ``c``, of which the velocity keeps the part ``d`` for the next step (``deferred_gain``). ``mu q`` is the
-Ornstein-Uhlenbeck velocity of BAOAB. With little momentum ``d`` is large, and the velocity would be mostly noise or overflow:
-below ``LEAST_MOMENTUM`` the noise remembers its last draw in a buffer of its own instead.
+The noise that enters is then white with the factor ``c``, and after the step the velocity receives ``d`` times that noise for
+the next step; ``d`` is called ``deferred_gain``. ``mu q`` is the velocity of BAOAB behind its Ornstein-Uhlenbeck step
+(Leimkuhler and Matthews 2013). With little momentum ``d`` is large, so that the velocity would be mostly noise or overflow.
+Below ``LEAST_MOMENTUM`` the noise therefore remembers its last draw in a tensor of its own.
 """
 
 from __future__ import annotations
@@ -43,14 +49,21 @@ from bayesopt_chain.matching.response import (
     SelfContainedSampler,
 )
 
-LEAST_MOMENTUM = 1 / 16  # below it the velocity keeps no noise for the next step
-Responses = Mapping[int, Any]  # by the number of the link
+LEAST_MOMENTUM = 1 / 16  # below this momentum the velocity keeps no noise for the next step
+Responses = Mapping[int, Any]  # the response of each link, by the number of the link in the chain
 
 
 class Neighbour(Protocol):
-    """What the matching asks of a link: its response, and what can be done with its memory."""
+    """What the matching needs to know of a link.
 
-    traits: ClassVar[Any]  # what is known of its memory: ``core.link.Traits``, which this room does not import
+    Attributes:
+        traits: the link's ``core.link.Traits``, which this room does not import. Used here: ``rescales``, ``carries``,
+            ``velocity`` and ``all_leaves``.
+        response: what the link does to the gradient; ``None`` if the link does not declare it.
+        shown: the link in error messages.
+    """
+
+    traits: ClassVar[Any]
 
     @property
     def response(self) -> Response | None: ...
@@ -59,41 +72,78 @@ class Neighbour(Protocol):
 
 
 class TransferFunction(NamedTuple):
-    """The linear part of a chain as one response ``b / a`` of descent, and what else counts for the noise."""
+    """The linear part of a chain as one transfer function ``b / a``, with the links that shape its noise.
+
+    Attributes:
+        b, a: the coefficients of numerator and denominator, lowest power of ``1/z`` first; the sign is that of a descent.
+        head: the constant gain in front of the place where the noise enters.
+        preconditioners: the numbers of the preconditioners.
+        rates: the numbers of the links whose gain changes with time.
+        decays: for each weight decay behind a link with memory, the number of the link and the numerator ``N`` of
+            ``w / H = N / b``.
+        pole_link: the number of the link with a pole; ``None`` if there is no such link or more than one.
+    """
 
     b: law.Poly
     a: law.Poly
-    head: float  # the constant gain in front of the place where the noise enters
+    head: float
     preconditioners: tuple[int, ...]
     rates: tuple[int, ...]
-    decays: Sequence[tuple[int, law.Poly]]  # those behind memory: the link, and ``N`` of ``w / H = N / b``
-    pole_link: int | None  # the link with the only pole
+    decays: Sequence[tuple[int, law.Poly]]
+    pole_link: int | None
 
     def __str__(self) -> str:
         return f"F = {_format(self.b)}" + (f" / {_format(self.a)}" if len(self.a) > 1 else "")
 
 
 class NoiseInput(NamedTuple):
-    """One independent noise of the leaves on which the same links act."""
+    """One independent noise of leaves on which the same links act.
 
-    transfer: TransferFunction  # what it is matched to
-    entry_link: int  # the link before which (a preconditioner that learns: inside which) it enters
+    Attributes:
+        transfer: the transfer function to which the noise is matched.
+        entry_link: the number of the link before which the noise enters, or inside which if it is a preconditioner that learns.
+        leaves: the numbers of the leaves.
+        process: how draws become this noise: at the constant temperature of the chain, or at the temperature 1 where
+            ``changes``.
+        changes: whether a learning rate or the temperature may change with time.
+        powers: ``(number, power)`` of each preconditioner by which the noise is shaped. The noise is multiplied by ``P^(1/2)``
+            if ``P`` stands before the place where the noise enters, and by ``P^(-1/2)`` if it stands behind.
+        rates: the numbers of the links whose gain changes with time, those before the noise and those behind it.
+        deferred_gain: the part of this step's noise that the velocity keeps for the next step; 0 where it keeps none.
+    """
+
+    transfer: TransferFunction
+    entry_link: int
     leaves: tuple[int, ...]
-    process: Process  # at the temperature, where nothing changes with time
+    process: Process
     changes: bool
-    # (preconditioner, power): P^(1/2) if it stands before the place where the noise enters, P^(-1/2) behind it
     powers: tuple[tuple[int, float], ...]
-    rates: tuple[tuple[int, ...], tuple[int, ...]]  # the changing gains before it, and behind it
-    deferred_gain: float  # what the velocity holds back of this noise for the next step
+    rates: tuple[tuple[int, ...], tuple[int, ...]]
+    deferred_gain: float
 
 
 def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[int, list[NoiseInput]]:
-    """The noise inputs of every noise link; ``where`` are the leaves that each link acts on.
+    """Find the noise inputs of a chain.
+
+    Args:
+        links: the links, in the order of the chain.
+        where: for each link, the numbers of the leaves on which it acts.
+
+    Returns:
+        The noise inputs of each noise link, by the number of the link.
 
     Raises:
-        ValueError: no noise makes this chain sample; the message says why and what would.
+        ValueError: no noise makes this chain sample; the message says why and what to do instead.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> tx = bc.chain(bc.add_momentum(0.9), bc.inject_langevin_noise(0.5), bc.scale_by_neg_lr(0.1))
+        >>> (noise_input,) = match(tx.links, [(0,), (0,), (0,)])[1]
+        >>> noise_input.entry_link, str(noise_input.transfer)  # it enters before the momentum
+        (0, 'F = 0.1 / (1 - 0.9/z)')
     """
-    groups: dict[tuple[int, ...], list[int]] = {}  # leaves by the links that act on them
+    # The leaves on which the same links act, by the numbers of these links.
+    groups: dict[tuple[int, ...], list[int]] = {}
     for j in sorted({j for w in where for j in w}):
         groups.setdefault(tuple([i for i, w in enumerate(where) if j in w]), []).append(j)
     out = {i: list[NoiseInput]() for i, x in enumerate(links) if isinstance(x.response, Noise)}
@@ -107,10 +157,19 @@ def match(links: Sequence[Neighbour], where: Sequence[tuple[int, ...]]) -> dict[
 def match_group(
     links: Sequence[Neighbour], acting: Sequence[int], leaves: tuple[int, ...], where: Sequence[tuple[int, ...]]
 ) -> tuple[int | None, list[NoiseInput]]:
-    """The noise link of the leaves on which the links numbered ``acting`` act, and its noise inputs there.
+    """Find the noise inputs of leaves on which the same links act.
+
+    Args:
+        links: the links, in the order of the chain.
+        acting: the numbers of the links that act on these leaves, in the order of the chain.
+        leaves: the numbers of the leaves.
+        where: for each link, the numbers of all leaves on which it acts.
+
+    Returns:
+        The number of the noise link (``None`` without one), and its noise inputs for these leaves.
 
     Raises:
-        ValueError: no noise makes this chain sample; the message says why and what would.
+        ValueError: no noise makes this chain sample; the message says why and what to do instead.
     """
     r: dict[int, Any] = {i: links[i].response for i in acting}
     if own := _of(r, SelfContainedSampler):
@@ -145,7 +204,8 @@ def match_group(
         deferred_gain = 0.0
         if carrier and len(carrier.b) == 1 and isinstance(process, Filtered) and process.d == (1.0,):
             mu, c = -carrier.a[1], process.c
-            if mu >= LEAST_MOMENTUM and len(c) == 2 and c[0] == c[1]:  # the mean of two draws
+            # Only e_t = c (xi_t + xi_{t-1}) is white noise of which the velocity keeps a part.
+            if mu >= LEAST_MOMENTUM and len(c) == 2 and c[0] == c[1]:
                 deferred_gain, process = carrier.b[0] / mu, Filtered(c[:1])
         powers = *((m, 0.5) for m in transfer.preconditioners if m < at), *((m, -0.5) for m in met if m >= at)
         rates = tuple([i for i in transfer.rates if i < at]), tuple([i for i in transfer.rates if i >= at])
@@ -156,7 +216,18 @@ def match_group(
 def _check_mixing(
     links: Sequence[Neighbour], transfer: TransferFunction, r: Responses, changes: bool, masked: Sequence[int]
 ) -> None:
-    """What mixes its leaves must act on all leaves of the noise input, and a memory that is to be rescaled must be known."""
+    """Refuse a chain that mixes leaves with different noise, or whose memory would have to be rescaled and cannot be.
+
+    Args:
+        links: the links, in the order of the chain.
+        transfer: the transfer function to which the noise is matched.
+        r: the responses of the links that act on these leaves.
+        changes: whether a learning rate or the temperature may change with time.
+        masked: the numbers of the links that act on other leaves, too.
+
+    Raises:
+        ValueError: it is such a chain.
+    """
     mixing = [m for m in transfer.preconditioners if not r[m].diagonal]
     if changes and (pole_link := transfer.pole_link) is not None:
         if not (links[pole_link].traits.velocity or links[pole_link].traits.all_leaves):
@@ -170,8 +241,19 @@ def _check_mixing(
 
 
 def _check_own_noise(links: Sequence[Neighbour], r: Responses, own: Sequence[int]) -> None:
-    """Refuse what stands beside a link with noise of its own. In front of it only what belongs to the loss is right (non-linear
-    links and weight decay), behind it nothing."""
+    """Refuse links that would change what a link with noise of its own samples.
+
+    Non-linear links and weight decay in front of it are allowed, because they only change the loss. Links that do nothing and
+    the links that its response counts as its own are allowed, too.
+
+    Args:
+        links: the links, in the order of the chain.
+        r: the responses of the links that act on the same leaves.
+        own: the numbers of those links that bring noise of their own.
+
+    Raises:
+        ValueError: another link stands beside it, or there are two such links.
+    """
     if len(own) > 1:
         raise ValueError(f"chain: two samplers act on one leaf ({_names(links, own)}); keep one of them")
     place, beside = list(r).index(own[0]), r[own[0]]
@@ -190,6 +272,7 @@ def _check_own_noise(links: Sequence[Neighbour], r: Responses, own: Sequence[int
 
 
 def _require_known(link: Neighbour, response: Any) -> None:
+    """Refuse a response that is not declared, or to which no noise can be matched whatever the other links do."""
     match response:
         case None:
             why = (
@@ -209,13 +292,27 @@ def _require_known(link: Neighbour, response: Any) -> None:
 
 
 def _entrance(links: Sequence[Neighbour], r: Responses, written: int, memory: Sequence[int]) -> int:
-    """The link before which the noise enters: the preconditioner that learns (inside it), else the first link with memory, else
-    the noise link itself."""
+    """Find the link before which the noise enters.
+
+    Args:
+        links: the links, in the order of the chain.
+        r: the responses of the links that act on the same leaves, without that of the noise.
+        written: the number of the noise link.
+        memory: the numbers of the linear links with memory.
+
+    Returns:
+        The number of the preconditioner that learns, inside which the noise then enters; without one that of the first link
+        with memory; without memory that of the noise link.
+
+    Raises:
+        ValueError: a non-linear link or a preconditioner that learns stands where it would distort the noise.
+    """
     learning = [i for i in _of(r, Preconditioner) if r[i].learns]
     curved = [i for i, x in r.items() if isinstance(x, Nonlinear) or i in learning]
     if not curved:
         return memory[0] if memory else written
     last = curved[-1]
+    # The refusal shows an order that works: the non-linear links, those with memory, the noise, and then all others.
     order = [*curved, *(i for i in memory if i not in curved), written]
     order += [i for i in r if i not in order]
     works = "; this order works: " + ", ".join(links[i].shown.split("(")[0] for i in order)
@@ -236,18 +333,32 @@ def _entrance(links: Sequence[Neighbour], r: Responses, written: int, memory: Se
 
 
 def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> TransferFunction | None:
-    """The product of all responses; ``None`` if it is zero, so that nothing moves."""
+    """Multiply the responses of all links.
+
+    Args:
+        links: the links, in the order of the chain.
+        r: the responses of the links that act on the same leaves, without that of the noise.
+        at: the number of the link before which the noise enters.
+
+    Returns:
+        The transfer function, or ``None`` if the product is zero, so that the parameters never move.
+
+    Raises:
+        ValueError: the chain climbs the loss, a coefficient is not finite, or the order of the links admits no noise.
+    """
     b, a, head, sign = (1.0,), (1.0,), 1.0, 1
     preconditioners, rates, poles = _of(r, Preconditioner), _of(r, Rate), [i for i in _of(r, Linear) if any(r[i].a[1:])]
     decays: list[tuple[int, law.Poly]] = []
     for i, x in r.items():
         if isinstance(x, Linear):
             b, a = law.multiply(b, x.b), law.multiply(a, x.a)
+            # The denominator of w / H is to be the whole product of the b, of which the links behind the decay are a part.
             decays = [(j, law.multiply(n, x.b)) for j, n in decays]
             head *= abs(x.b[0] / x.a[0]) if i < at else 1.0
         elif isinstance(x, Rate):
             sign *= x.sign
-        elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):  # else it is a part of the loss
+        elif isinstance(x, Decay) and x.weight_decay and (len(a) > 1 or len(b) > 1):
+            # A decay in front of every link with memory is a part of the gradient of the loss and needs no noise.
             decays.append((i, tuple([x.weight_decay * v for v in a])))
     if sum(b) == 0.0:
         return None
@@ -279,15 +390,29 @@ def _transfer_function(links: Sequence[Neighbour], r: Responses, at: int) -> Tra
 def _processes(
     transfer: TransferFunction, noise: Noise, changes: bool, rescales: bool
 ) -> list[tuple[tuple[int, ...], Process]]:
-    """The independent noises, each with the preconditioners whose product divides its spectrum."""
+    """Find the independent noises of a transfer function.
+
+    Args:
+        transfer: the transfer function.
+        noise: the order of the noise, and its temperature if that is constant.
+        changes: whether a learning rate or the temperature may change with time.
+        rescales: whether the only link with memory can rescale all of its memory.
+
+    Returns:
+        For each noise, the numbers of the preconditioners whose product divides its spectrum, and the process of its draws.
+
+    Raises:
+        ValueError: a spectrum would be negative, or the response has no rule for a changing learning rate.
+    """
     b, a = transfer.b, transfer.a
-    heat = 1.0 if changes or noise.temperature is None else sqrt(noise.temperature)
+    scale = 1.0 if changes or noise.temperature is None else sqrt(noise.temperature)
 
     def filtered(r: law.Poly, rescales: bool = False) -> Filtered:
         c, d = law.noise_filter(r, b, noise.order)
-        return Filtered(tuple([heat * (transfer.head * v) for v in c]), d, rescales)
+        return Filtered(tuple([scale * (transfer.head * v) for v in c]), d, rescales)
 
-    rest: dict[tuple[int, ...], law.Poly] = {}  # what decays behind memory add, by the preconditioners met before them
+    # What the weight decays behind memory add to the spectrum, by the preconditioners in front of the decay.
+    rest: dict[tuple[int, ...], law.Poly] = {}
     for i, numerator in transfer.decays:
         met = tuple([m for m in transfer.preconditioners if m < i])
         rest[met] = law.add(rest.get(met, ()), law.decay_spectrum(b, numerator))
@@ -302,6 +427,7 @@ def _processes(
                 )
             process = filtered(law.add(main, rest.pop(transfer.preconditioners, ())), bool(transfer.rates))
         elif len(main) == len(rest.get(transfer.preconditioners, ())) == 1:
+            # Both spectra are constants, so the rule for schedules takes the decay in; otherwise it has noise of its own.
             (extra,) = rest.pop(transfer.preconditioners)
             if not transfer.rates and main[0] + extra < 0.0:
                 raise law.NoMatchedNoise("the noise spectrum would be negative at w = 0")
@@ -318,7 +444,21 @@ def _processes(
 
 
 def note(links: Sequence[Neighbour], acting: Sequence[int], i: int) -> str:
-    """What ``repr`` says of noise link ``i`` beside those ``acting`` on its leaves: where it acts, what it is matched to."""
+    """Describe, for the ``repr`` of a chain, where a noise link acts and to what its noise is matched.
+
+    Args:
+        links: the links, in the order of the chain.
+        acting: the numbers of the links that act on the same leaves as the noise link.
+        i: the number of the noise link.
+
+    Returns:
+        The description, or the reason for which the chain is refused; nothing is raised.
+
+    Example:
+        >>> import bayesopt_chain as bc
+        >>> note(bc.sgld(0.1, temperature=0.5).links, (0, 1), 0)
+        'acts here, matched to F = 0.1'
+    """
     try:
         _, noise_inputs = match_group(links, acting, (0,), [(0,)] * len(links))
     except ValueError as err:
@@ -332,14 +472,17 @@ def note(links: Sequence[Neighbour], acting: Sequence[int], i: int) -> str:
 
 
 def _of(r: Responses, kind: type) -> list[int]:
+    """The numbers of the links with a response of this kind."""
     return [i for i, x in r.items() if isinstance(x, kind)]
 
 
 def _names(links: Sequence[Neighbour], numbers: Sequence[int]) -> str:
+    """The links with these numbers, as text for a message."""
     return ", ".join(links[i].shown for i in numbers)
 
 
 def _format(p: Sequence[float]) -> str:
+    """A polynomial in ``1/z`` as text, ``(1 - 0.9/z)``."""
     terms = [f"{v:.6g}" + "/z" * (k > 0) + f"^{k}" * (k > 1) for k, v in enumerate(p) if v or not k]
     text = " + ".join(terms).replace("+ -", "- ")
     return f"({text})" if len(terms) > 1 else text
