@@ -1,9 +1,9 @@
-"""``torch.optim`` with a temperature: real ``torch.optim.Optimizer`` classes, for every loop, trainer and scheduler.
+"""Subclasses of ``torch.optim`` optimizers that sample: each takes a temperature, and works in every training loop.
 
-A class here is a subclass of torch's of the same name. At ``temperature=0`` it is that optimizer, bit for bit; at a
-temperature ``T`` its trajectory samples ``exp(-loss / T)``. :class:`SGHMC` and :class:`SGLD` are the samplers in plain
-words; :class:`Optimizer` runs any chain of this library; :func:`as_step` makes a step for this library's loops of a
-model and an optimizer.
+A class here is a subclass of torch's class of the same name. At ``temperature=0`` it makes the same steps as torch's, bit for
+bit. At a temperature ``T > 0`` its trajectory samples ``exp(-loss / T)``. :class:`SGHMC` and :class:`SGLD` are SGD with the
+defaults of these two samplers. :class:`Optimizer` runs any chain of this library as a ``torch.optim.Optimizer``.
+:func:`as_step` turns a model and an optimizer into a step for the loops of this library.
 """
 
 from bayesopt_chain.optim.adaptive import Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop

@@ -1,7 +1,8 @@
-"""What the arguments of an optimizer may be, by their names: what does not fit is refused before anything is made.
+"""Check the arguments of optimizers by their names, before anything is made.
 
-torch's own constructors check the ranges of their numbers, and say "Invalid learning rate" without the class or the name. Here
-every argument is looked at first, whichever class takes it, and what torch refuses afterwards is said with the call:
+torch's own constructors check the ranges of their numbers, but their messages ("Invalid learning rate") name neither the class
+nor the argument. Here the type of every argument is checked first, by its name, for all classes. Errors that torch raises
+afterwards get the call in front:
 
     bc.optim.SGD(lr=-1.0, temperature=0.5): Invalid learning rate: -1.0
 """
@@ -20,11 +21,12 @@ from bayesopt_chain.checks import short
 from bayesopt_chain.diagnostics.heat_guard import HeatGuard
 from bayesopt_chain.kinds import Kind
 
-LARGEST = 1e15  # of a hyperparameter: beyond it the squares of float32 are infinite, and torch's own steps end in NaN
+# bound on hyperparameters: with larger ones squares overflow in float32, and torch's own steps end in NaN
+LARGEST = 1e15
 
 
 def _is_one(x: Any) -> bool:
-    """Whether something is a real number, NaN and infinities among them, or a real tensor with one element and a value."""
+    """Whether ``x`` is a real number (NaN and infinities included) or a real, dense tensor with one element."""
     if isinstance(x, Tensor):
         return x.numel() == 1 and not (x.is_complex() or x.is_meta or x.is_sparse or x.dtype == torch.bool)
     if type(x).__module__ == "numpy":
@@ -71,7 +73,7 @@ _KINDS = {
     "alpha": Kind(
         lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
-    # an average whose weights leave [0, 1] may be negative, and has no root
+    # with weights outside [0, 1] the average of squares may be negative, and has no root
     "RMSprop.alpha": Kind(
         lambda x: _is_real(x) and 0.0 <= _value(x) <= 1.0, "a number from 0 to 1", (int, float, Tensor)
     ),
@@ -99,26 +101,26 @@ _KINDS |= dict.fromkeys(("foreach", "fused"), kinds.BOOL.or_none())
 
 
 def require(who: str, given: Mapping[str, Any]) -> None:
-    """Refuse the first argument, or option of a group, that is not what its name says.
+    """Raise for the first argument, or option of a group, whose value does not fit its name.
 
     Args:
         who: the class or method in messages.
-        given: arguments by their names; one without a kind of its own is left to the class.
+        given: arguments by their names. Names that are not listed in this module are not checked.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: the message names the argument.
     """
     for name, value in given.items():
-        own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # that of this class
+        own = f"{who.removeprefix('bc.optim.').partition('.')[0]}.{name}"  # an entry as "RMSprop.alpha" goes first
         if (kind := _KINDS.get(own, _KINDS.get(name))) is not None:
             kinds.require(who, **{name: (value, kind)})
 
 
 def require_group(who: str, group: Any) -> None:
-    """Refuse what is no group of parameters, or an option of another kind.
+    """Check that ``group`` is a group of parameters, and check its options.
 
     Raises:
-        TypeError, ValueError: naming ``param_group``, or the option.
+        TypeError, ValueError: the message names ``param_group``, or the option.
     """
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), (Tensor, Sequence, Iterator)):
         raise TypeError(
@@ -128,10 +130,10 @@ def require_group(who: str, group: Any) -> None:
 
 
 def require_moves(who: str, options: Mapping[str, Any]) -> None:
-    """Refuse ``differentiable=True`` with parameters that autograd forbids to change in place.
+    """Check that autograd allows a step with ``differentiable=True`` to change the parameters in place.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: a parameter is a leaf that requires grad.
     """
     params = options["params"]
     given = [params] if isinstance(params, Tensor) else params if isinstance(params, Sequence) else []
@@ -144,10 +146,10 @@ def require_moves(who: str, options: Mapping[str, Any]) -> None:
 
 
 def require_state_dict(who: str, state_dict: Any) -> None:
-    """Refuse what is no state dict of an optimizer.
+    """Check that ``state_dict`` is a state dict of an optimizer.
 
     Raises:
-        TypeError: naming ``state_dict``.
+        TypeError: it is not.
     """
     groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) for g in groups) or "state" not in state_dict:
@@ -159,13 +161,15 @@ def require_state_dict(who: str, state_dict: Any) -> None:
 
 @contextmanager
 def said_with(call: Callable[[], str]) -> Iterator[None]:
-    """What torch refuses, said with the call that it refuses.
+    """Put the call in front of the message of an error that torch raises inside.
+
+    Errors other than TypeError and ValueError become ValueError.
 
     Args:
-        call: the call in words.
+        call: returns the call as text.
 
     Raises:
-        TypeError, ValueError: what torch raised, with the call in front.
+        TypeError, ValueError: the error that torch raised, with the call in front.
     """
     try:
         yield
@@ -177,11 +181,11 @@ def said_with(call: Callable[[], str]) -> Iterator[None]:
 
 
 def call_of(who: str, given: Mapping[str, Any]) -> str:
-    """A call in words: ``bc.optim.SGD(lr=0.1)``; parameters are only counted."""
+    """Return a call as text, ``bc.optim.SGD(lr=0.1)``, with long values shortened."""
     shown = [f"{name}={short(value)}" for name, value in given.items()]
     return f"{who}({', '.join(shown)})"
 
 
 def require_closure(who: str, closure: Any) -> None:
-    """Refuse what cannot be called, before anything moves."""
+    """Check that a closure can be called; raise TypeError if not."""
     kinds.require(f"{who}.step", closure=(closure, kinds.FUNCTION.or_none()))

@@ -1,4 +1,11 @@
-"""torch's adaptive step with its denominator left as it is: momentum behind a fixed preconditioner."""
+r"""The step of a torch optimizer whose denominator ``D`` no longer learns: momentum with a fixed preconditioner ``P = 1/D``.
+
+In the symbols of :mod:`bayesopt_chain.optim._rule`,
+
+    V' = mu V + b g,        theta' = (1 - s) theta - (h V' + h_1 g) / D
+
+or, if the velocity averages ``g / D`` (RMSprop), ``V' = mu V + g / D`` and ``theta' = theta - h V'``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from bayesopt_chain.optim._plan import Rule, Work
 
 
 def move_frozen(rule: Rule, work: list[Work]) -> None:
-    """Move leaves whose denominator no longer learns, and their velocities, in torch's place."""
+    """Make the step of leaves whose denominator no longer learns, in place of torch's step."""
     for w in work:
         p, group, linear, state = w.param, w.group, w.numbers.linear, w.state
         assert p.grad is not None
@@ -35,7 +42,7 @@ def move_frozen(rule: Rule, work: list[Work]) -> None:
 
 @contextmanager
 def without_gradients(params: list[Tensor]) -> Iterator[None]:
-    """Hide the gradients of some parameters, so that torch's step leaves these alone."""
+    """Set the gradients of some parameters to ``None`` for a while, so that torch's step leaves these parameters out."""
     grads = [p.grad for p in params]
     for p in params:
         p.grad = None

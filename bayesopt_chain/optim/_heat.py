@@ -1,7 +1,8 @@
-r"""What the heat guard sees of a torch optimizer: each gradient times ``sqrt(lr_eff P / (2 T))``.
+r"""The input of the heat guard from a torch optimizer: each gradient ``g`` with its factor ``sqrt(lr_eff P / (2 T))``.
 
-In the symbols of :mod:`bayesopt_chain.optim._rule`, ``lr_eff = h_1 + h b / (1 - mu)`` is the response ``F(1)`` of a step to a
-constant gradient, and ``P = 1 / D`` the preconditioner of an adaptive rule as it stands now.
+The heat guard (:mod:`bayesopt_chain.diagnostics.heat_guard`) estimates by how much the noise of minibatches raises the
+temperature of a chain. In the symbols of :mod:`bayesopt_chain.optim._rule`, ``lr_eff = h_1 + h b / (1 - mu)`` is the response
+``F(1)`` of a step to a constant gradient, and ``P = 1 / D`` is the current preconditioner of an adaptive rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bayesopt_chain.optim._refusals import temperature_of
 
 
 def say_unwatched(rule: Rule) -> None:
-    """Once an optimizer: that its guard does not look at parameters that are spread over ranks."""
+    """Warn that the heat guard does not look at parameters that are sharded over ranks; called once for an optimizer."""
     if not any(temperature_of(rule._name, group) for group in rule.param_groups):
         return
     warnings.warn(
@@ -32,7 +33,11 @@ def say_unwatched(rule: Rule) -> None:
 
 
 def leaves_of(rule: Rule) -> Iterator[Leaf]:
-    """The gradients of this step that noise goes with; those of an adaptive rule from its second step on."""
+    """Yield the gradients of this step that get noise.
+
+    An adaptive rule yields its gradients from the second step on, since it has no preconditioner before. Sparse gradients and
+    DTensors are left out.
+    """
     for group in rule.param_groups:
         temperature = temperature_of(rule._name, group)
         if temperature == 0.0:

@@ -1,17 +1,19 @@
-r"""The noise of one step, added to parameters and velocities: in front of torch's step, and behind it.
+r"""Add the noise of one step to parameters and velocities, before torch's step or after it.
 
-With ``e`` and ``e_1`` of :mod:`bayesopt_chain.optim._rule` and the denominator ``D`` of an adaptive rule (``D = 1`` for SGD)
+With ``e`` and ``e_1`` of :mod:`bayesopt_chain.optim._rule` and the denominator ``D`` of an adaptive rule (``D = 1`` for SGD),
+the noise is added after torch's step as
 
-    V += D^(1/2) e,          theta -= D^(-1/2) (h e + h_1 e_1)          behind torch's step
+    V += D^(1/2) e,          theta -= D^(-1/2) (h e + h_1 e_1)
 
-or, where the velocity averages ``g / D`` (RMSprop), ``V += D^(-1/2) e``. For SGD with a velocity the same is cheaper in front
-of torch's step, as ``V += e / mu``: torch's momentum and torch's move then bring ``e`` to velocity and parameter.
+If the velocity averages ``g / D`` (RMSprop), its part is ``V += D^(-1/2) e``. For SGD with a velocity it is cheaper to add
+``V += e / mu`` before torch's step: torch's step multiplies the velocity by ``mu`` and moves the parameter by ``-h V``, which
+adds ``e`` to both as above.
 
-``e`` is ``current xi_t + previous xi_{t-1}``. The last draw ``xi_{t-1}`` lies in ``optimizer.state[p]["noise"]``; its part is
-added first, then the new draw is written over it, so that no third buffer is needed. Where the group says ``noise_kept=False``
-not even the last draw is kept: Philox makes it again from the key and the count that drew it, ``state[p]["noise_of"]`` and
-``state[p]["noise_at"]``, which is the same draw to the last bit. Small leaves with the same numbers are
-treated in one call for all; large ones block by block, while a block is in cache.
+``e`` is ``current xi_t + previous xi_{t-1}``. The last draw ``xi_{t-1}`` is kept in ``optimizer.state[p]["noise"]``. Its term
+is added first, and then the new draw overwrites it, so that no further buffer is needed. If the group has
+``noise_kept=False``, the last draw is not kept: Philox makes it again, bit for bit, from its key ``state[p]["noise_of"]`` and
+its count ``state[p]["noise_at"]``. Small leaves with the same numbers are treated in one call. Large leaves are treated block
+by block, so that a block stays in cache.
 """
 
 from __future__ import annotations
@@ -40,26 +42,27 @@ from bayesopt_chain.optim._plan import (
 from bayesopt_chain.optim._refusals import warn_of_rounding
 from bayesopt_chain.optim._room import leaving
 
-_DRAW = ("noise", "noise_direct")  # where the last draw lies in ``optimizer.state[p]``, by branch
-AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))  # the key and the count that make it again
+# names in ``optimizer.state[p]``, by branch (0 momentum, 1 direct): of the last draw, and of its key and count
+_DRAW = ("noise", "noise_direct")
+AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Rescale velocities, and add the noise that momentum carries, ``e / mu``."""
+    """Before torch's step, rescale velocities, and add ``e / mu`` to those whose noise goes through the velocity."""
     for leaves in plan.rescaled:
         _rescale(leaves, leaves[0].numbers.noise.velocity_scale)
     _add_all(rule, normals, plan.in_front)
 
 
 def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
-    """Add the noise that goes to parameters and velocities."""
+    """After torch's step, move parameters by velocities that the step discarded, and add noise to parameters and velocities."""
     for leaves in plan.coasting:
         _coast(leaves, leaves[0].numbers.noise.coasts)
     _add_all(rule, normals, plan.behind)
 
 
 def remember(rule: Rule, plan: Plan) -> None:
-    """Write down what the step was, and of which count its draws are where they are not kept."""
+    """Store the numbers of the step in the state, and the key and count of draws that are not kept."""
     for w in plan.redrawn:
         route = w.numbers.route
         for names, drew in zip(AGAIN, (route.is_early or route.is_late, route.has_direct)):
@@ -70,7 +73,7 @@ def remember(rule: Rule, plan: Plan) -> None:
 
 
 def _add_all(rule: Rule, normals: Normals, place: Place) -> None:
-    """Add all noise of one place in a step."""
+    """Add the noise of all leaves that get it at this place in the step."""
     if place.batches is None:
         place.batches = [x for branch, leaves in place.small for x in _batches(rule, normals, leaves, branch)]
     for batch in place.batches:
@@ -80,7 +83,7 @@ def _add_all(rule: Rule, normals: Normals, place: Place) -> None:
 
 
 def _rescale(leaves: list[Work], scale: float) -> None:
-    """Multiply velocities, those of one dtype and device in one call."""
+    """Multiply the velocities of leaves by a scale, in one call for each dtype and device."""
     name = leaves[0].numbers.linear.velocity or ""
     lists: dict[tuple[object, ...], list[Tensor]] = {}
     for velocity in [w.state[name] for w in leaves if w.state.get(name) is not None]:
@@ -90,14 +93,20 @@ def _rescale(leaves: list[Work], scale: float) -> None:
 
 
 def _coast(leaves: list[Work], coasts: float) -> None:
-    """Move on by what a step of momentum 0 forgets; behind torch's step, whose weight decay is that of the parameter before."""
+    """Subtract ``coasts`` times the old velocity from parameters whose step had momentum 0 and so discarded the velocity.
+
+    This is done after torch's step, whose weight decay has to see the parameter before the move.
+    """
     for w in leaves:
         if (velocity := w.state.get("momentum_buffer")) is not None:
             w.param.add_(velocity, alpha=-coasts)
 
 
 def _write_down(rule: Rule, plan: Plan) -> None:
-    """Write down each number of the step as a float by a name of its own: torch can flatten floats and no tuples."""
+    """Store each number of the step in the state as a float.
+
+    Each has a name of its own, since ``torch.distributed.checkpoint`` can flatten floats, but not tuples.
+    """
     for leaves in plan.alike:
         before = leaves[0].numbers.noise.before
         if before is not None:
@@ -107,14 +116,14 @@ def _write_down(rule: Rule, plan: Plan) -> None:
         elif leaves[0].numbers.route.is_noisy:
             for w in leaves:
                 if not has_drawn(w.state):
-                    _make_room(rule, w)
+                    _make_entries(rule, w)
 
 
 def _batches(rule: Rule, normals: Normals, leaves: list[Work], branch: int) -> list[Batch]:
-    """Put together small leaves with the same numbers, of one dtype and device.
+    """Group small leaves with the same numbers, dtype and device into batches.
 
-    Where draws are made again, or a denominator is needed, about ``BLOCK`` elements at a time, which bounds what a step needs
-    beside the state. Draws that are made again are also grouped by the key and the count that made them.
+    If last draws are made again, or a denominator is needed, a batch has about ``BLOCK`` elements, which bounds the scratch
+    memory of a step. Leaves whose last draws are made again are also grouped by the key and the count of these draws.
     """
     groups: dict[tuple[object, ...], list[Work]] = {}
     size = 0
@@ -127,6 +136,7 @@ def _batches(rule: Rule, normals: Normals, leaves: list[Work], branch: int) -> l
 
 
 def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch:
+    """Make a batch of small leaves, and the function that fills their draws."""
     velocity = work[0].numbers.linear.velocity
     velocities = [w.state[velocity] for w in work] if velocity is not None and branch == 0 else []
     draws = [draw_of(rule, w, branch) for w in work if not w.redraws]
@@ -170,7 +180,7 @@ def _add_blocks(rule: Rule, normals: Normals, w: Work, branch: int) -> None:
         if w.state.get(AGAIN[branch][1], -1) >= 0:
             fill_last = normals.of(w, branch, last=True)
     velocity = w.numbers.linear.velocity
-    # outside of a CPU's cache larger blocks, where only their number counts
+    # on a GPU blocks need not fit a cache, and larger ones mean fewer kernel launches
     size = BLOCK if w.param.device.type == "cpu" else 64 * BLOCK
     for block in blocks_of(w.param, w.state, normals.splits(w), size):
         theta = block(w.param)
@@ -199,11 +209,11 @@ def _add(
 
     Args:
         rule: the optimizer.
-        numbers: of the step.
-        branch: 0 for the noise of the velocity, 1 for that of the gradient's direct way, which goes past the velocity.
-        tensors: of the leaves, or of a block of one.
-        fill: overwrites the draws with those of this step.
-        fill_last: overwrites them with the last ones; ``None`` where these lie there.
+        numbers: the numbers of the step.
+        branch: 0 for the noise of the momentum branch, 1 for that of the direct branch, which is not added to the velocity.
+        tensors: the tensors of the leaves, or of a block of one leaf.
+        fill: ``fill()`` overwrites the draws with those of this step.
+        fill_last: ``fill_last()`` overwrites the draws with the last ones; ``None`` if the tensors hold these already.
     """
     params, velocities, roots, draws = tensors
     step_size, previous, current = numbers.branches[branch]
@@ -225,12 +235,12 @@ def _add(
 
 
 def _in_a_row(tensors: list[Tensor]) -> Tensor:
-    """All elements in one vector."""
+    """Concatenate the elements of all tensors to one vector."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def draw_of(rule: Rule, w: Work, branch: int) -> Tensor:
-    """The last draw of a leaf; zeros before the first."""
+    """Return the last draw of a leaf from its state; zeros, which are stored there, before the first draw."""
     name = _DRAW[branch]
     if name not in w.state:
         _warn_once(rule, w)
@@ -239,15 +249,15 @@ def draw_of(rule: Rule, w: Work, branch: int) -> Tensor:
 
 
 def _warn_once(rule: Rule, w: Work) -> None:
-    """Before a leaf's first draw, say where noise rounds away."""
+    """Before the first draw of a leaf in half precision, warn if its noise would be lost in rounding."""
     if w.param.dtype in (torch.bfloat16, torch.float16) and not has_drawn(w.state):
         warn_of_rounding(rule, w)
 
 
-def _make_room(rule: Rule, w: Work) -> None:
-    """Make the entries of a leaf that has drawn nothing yet, since lr is 0.
+def _make_entries(rule: Rule, w: Work) -> None:
+    """Make the state entries of a leaf that has drawn nothing yet, since lr is 0.
 
-    ``torch.distributed.checkpoint`` makes such a step to learn what a state holds, and loads no more than that.
+    ``torch.distributed.checkpoint`` makes a step at lr = 0 to find out which entries a state has, and loads only these.
     """
     w.state.update(UNKNOWN)
     has_direct = rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0

@@ -1,9 +1,8 @@
-"""The normals of :mod:`bayesopt_chain.optim`: a function of (key, leaf, count), whatever else the optimizer holds.
+"""The standard normal draws of :mod:`bayesopt_chain.optim`, as a function of (key, leaf number, count of steps).
 
-This is the one place where the room meets :mod:`bayesopt_chain.random`. A leaf is numbered by a hash of its parameter's
-name, or of its index where the optimizer was given bare tensors, so that freezing, regrouping or leaving out one
-parameter leaves the noise of the others alone. torch's generator is reseeded for each leaf with ``splitmix64`` of key,
-number and count; Philox takes the three as they are.
+A leaf's number is a hash of its parameter's name, or of its index if the optimizer was given tensors without names. With
+names, freezing, regrouping or leaving out one parameter does not change the draws of the others. torch's generator is
+reseeded for each leaf and step with ``splitmix64`` of key, number and count. Philox takes the three numbers as its arguments.
 """
 
 from __future__ import annotations
@@ -27,32 +26,38 @@ __all__ = ["STREAMS", "Normals", "Stream", "fresh_key", "leaf_numbers", "shared_
 
 
 def fresh_key(generator: torch.Generator | None = None) -> int:
-    """A random 63-bit key from ``generator`` or from torch's global generator."""
+    """Draw a random 63-bit key from ``generator``, or from torch's global generator if that is ``None``."""
     return int(new_key(generator, torch.device("cpu")))
 
 
 def shared_key(generator: torch.Generator | None, groups: list[dict[str, Any]]) -> int:
-    """A random key; of parameters that are DTensors the first rank's, on all ranks that hold parts of them."""
+    """Draw a random key. Ranks that hold parts of the same DTensors all get the key of the first of them."""
     params = [p for group in groups for p in group["params"]]
     device = next((p.device for p in params if is_dtensor(p)), torch.device("cpu"))
     return int(agreed_key(torch.tensor(fresh_key(generator), device=device), params))
 
 
 def step_seed(key: int, count: int) -> int:
-    """A seed that is a function of a key and a count."""
+    """Hash a key and a count to a seed."""
     return splitmix64(splitmix64(key) + count)
 
 
 def fill_by_generator(draws: list[Tensor], generator: torch.Generator, seeds: list[int], group: dict[str, Any]) -> None:
-    """Overwrite draws with those of this step of a group, each by a generator that is reseeded for it."""
+    """Overwrite the draws of a group's leaves with those of this step, by a generator that is reseeded for each leaf."""
     for draw, seed in zip(draws, seeds):
         generator.manual_seed(splitmix64(seed + group["noise_count"]))
         draw.normal_(generator=generator)
 
 
 def cut(runs: Runs) -> Generator[Runs, int, None]:
-    """Cut ranges of elements to pieces: sent a number of elements, it yields the ranges of that many next ones."""
-    at, done = 0, 0  # the range, and how many of its elements are gone
+    """Cut ranges of elements into pieces.
+
+    After the first ``next``, each ``send(n)`` yields the ranges of the next ``n`` elements.
+
+    Args:
+        runs: ranges as tuples (start, length).
+    """
+    at, done = 0, 0  # index of the current range, and the number of its elements that were yielded
     taken: list[tuple[int, int]] = []
     while True:
         wanted = yield tuple(taken)
@@ -67,10 +72,13 @@ def cut(runs: Runs) -> Generator[Runs, int, None]:
 
 
 class Normals:
-    """Fills tensors with the standard normals of (key, leaf, count). Keeps a generator and keys on devices, no state.
+    """Fills tensors with the standard normals of (key, leaf number, count).
+
+    It caches a generator and the keys on each device, and has no state that changes the draws.
 
     Attributes:
-        runs: by tensor, the elements of a parameter that this rank holds, as ranges; ``None`` where every tensor is whole.
+        runs: by tensor, the elements of the whole parameter that this rank holds, as ranges; ``None`` if every tensor is a
+            whole parameter.
     """
 
     def __init__(self) -> None:
@@ -79,20 +87,25 @@ class Normals:
         self._keys: dict[tuple[int, torch.device], Tensor] = {}
 
     def splits(self, w: Work) -> bool:
-        """Whether a leaf's draw may be made piece after piece: by elements, or by torch's generator on a CPU."""
+        """Whether a leaf's draw may be made piece by piece, one after the other, with the result of a draw of the whole leaf.
+
+        Philox by elements can do that, and torch's generator on a CPU.
+        """
         return self.runs is not None or w.redraws or self.by_generator(w)
 
     def of(self, w: Work, branch: int = 0, last: bool = False, in_pieces: bool = False) -> Callable[[Tensor], object]:
         """Make ``fill(out)`` for one leaf.
 
         Args:
-            w: the leaf; where it :meth:`splits`, ``fill`` may be called for one piece after the other, else for all of it.
-            branch: 0 for the noise of the velocity, 1 for that of the direct way.
+            w: the leaf. If it :meth:`splits`, ``fill`` may be called for one piece after the other, else for the whole leaf.
+            branch: 0 for the noise of the momentum branch, 1 for that of the direct branch.
             last: make the leaf's last draw again, instead of the one of this step.
-            in_pieces: ``fill`` has to take one piece after the other, whatever draws; on a CPU.
+            in_pieces: ``fill`` will be called piece by piece, also for a leaf that Philox draws as a whole otherwise. Only
+                on a CPU.
 
         Returns:
-            A function that is good until the next one is asked for, with Philox longer.
+            The function. With torch's generator it may be used only until this method is called again, since all functions
+            share one generator.
         """
         key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
         if last:
@@ -108,7 +121,13 @@ class Normals:
         return lambda out: self._philox([out], key, [leaf], count)
 
     def filler(self, draws: list[Tensor], leaves: list[Work], branch: int) -> Callable[[], None]:
-        """Make ``fill()``, which overwrites the draws of several leaves of one group, device and dtype by those of its step."""
+        """Make ``fill()``, which overwrites the draws of several leaves with those of the group's current step.
+
+        Args:
+            draws: the tensors to overwrite, one for each leaf.
+            leaves: leaves of one group, device and dtype.
+            branch: 0 for the noise of the momentum branch, 1 for that of the direct branch.
+        """
         group, numbers = leaves[0].group, [draw_number(w.number, branch) for w in leaves]
         key = group["noise_key"]
         if self.runs is None and self.by_generator(leaves[0]):
@@ -118,22 +137,23 @@ class Normals:
         return lambda: self._philox(draws, key, numbers, group["noise_count"], runs)
 
     def again(self, draws: list[Tensor], leaves: list[Work], branch: int, key: int, count: int) -> None:
-        """Overwrite draws of several leaves with those of a key and a count."""
+        """Overwrite the draws of several leaves with Philox's draws of a key and a count."""
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]
         self._philox(draws, key, [draw_number(w.number, branch) for w in leaves], count, runs)
 
     def row(self, out: Tensor, leaves: list[Work], branch: int, key: int, count: int) -> None:
-        """Overwrite a vector by Philox's draws of several leaves on one CPU, leaf behind leaf."""
+        """Overwrite a vector with Philox's draws of several leaves, one after the other. Only on a CPU."""
         elements = whole_leaves([w.param.numel() for w in leaves], [draw_number(w.number, branch) for w in leaves])
         torch.cat(draw_elements(self._key(key, out.device), torch.tensor(count), elements, out.dtype), out=out)
 
     def by_generator(self, w: Work) -> bool:
-        """Whether torch's generator draws for a whole leaf: on a CPU, unless Philox is asked for."""
+        """Whether torch's generator draws a whole leaf: it does on a CPU, unless the group asks for Philox."""
         return w.param.device.type == "cpu" and w.group["noise_stream"] != "philox"
 
     def _philox(
         self, draws: list[Tensor], key: int, leaves: list[int], count: int, runs: list[Runs] | None = None
     ) -> None:
+        """Overwrite draws with those of Philox; ``runs`` are the elements of each leaf, ``None`` for whole leaves."""
         device = draws[0].device
         step = torch.full((), count, dtype=torch.int64, device=device)
         if runs is None:
@@ -145,6 +165,7 @@ class Normals:
             draw.copy_(piece.view(draw.shape))
 
     def _key(self, key: int, device: torch.device) -> Tensor:
+        """Return a key as a 0-d tensor on a device; it is cached, which saves a copy to the device at each step."""
         if (key, device) not in self._keys:
             self._keys[key, device] = torch.tensor(key, device=device)
         return self._keys[key, device]

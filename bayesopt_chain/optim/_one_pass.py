@@ -1,8 +1,9 @@
-"""torch's adaptive step and the noise behind it in one pass over memory, by :mod:`bayesopt_chain.fused.adaptive_cpu`.
+"""Make torch's adaptive step and add its noise in one pass over memory, by :mod:`bayesopt_chain.fused.adaptive_cpu`.
 
-torch's step is a pass of its own, and the noise behind it another two or three: ``D`` is made again, the last draw is added,
-then the new one. With the draws at hand one pass does all of it. A frozen ``D`` is the same pass, which leaves the averaged
-square as it is. The draws are those of :mod:`bayesopt_chain.optim._injection`, made a piece at a time into scratch memory.
+Otherwise torch's step is one pass over memory, and the noise two or three more: ``D`` is computed again, the last draw is
+added, and then the new draw. The kernel does all of this in one pass, given the draws. If ``D`` is frozen, the same pass leaves
+the averaged squared gradient unchanged. The draws are those of :mod:`bayesopt_chain.optim._injection`, made piece by piece in
+scratch memory.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _LAYOUT = attrgetter("dtype", "is_cpu", "layout")
 
 
 def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
-    """Make the whole step.
+    """Make the whole step, if the kernel can.
 
     Returns:
-        Whether it was made; where it was not, nothing has moved.
+        Whether the step was made. If not, nothing has moved.
     """
     plan.one_pass = False
     if plan.pieces is None:
@@ -58,7 +59,7 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
 
 
 def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients) -> None:
-    """Move one large leaf, each block while its draws are in cache."""
+    """Move one large leaf block by block, so that the draws of a block are still in cache when they are used."""
     (w,) = piece.work
     assert piece.known is not None and w.param.grad is not None
     fill, fill_last = normals.of(w, in_pieces=True), None
@@ -77,7 +78,7 @@ def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients
 
 
 def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
-    """The numbers of a step, of which those of the noise are its rule's."""
+    """Return the kernel's coefficients of a step."""
     group, linear, noise = numbers.group, numbers.linear, numbers.noise
     learns = not numbers.route.is_frozen
     return Coefficients(
@@ -97,7 +98,11 @@ def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
 
 
 def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
-    """Sort the leaves into pieces; none where a group asks for another implementation, or a leaf takes another way."""
+    """Group the leaves into pieces for the kernel.
+
+    The list is empty if the kernel cannot make the step: a group asks for another implementation, a leaf gets no noise or gets
+    it elsewhere than after the step, or the leaves are not on a CPU or not all float32 or all float64.
+    """
     mine = {id(w.param) for w in plan.noisy}
     present = [p for group in rule.param_groups for p in group["params"] if p.grad is not None]
     if not has_kernel() or normals.runs is not None or not all([id(p) in mine for p in present]):
@@ -110,7 +115,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
     dtypes = {w.param.dtype for w in plan.noisy}
     if len(dtypes) != 1 or not dtypes.issubset(_DTYPES) or not all([w.param.is_cpu for w in plan.noisy]):
         return []
-    # the scratch memory of all pieces is one; a last block may be longer by less than 16 elements
+    # all pieces share one scratch memory; edges_of makes a last block longer than BLOCK by up to 15 elements
     size = min(BLOCK + 16, sum([w.param.numel() for w in plan.noisy]))
     fresh = torch.empty(size, dtype=dtypes.pop())
     last = torch.zeros_like(fresh) if plan.redrawn else None
@@ -130,13 +135,13 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
 
 
 def _last_of(w: Work) -> tuple[int, int]:
-    """The key and the count of a last draw that is made again; -1 where there is none, or where it is kept."""
+    """Return the key and the count of a last draw that is made again; (-1, -1) if there is none, or if it is kept."""
     of, at = AGAIN[0]
     return (w.state.get(of, -1), w.state.get(at, -1)) if w.redraws else (-1, -1)
 
 
 def _together(normals: Normals, work: list[Work], fresh: Tensor, last: Tensor | None) -> Piece:
-    """Small leaves, whose draws lie one behind the other in scratch memory."""
+    """Make a piece of small leaves, whose draws lie one after the other in scratch memory."""
     sizes, redraws = tuple([w.param.numel() for w in work]), work[0].redraws
     fresh, last = fresh[: sum(sizes)], last[: sum(sizes)] if last is not None and redraws else None
     if normals.by_generator(work[0]):
@@ -148,13 +153,13 @@ def _together(normals: Normals, work: list[Work], fresh: Tensor, last: Tensor | 
 
 
 def _draw(normals: Normals, work: list[Work], fresh: Tensor) -> None:
-    """Make this step's draws of small leaves with Philox."""
+    """Overwrite ``fresh`` with this step's draws of small leaves, by Philox."""
     group = work[0].group
     normals.row(fresh, work, 0, group["noise_key"], group["noise_count"])
 
 
 def _redraw(normals: Normals, work: list[Work], last: Tensor) -> None:
-    """Make the last draws of small leaves again."""
+    """Overwrite ``last`` with the last draws of small leaves; with zeros if there are none yet."""
     key, count = _last_of(work[0])
     if count >= 0:
         normals.row(last, work, 0, key, count)
@@ -163,11 +168,11 @@ def _redraw(normals: Normals, work: list[Work], last: Tensor) -> None:
 
 
 def _nothing() -> None:
-    pass
+    """Do nothing, in place of a function that fills draws."""
 
 
 def _fits(rule: Rule, piece: Piece) -> bool:
-    """Whether the kernel can take these leaves, of which it knows then where all but the gradients lie."""
+    """Return whether the kernel can take the tensors of a piece, and store their addresses in ``piece.known`` if it can."""
     grads: list[Any] = [w.param.grad for w in piece.work]
     if not _are_plain(piece, grads):
         return False
@@ -194,10 +199,11 @@ def _fits(rule: Rule, piece: Piece) -> bool:
 
 
 def _are_plain(piece: Piece, xs: list[Tensor]) -> bool:
-    """Whether tensors are dense ones on a CPU, one for each leaf of a piece, of its dtype and sizes."""
+    """Whether tensors are dense and contiguous, on a CPU, and have the dtype and the sizes of the leaves of a piece."""
     layout = (piece.fresh.dtype, True, torch.strided)
     return {*map(_LAYOUT, xs)} == {layout} and all(map(Tensor.is_contiguous, xs)) and _sizes(xs) == piece.sizes
 
 
 def _sizes(xs: list[Tensor]) -> tuple[int, ...]:
+    """Return the number of elements of each tensor."""
     return tuple(map(Tensor.numel, xs))

@@ -1,11 +1,11 @@
-"""What a step at temperature > 0 does to each leaf: leaves are sorted once, their numbers worked out as often as needed.
+"""The plan of a step at temperature > 0: which leaves get noise, at which place in the step, and with which coefficients.
 
-Which leaves there are, which of them share their numbers and which way their noise takes depends on the switches in the
-parameter groups, on which parameters have a gradient and on the tensors of the state. A :class:`Plan` is kept while none of
-these change, which :meth:`Plan.holds` looks at in front of every step, by identity: whoever replaces a tensor of the state,
-removes a gradient or sets a switch gets a new plan. The numbers (learning rate, momentum, temperature, what the last step
-was) are in :class:`Numbers`, once for all leaves that share them, and :meth:`Plan.renew` works them out anew where they may
-have changed.
+A leaf is one parameter. The switches in the parameter groups, the presence of gradients and the tensors of the state decide
+which leaves there are, which of them share their numbers, and where their noise is added. A :class:`Plan` is kept while none
+of these change. :meth:`Plan.holds` compares them by identity before every step, so that a replaced tensor of the state, a
+missing gradient or a changed switch leads to a new plan. The numbers (learning rate, momentum, temperature, numbers of the
+last step) are in :class:`Numbers`, one object for all leaves that share them. :meth:`Plan.renew` computes them again if they
+may have changed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from torch import Tensor
 from bayesopt_chain.links.room import Room
 from bayesopt_chain.optim._rule import Before, Linear, Noise
 
-BLOCK = 2**18  # elements of a large leaf that are treated together, while they are in cache
-# what the last step was, by names in ``optimizer.state[p]``
+BLOCK = 2**18  # elements of a block of a large leaf, few enough for a block and its draws to stay in a CPU's cache
+# names in ``optimizer.state[p]`` under which the numbers of the last step are kept
 BEFORE = tuple([f"noise_{name}" for name in Before._fields])
-_AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # which draws to make again
+_AGAIN = ("noise_at", "noise_of", "noise_direct_at", "noise_direct_of")  # count and key from which a draw is made again
 REMEMBERED = ("noise", "noise_direct", *_AGAIN, *BEFORE)
-_NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group that say nothing about the step
-_SWITCHES = ("noise_key", "dampening")  # numbers, but draws are made from one, and torch's fused kernel knows no other
+_NOT_SETTINGS = ("params", "param_names", "noise_count")  # entries of a group on which no plan depends
+# numbers whose change needs a new plan: fillers of draws hold the key, and torch's fused kernel needs a dampening of 0
+_SWITCHES = ("noise_key", "dampening")
 _SWITCH_TYPES = (bool, str, type(None))
-LEAST_MOMENTUM = 1 / 16  # below it noise is not sent through the velocity, which would divide by the momentum
+LEAST_MOMENTUM = 1 / 16  # below it noise is not added before torch's step, where it is divided by the momentum
 
 
 class Clock(NamedTuple):
-    """The number of an update, the first one 1, and NAdam's product of the momenta before it."""
+    """The number of an update, counted from 1, and the product of NAdam's momenta of all earlier updates."""
 
     updates: int
     mu_product: float = 1.0
 
 
 class Rule(Protocol):
-    """What a class of :mod:`bayesopt_chain.optim` says of torch's step, from which its noise follows.
+    """An optimizer of :mod:`bayesopt_chain.optim`: its groups and state, and the numbers of torch's step that fix the noise.
 
     Attributes:
-        adaptive: whether the step divides by a denominator ``D`` that it makes of the gradients.
+        adaptive: whether the step divides by a denominator ``D`` that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
-        timeless: whether the numbers of a step are those of its group, whatever the count of steps.
-        room: what is left to the noise of the batches; ``None`` where none is.
-        param_groups, state: torch's.
+        timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
+        room: the part of the noise that is left to the minibatches; ``None`` if no part is.
+        param_groups, state: as in ``torch.optim.Optimizer``.
     """
 
     room: Room | None
@@ -61,47 +62,59 @@ class Rule(Protocol):
 
     @property
     def _name(self) -> str:
-        """The optimizer in messages."""
+        """The name of the optimizer in messages."""
         ...
 
     def _clock(self, state: dict[str, Any]) -> Clock:
-        """What the numbers of a leaf's next step depend on besides its group."""
+        """Return the clock of a leaf's next step, from the leaf's entry of the optimizer's state."""
         ...
 
     def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
-        """The linear part of torch's step in a group at that update."""
+        """Return the numbers of torch's step for the leaves of a group at an update."""
         ...
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
-        """The noise that goes with it; refuses numbers that no noise is matched to."""
+        """Return the coefficients of the noise that matches a step; raise ValueError if there are none."""
         ...
 
     def _temperature(self, group: dict[str, Any]) -> float:
-        """The temperature of a group, whose options are refused where it is above 0 and no noise is matched to them."""
+        """Return the temperature of a group; raise ValueError if it is above 0 and no noise matches the group's options."""
         ...
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
-        """``D`` behind torch's step, newly made; ``get(name)`` gives a tensor of the leaf's state."""
+        """Return ``D`` as torch's step left it, in a new tensor.
+
+        Args:
+            group: the leaf's parameter group.
+            updates: the number of the last update in which ``D`` learned, counted from 1.
+            get: ``get(name)`` returns a tensor of the leaf's state.
+        """
         ...
 
     def _form(self, group: dict[str, Any], updates: int) -> Form | None:
-        """The step as the kernel of adaptive rules takes it, ``D`` being that of ``updates``; ``None`` where it knows none."""
+        """Return the step in the form that the kernel of adaptive rules takes; ``None`` if the kernel cannot make it.
+
+        Args:
+            group: the leaf's parameter group.
+            updates: the number of the last update in which ``D`` learned, counted from 1.
+        """
         ...
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Count an update of a leaf that torch's step did not make."""
+        """Advance a leaf's own count of updates, after an update that torch's step did not make."""
         ...
 
 
 class Route(NamedTuple):
-    """Which way the noise of a leaf takes. Leaves of a kept plan stay on theirs.
+    """Where in a step the noise of a leaf is added. A plan is kept only while the routes of its leaves stay the same.
 
     Attributes:
-        is_noisy: whether there is any.
-        is_early: whether it goes through the velocity, in front of torch's step.
-        is_late: whether it goes to parameter and velocity behind torch's step; neither where nothing is added, at lr = 0.
-        velocity: the name of the velocity in the leaf's state.
-        has_direct: whether the gradient's direct way has a noise of its own.
+        is_noisy: whether the temperature is above 0.
+        is_early: whether the noise is added to the velocity before torch's step.
+        is_late: whether the noise is added to the parameter and the velocity after torch's step. Both ``is_early`` and
+            ``is_late`` are false if all coefficients are 0, as they may be at lr = 0.
+        velocity: the name of the velocity in the leaf's state; ``None`` without a velocity.
+        has_direct: whether the step has a direct branch (``h_1 > 0``), which has a noise of its own.
         is_frozen: whether the denominator no longer learns.
     """
 
@@ -114,19 +127,19 @@ class Route(NamedTuple):
 
 
 class Numbers:
-    """What leaves of one group that are alike have in common, at one step.
+    """The numbers of one step for leaves of one group whose numbers are equal.
 
     Attributes:
-        group: their parameter group.
-        clock: their count of updates.
-        has_velocity: whether they had a momentum buffer in front of the step.
-        before: what they remember of the last step that drew; ``None`` where there was none.
-        linear: what torch's step does to them.
-        noise: what follows; all 0 at temperature 0.
-        branches: for the noise of the velocity, and for that of the direct way, the step size and how much is added of the last
-            draw and of this one.
-        held: the update whose denominator counts, the last one before freezing; the current one where nothing is frozen.
-        route: the way of the noise.
+        group: the parameter group of the leaves.
+        clock: the number of their update.
+        has_velocity: whether they had a momentum buffer before the step.
+        before: the numbers of the last step that drew noise; ``None`` before the first draw.
+        linear: the numbers of torch's step.
+        noise: the coefficients of the noise; all 0 at temperature 0.
+        branches: for the momentum branch and for the direct branch, the tuple ``(step size, coefficient of the last draw,
+            coefficient of this draw)``.
+        held: the number of the last update in which the denominator learned; the current one if it is not frozen.
+        route: where the noise is added.
     """
 
     __slots__ = ("before", "branches", "clock", "group", "has_velocity", "held", "linear", "noise", "route")
@@ -135,7 +148,11 @@ class Numbers:
         self.group, self.clock, self.before, self.has_velocity = group, clock, before, has_velocity
 
     def work_out(self, rule: Rule, temperature: float) -> Route:
-        """Work out what depends on the numbers of the group, and return the way that the noise takes now."""
+        """Compute ``linear``, ``noise``, ``branches``, ``held`` and ``route`` from the numbers of the group.
+
+        Returns:
+            The route.
+        """
         group, updates = self.group, self.clock.updates
         self.linear = linear = rule._linear(group, self.clock)
         self.noise = rule._noise(linear, temperature, self.before) if temperature > 0.0 else Noise()
@@ -159,19 +176,19 @@ class Numbers:
         return self.route
 
     def stepped(self, state: dict[str, Any]) -> None:
-        """Go on behind the step; ``state`` is the entry of one of the leaves."""
+        """Make the numbers of this step those of the last one; ``state`` is the state entry of any of the leaves."""
         self.before = self.noise.before
         self.has_velocity = "momentum_buffer" in state
 
 
 class Work(NamedTuple):
-    """One leaf.
+    """One leaf of a step.
 
     Attributes:
-        numbers: of its step, shared with leaves that are alike.
-        param: the leaf.
+        numbers: the numbers of its step, shared with the leaves for which they are equal.
+        param: the parameter.
         state: its entry of ``optimizer.state``.
-        number: by which its draws are told from those of other leaves.
+        number: the leaf's number in the random stream, which makes its draws independent of those of other leaves.
     """
 
     numbers: Numbers
@@ -186,22 +203,22 @@ class Work(NamedTuple):
 
     @property
     def redraws(self) -> bool:
-        """Whether the last draw is made again from its key and count, and not kept."""
+        """Whether the last draw is made again from its key and count instead of being kept in the state."""
         return not self.numbers.group.get("noise_kept", True)
 
     def denominator(self, rule: Rule, block: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-        """``D`` of the leaf, or of a block of it."""
+        """Return ``D`` of the leaf, or of the block of it that ``block`` selects from a tensor."""
         return rule._denominator(self.group, self.numbers.held, lambda name: block(self.state[name]))
 
 
 class Tensors(NamedTuple):
-    """What noise is added to, and what it is made of, for some leaves or for a block of one.
+    """The tensors that noise is added to and computed from, for several leaves or for a block of one leaf.
 
     Attributes:
-        params: parameters.
-        velocities: those that the noise goes to; none where it goes to parameters only.
-        roots: square roots of denominators; none where there are no denominators.
-        draws: where the last draws lie, if they are kept, and where new ones are made; like parameters.
+        params: the parameters.
+        velocities: their velocities; empty if noise is added to the parameters only.
+        roots: the square roots ``D^(1/2)`` of their denominators; empty for rules without a denominator.
+        draws: tensors of the parameters' shapes. They hold the last draws, if these are kept, and are overwritten by new ones.
     """
 
     params: list[Tensor]
@@ -211,13 +228,14 @@ class Tensors(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Small leaves with the same numbers.
+    """Small leaves with the same numbers, whose noise is added in one call.
 
     Attributes:
         work: the leaves.
-        numbers: of their step.
-        branch: 0 for the noise of the velocity, 1 for that of the gradient's direct way.
-        tensors: theirs; no draws where draws are made again, and no denominators, which are made at every step.
+        numbers: the numbers of their step.
+        branch: 0 for the noise of the momentum branch, 1 for that of the direct branch.
+        tensors: the tensors of the leaves. ``roots`` is empty, since denominators are computed at every step, and ``draws`` is
+            empty if the last draws are not kept.
         fill: ``fill()`` overwrites the draws with those of this step.
     """
 
@@ -229,16 +247,16 @@ class Batch(NamedTuple):
 
 
 class Place:
-    """The noise that is added at one place in a step: in front of torch's step, or behind it.
+    """The leaves that get noise at one place in a step: before torch's step, or after it.
 
     Attributes:
-        large: the large leaves, each with the branch of its noise.
-        small: by branch, the small leaves.
-        batches: these in batches, made when a step first comes to them.
+        large: the large leaves, as tuples of the branch (0 momentum, 1 direct) and the leaf.
+        small: tuples of a branch and the list of its small leaves.
+        batches: the small leaves in batches; ``None`` until the first step makes them.
 
     Args:
-        branches: by branch, the leaves.
-        most: elements of the largest small leaf.
+        branches: for each branch, the leaves that get its noise here.
+        most: the largest number of elements of a small leaf.
     """
 
     def __init__(self, *branches: list[Work], most: float) -> None:
@@ -250,14 +268,17 @@ class Place:
 
 
 class FusedMove(NamedTuple):
-    """A group's part of torch's fused SGD kernel, which checks nothing."""
+    """The tensors of one group for torch's fused SGD kernel, which checks none of its arguments."""
 
     group: dict[str, Any]
     params: list[Tensor]
     velocities: list[Tensor]
 
     def gradients(self) -> list[Any] | None:
-        """The gradients; ``None`` unless all tensors are dense and contiguous, on a CPU and of one dtype."""
+        """Return the gradients, or ``None`` if the kernel cannot take them.
+
+        It needs dense, contiguous tensors on a CPU, all of them float32 or all float64.
+        """
         dtype, grads = self.params[0].dtype, list(map(_gradient, self.params))
         fit = [
             x is not None and x.layout is torch.strided and x.dtype is dtype and x.is_cpu and x.is_contiguous()
@@ -267,13 +288,13 @@ class FusedMove(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What an adaptive rule says of its step for :mod:`bayesopt_chain.fused.adaptive_cpu`.
+    """The step of an adaptive rule in the form that :mod:`bayesopt_chain.fused.adaptive_cpu` takes.
 
     Attributes:
-        kind: the way to move, by the kernel's number.
-        square: the name of the averaged square in the leaf's state.
-        square_decay: by which it decays.
-        correction: of its root, for the first updates.
+        kind: the kernel's number for the kind of step.
+        square: the name of the averaged squared gradient in the leaf's state.
+        square_decay: the decay of that average.
+        correction: the factor of the root of the average that corrects its bias in the first updates.
     """
 
     kind: int
@@ -284,18 +305,18 @@ class Form(NamedTuple):
 
 @dataclass(eq=False)
 class Piece:
-    """Small leaves that are moved in one call, or one large leaf, which is moved block by block.
+    """Small leaves that the kernel moves in one call, or one large leaf that it moves block by block.
 
     Attributes:
         work: the leaves.
-        sizes: their elements.
-        is_large: whether it is one large leaf.
-        fresh: scratch memory for their draws, of a large leaf for those of a block.
-        last: scratch memory for the last draws where these are made again; ``None`` where they are kept.
-        fill: overwrites ``fresh`` with the draws of small leaves.
-        fill_last: overwrites ``last`` with theirs.
-        known: what the kernel was found to take in the last step, gradients left out: lists of tensors of which
-            :meth:`Plan.holds` has seen that they are the same, and where they lie in memory.
+        sizes: the number of elements of each leaf.
+        is_large: whether this is one large leaf.
+        fresh: scratch memory for the draws of this step: of all small leaves, or of one block of the large leaf.
+        last: scratch memory for the last draws, if these are made again; ``None`` if they are kept in the state.
+        fill: ``fill()`` overwrites ``fresh`` with the draws of small leaves.
+        fill_last: ``fill_last()`` overwrites ``last`` with the last draws of small leaves.
+        known: the tensors, except gradients, that were checked for the kernel in the last step: lists of tensors, their ctypes
+            arrays of pointers, and their addresses. :meth:`Plan.holds` has made sure that the tensors are the same objects.
     """
 
     work: list[Work]
@@ -309,12 +330,12 @@ class Piece:
 
 
 class Settings:
-    """The entries of a parameter group: switches, of which a plan is made, and numbers, which are read at every step.
+    """The entries of a parameter group: switches, whose change needs a new plan, and numbers, which are read at every step.
 
     Attributes:
         group: the group.
         is_noisy: whether its temperature is above 0.
-        are_stale: whether a number may be another one than the plan was made with; :meth:`are_of` finds out.
+        are_stale: whether a number may have changed since the plan computed its coefficients; set by :meth:`are_of`.
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
@@ -329,11 +350,14 @@ class Settings:
         self.are_stale = False
 
     def _take(self, numbers: tuple[Any, ...]) -> None:
-        """Remember other numbers. One in a tensor may change without being replaced."""
+        """Store the numbers, and whether all of them are immutable; a tensor may change without being replaced."""
         self._numbers, self._are_fixed, self.are_stale = numbers, all(map(_is_fixed, numbers)), True
 
     def are_of(self, group: dict[str, Any]) -> bool:
-        """Whether these are the group's parameters and switches. Its numbers may be others, of which note is taken."""
+        """Return whether the group's parameters and switches are the ones stored here.
+
+        Changed numbers do not matter for the result. They are stored, and ``are_stale`` is set.
+        """
         if group is not self.group:
             return False
         numbers = self._number(group)
@@ -357,11 +381,24 @@ def _entries(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 
 
 class Plan:
-    """The leaves of a step, sorted by the way that their noise takes.
+    """The leaves of a step, sorted by where in the step their noise is added.
 
     Args:
         work: the leaves.
-        together: whether the draws of all of them are made together, however large they are.
+        together: whether all draws are made together, so that no leaf counts as large. Default: False.
+
+    Attributes:
+        work: the leaves.
+        alike: lists of leaves that share one :class:`Numbers`.
+        noisy, frozen, redrawn: the leaves that get noise, whose denominator no longer learns, whose last draw is made again.
+        groups: the parameter groups of the noisy leaves.
+        in_front, behind: the leaves that get noise before torch's step, and after it.
+        moves: the calls of torch's fused SGD kernel; ``None`` until a step makes them.
+        pieces: the calls of the kernel for adaptive rules; ``None`` until a step makes them.
+        one_pass: whether that kernel made the last step.
+        settled: whether, at equal numbers in the groups, the next step has the coefficients of the last one.
+        repeats: whether this step has the coefficients of the last one.
+        rescaled, coasting: lists of leaves whose velocities are multiplied before torch's step, or moved along after it.
     """
 
     def __init__(self, work: list[Work], together: bool = False) -> None:
@@ -383,12 +420,12 @@ class Plan:
             most=most,
         )
         self.moves: list[FusedMove] | None = None
-        self.pieces: list[Piece] | None = None  # of a step in one pass over memory
-        self.one_pass = False  # whether the last step was made like that
+        self.pieces: list[Piece] | None = None
+        self.one_pass = False
         self.kept = self.settled = self.repeats = False
 
     def keep(self, rule: Rule) -> None:
-        """Take note of what the plan was made of, after a step by it."""
+        """Store, after a step, the tensors and settings that :meth:`holds` compares before the next step."""
         alike = [leaves[0] for leaves in self.alike]
         self.settled = rule.timeless and all([w.numbers.before == w.numbers.noise.before for w in alike])
         for w in alike:
@@ -412,9 +449,13 @@ class Plan:
         self.absent = [p for g in rule.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
 
     def holds(self, rule: Rule) -> bool:
-        """Whether the next step has the same leaves, tensors and switches, and every leaf remembers this plan's last step."""
+        """Return whether the plan is right for the next step.
+
+        It is right if the leaves, tensors and switches are the same objects, and if the state of every leaf still holds the
+        numbers of the last step that this plan wrote there.
+        """
         groups, state, entries = rule.param_groups, rule.state, self.entries
-        # of the whole state at once, since looking up a parameter hashes it
+        # the whole state is compared at once, since looking up each parameter would hash it, which is slower
         if state is not self.state or not (_same(state, entries) and _same(state.values(), entries.values())):
             return False
         if len(groups) != len(self.settings) or not all(map(Settings.are_of, self.settings, groups)):
@@ -425,21 +466,24 @@ class Plan:
                     return False
                 if numbers.before is not None and _read_numbers(state) != numbers.before:
                     return False
-        except KeyError:  # somebody removed a number
+        except KeyError:  # a number was removed from the state
             return False
         return not (self.absent and any(p.grad is not None for p in self.absent))
 
     def renew(self, rule: Rule) -> bool:
-        """Work out the numbers of the next step; false if its noise takes another way, so that it needs a plan of its own.
+        """Compute the numbers of the next step, unless they are those of the last one.
+
+        Returns:
+            Whether the plan can be used; false if noise is added at another place now, so that a new plan is needed.
 
         Raises:
-            ValueError: numbers that no noise is matched to.
+            ValueError: no noise matches the numbers.
         """
         self.repeats = self.settled and not any(map(_are_stale, self.settings))
         return self.repeats or self._work_out(rule)
 
     def _work_out(self, rule: Rule) -> bool:
-        """Work out all numbers anew; false if the noise takes another way."""
+        """Compute all numbers; return false if the noise of a leaf is added at another place now."""
         temperatures: dict[int, float] = {}
         for settings in self.settings:
             settings.are_stale = False
@@ -459,28 +503,28 @@ class Plan:
         return True
 
     def _sort(self) -> None:
-        """Find the leaves whose velocities are more than torch's step makes of them."""
+        """Find the leaves whose velocities need more than torch's step does to them."""
         self.rescaled = [leaves for leaves in self.alike if leaves[0].numbers.noise.velocity_scale != 1.0]
         self.coasting = [leaves for leaves in self.alike if leaves[0].numbers.noise.coasts]
 
 
 def has_drawn(state: dict[str, Any]) -> bool:
-    """Whether a leaf's entry knows of a draw: the draw itself, or the count that makes it again."""
+    """Whether a leaf's state entry holds its last draw, or the count from which the draw is made again."""
     return "noise" in state or "noise_at" in state
 
 
 def last_step(name: str, state: dict[str, Any]) -> Before | None:
-    """Read what a leaf's entry remembers of the last step that drew; ``None`` where there was none.
+    """Read the numbers of the last step that drew noise from a leaf's state entry.
 
     Args:
-        name: of the optimizer, for messages.
+        name: the name of the optimizer in messages.
         state: the leaf's entry of the optimizer's state.
 
     Returns:
-        Its numbers.
+        The numbers; ``None`` if nothing was drawn yet.
 
     Raises:
-        ValueError: the entry is of a version that remembered less.
+        ValueError: the entry was saved by a version that kept fewer numbers.
     """
     if not has_drawn(state):
         return None
@@ -495,20 +539,21 @@ def last_step(name: str, state: dict[str, Any]) -> Before | None:
 
 
 _read_numbers: Callable[[dict[str, Any]], tuple[float, ...]] = itemgetter(*BEFORE)
-UNKNOWN = dict.fromkeys(BEFORE, math.nan)  # of a leaf that has drawn nothing yet, by the names of one that has
+UNKNOWN = dict.fromkeys(BEFORE, math.nan)  # the numbers in the state entry of a leaf that has drawn nothing yet
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a number cannot change while it is the same object."""
+    """Whether a value is immutable: a Python number, or a tuple of these."""
     if isinstance(value, tuple):
         return all(map(_is_fixed, value))
     return isinstance(value, (float, int))
 
 
 def edges_of(n: int, size: int = BLOCK) -> list[int]:
-    """Where blocks of about ``size`` elements begin, and ``n``, where the last one ends.
+    """Return the indices at which blocks of about ``size`` elements begin, followed by ``n``, the end of the last block.
 
-    torch draws fewer than 16 elements by another method, so that a short rest joins the block before it.
+    A rest of fewer than 16 elements joins the block before it, since torch's generator draws so few elements by another
+    method, and a draw in blocks has to be equal to a draw of the whole leaf.
     """
     starts = range(0, n - n % size if n % size >= 16 else n - size - n % size + 1, size)
     return [*starts, *([n - n % size] if n % size >= 16 else []), n]
@@ -517,13 +562,17 @@ def edges_of(n: int, size: int = BLOCK) -> list[int]:
 def blocks_of(
     param: Tensor, state: dict[str, Any], splits: bool, size: int = BLOCK
 ) -> Iterable[Callable[[Tensor], Tensor]]:
-    """Functions that give a block of a leaf, and of what lies like it; one, the identity, where it is small or not contiguous.
+    """Return one function for each block of a leaf, which selects the block from a tensor of the leaf's shape.
 
     Args:
         param: the leaf.
         state: its entry of the optimizer's state.
         splits: whether its draw may be made block by block.
-        size: elements of a block.
+        size: the number of elements of a block.
+
+    Returns:
+        The functions. The identity alone, if the leaf is small, if its draw may not be split, if gradients are recorded, or if
+        the leaf or its state is not contiguous.
     """
     n = param.numel()
     if not splits or n <= size or torch.is_grad_enabled():

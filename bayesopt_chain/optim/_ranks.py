@@ -1,9 +1,11 @@
-"""What the optimizers of this package do where several ranks run: they are compared, and join with uneven batches.
+"""What the optimizers of this package do on several ranks: they compare their noise, and support ``Join``.
 
-Each rank's claims go to :mod:`bayesopt_chain.distributed.witness`. Within ``torch.distributed.algorithms.join.Join``
-DistributedDataParallel sends the parameters of the rank that ended last to all others, and leaves their optimizers with the
-velocities and the count of draws at which each of them ended; from then on replicas would draw other noise. The hook here sends
-the optimizer's state of that rank along.
+Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get which noise on which rank.
+
+Uneven batches: within ``torch.distributed.algorithms.join.Join``, DistributedDataParallel sends the parameters of the rank
+that ended last to all other ranks. It does not send the state of the optimizer, so that the velocities and the counts of draws
+would differ between ranks, and replicas would draw different noise from then on. The hook in this module sends the state of
+the optimizer as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from bayesopt_chain.distributed.witness import Witness
 
 
 class OnRanks:
-    """In front of a ``torch.optim.Optimizer``, for several ranks."""
+    """A mixin for a ``torch.optim.Optimizer`` that compares ranks and supports torch's ``Join``."""
 
     param_groups: list[dict[str, Any]]
     _join_config: Any  # set by torch's Join
@@ -32,18 +34,18 @@ class OnRanks:
     def watch(self, every: int | None = None, *, first: bool = True) -> None:
         """Choose the steps at which parameters, gradients and keys are compared between ranks.
 
-        Without a call of this, ranks compare hashes at the first two steps that draw noise, at steps 4, 16, 64 and so on, and
-        likewise after :meth:`fork` and :meth:`load_state_dict`. Where parts of a model would draw the same noise, or replicas
-        have drifted apart, every rank raises at its next step. Nobody waits for anybody, and no collective is made.
+        By default ranks compare hashes of these at the first two steps that draw noise and at steps 4, 16, 64 and so on. The
+        count begins again after :meth:`fork` and :meth:`load_state_dict`. If parts of a model would draw the same noise, or if
+        replicas differ, every rank raises at its next step. No rank waits for another, and no collective is called.
 
         Args:
-            every: compare at every so many steps as well. Reading all parameters and gradients once costs about as much as
-                the optimizer's own step. ``None`` (default): not.
-            first: ``False`` leaves out the steps named above, for ranks that share their noise on purpose.
+            every: compare at every ``every``-th step too. Reading all parameters and gradients once costs about as much as
+                the optimizer's own step. Default ``None``: only at the steps named above.
+            first: ``False`` leaves out the steps named above, for ranks that share their noise on purpose. Default ``True``.
 
         Raises:
-            TypeError: ``every`` is no whole number, or ``first`` neither True nor False.
-            ValueError: ``every`` below 1.
+            TypeError: ``every`` is no whole number, or ``first`` is no bool.
+            ValueError: ``every`` is below 1.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -61,41 +63,51 @@ class OnRanks:
         return self.__dict__["_compared"]
 
     def _compare_anew(self) -> None:
-        """Key, state or parameters are others now."""
+        """Begin the comparison of ranks again, since key, state or parameters were replaced."""
         if "_compared" in self.__dict__:
             self._witness.restart()
 
-    # what torch.distributed.algorithms.join.Join asks of those whom it is given
+    # the protocol of torch.distributed.algorithms.join.Joinable
 
     @property
     def join_device(self) -> torch.device:
-        """Where messages are sent from: the device of the first parameter."""
+        """The device of the tensors that are sent to other ranks: that of the first parameter."""
         return self.param_groups[0]["params"][0].device
 
     @property
     def join_process_group(self) -> Any:
-        """All ranks, as of a DistributedDataParallel without a group of its own."""
+        """The default process group, which holds all ranks, as in DistributedDataParallel without ``process_group=``."""
         return dist.distributed_c10d._get_default_group()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """What torch calls on every rank once all of them have come to their end; all take the state of one that ended last."""
+        """Return the hook that torch calls on every rank after all of them ran out of batches.
+
+        Args:
+            kwargs: the keywords of ``Join``, which the hook does not need.
+
+        Returns:
+            A hook that gives all ranks the optimizer's state of a rank that ended last.
+        """
         return _Hook(self)
 
 
 class _Hook:
+    """The ``JoinHook`` of an optimizer."""
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Called while other ranks still make steps. Nothing is to be done, since a step sends no message."""
+        """Do nothing: torch calls this while other ranks still make steps, and a step sends no message to be answered."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the optimizer's state of a rank that made all steps."""
+        """Load the optimizer's state of a rank that made all steps."""
         optimizer, device, rank = self.optimizer, self.optimizer.join_device, dist.get_rank()
         last = torch.tensor(rank if is_last_joiner else -1, device=device)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         source = int(last)
         leaves, spec = optree.tree_flatten(optimizer.state_dict(), none_is_leaf=True)
+        # other ranks do not know the shapes of the state, so that the structure is sent as objects before the tensors
         told: list[Any] = [spec, [_Described.of(x) for x in leaves]]
         dist.broadcast_object_list(told, src=source, device=device)
         spec, described = told
@@ -111,7 +123,7 @@ class _Hook:
 
 
 class _Described:
-    """A tensor's shape and dtype, in the place of the tensor."""
+    """The shape and dtype of a tensor, sent in place of the tensor."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

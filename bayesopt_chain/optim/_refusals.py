@@ -1,4 +1,4 @@
-"""What an optimizer refuses at temperature > 0, in front of a step or when it is built: nothing has moved then."""
+"""The checks of an optimizer at temperature > 0, made when it is constructed or before a step moves anything."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def temperature_of(who: str, group: dict[str, Any]) -> float:
     """Read a group's temperature: a number, or a tensor of one element.
 
     Raises:
-        TypeError: a schedule, which a torch optimizer has no count for.
-        ValueError: negative, infinite or NaN, or a tensor that requires grad.
+        TypeError: the temperature is a function, as schedules of this library are; torch's optimizers have no count to call
+            it with.
+        ValueError: it is negative, infinite or NaN, or a tensor that requires grad.
     """
     temperature = group["temperature"]
     if callable(temperature):
@@ -33,10 +34,10 @@ def temperature_of(who: str, group: dict[str, Any]) -> float:
 
 
 def momentum_of(who: str, value: Any, what: str) -> float:
-    """Read a momentum or a decay.
+    """Read a momentum, or the decay of an average.
 
     Raises:
-        ValueError: outside [0, 1).
+        ValueError: it lies outside [0, 1).
     """
     momentum = float(value)
     if not 0.0 <= momentum < 1.0:
@@ -45,17 +46,17 @@ def momentum_of(who: str, value: Any, what: str) -> float:
 
 
 def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | None, spread: bool) -> None:
-    """Refuse the options of a group that no noise is matched to.
+    """Check that noise is known for the options of a group.
 
     Args:
-        who: the optimizer in messages.
-        group: its options.
-        adaptive: whether its step divides by what it made of the gradients.
-        refusal: why there is no noise for this class at all, where there is none.
-        spread: whether its parameters are DTensors, or parts of leaves.
+        who: the name of the optimizer in messages.
+        group: the group.
+        adaptive: whether the step divides by a denominator that it computes from the gradients.
+        refusal: the reason why no noise is known for the class; ``None`` if noise is known.
+        spread: whether the parameters are DTensors or parts of leaves.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: no noise is known; the message names the option.
     """
     if refusal is not None:
         raise ValueError(f"{who}: no temperature above 0: {refusal}")
@@ -81,10 +82,10 @@ def check_group(who: str, group: dict[str, Any], adaptive: bool, refusal: str | 
 
 
 def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a parameter that cannot be sampled.
+    """Check that a parameter can be sampled.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: it cannot; the message says what to do instead.
     """
     if p.grad is not None and p.grad.is_sparse and group.get("momentum", 0):
         raise ValueError(f"{who}: sparse gradients and momentum at temperature > 0: set momentum=0, or sparse=False")
@@ -98,10 +99,10 @@ def check_leaf(who: str, p: Tensor, group: dict[str, Any]) -> None:
 
 
 def check_lr(who: str, linear: Linear) -> None:
-    """Refuse a step size that is negative, infinite or NaN.
+    """Check the step sizes of a step.
 
     Raises:
-        ValueError: naming lr.
+        ValueError: one of them is negative, infinite or NaN.
     """
     if not (0.0 <= linear.step_size < float("inf") and 0.0 <= linear.direct < float("inf")):
         raise ValueError(
@@ -110,7 +111,7 @@ def check_lr(who: str, linear: Linear) -> None:
 
 
 def warn_of_rounding(rule: Rule, w: Work) -> None:
-    """Warn where the noise of a step is smaller than half of a unit in the last place of the parameters."""
+    """Warn if the noise of a step is smaller than half of a unit in the last place of the parameters, and so rounds away."""
     linear, noise = w.numbers.linear, w.numbers.noise
     size = w.param.detach().abs().float().mean()
     step = linear.step_size * max(noise.current, noise.direct)

@@ -1,8 +1,9 @@
-"""Draws of an optimizer that leave room for the noise of its batches, as :mod:`bayesopt_chain.links.room` has it for chains.
+"""Reduce the draws of an optimizer by the noise that its minibatches already bring (``room_for=``).
 
-The step of :class:`bayesopt_chain.optim.SGD` is that of ``bc.sgd`` of the same numbers, so that a report made for that chain,
-or for ``bc.sghmc`` or ``bc.sgld``, says how much room there is. The draws of all parameters are made together and become
-``xi - Q^T (I - E^(1/2)) Q xi`` where they lie; what follows takes them as they are.
+:mod:`bayesopt_chain.links.room` does the same for chains, and explains the equation. The step of
+:class:`bayesopt_chain.optim.SGD` is that of ``bc.sgd`` with the same numbers, so that a report made for that chain, or for
+``bc.sghmc`` or ``bc.sgld``, holds for the optimizer. The draws ``xi`` of all parameters are made together and are replaced in
+place by ``xi - Q^T (I - E^(1/2)) Q xi``. The rest of the step uses them like any other draws.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "temperature")
 
 
 def require_room(who: str, room: Room, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse groups for which the room was not measured.
+    """Check that a report was made for these parameter groups.
 
     Args:
-        who: the optimizer in messages.
-        room: of the report.
+        who: the name of the optimizer in messages.
+        room: the room of the report.
         groups: all parameter groups.
 
     Raises:
-        ValueError: naming the option, or what the report is of.
+        ValueError: an option rules out ``room_for=``, or the report was made for another chain or other parameters.
     """
     who = f"{who}: room_for"
     if len(groups) != 1:
@@ -77,7 +78,13 @@ def require_room(who: str, room: Room, groups: Sequence[dict[str, Any]]) -> None
 
 
 def _places(who: str, room: Room, group: dict[str, Any]) -> list[int]:
-    """For each leaf of the report the place of its parameter in the group: by name, or by its number in a list."""
+    """Return, for each leaf of the report, the index of its parameter in the group.
+
+    The parameter is found by its name, or by its index if parameters have no names.
+
+    Raises:
+        ValueError: the report and the group have different leaves.
+    """
     names = group.get("param_names")
     told = {f"[{name!r}]": j for j, name in enumerate(names or range(len(group["params"])))}
     if room.paths == ("",):
@@ -92,10 +99,10 @@ def _places(who: str, room: Room, group: dict[str, Any]) -> list[int]:
 
 
 def require_together(who: str, plan: Plan, group: dict[str, Any]) -> None:
-    """Refuse a step in which not all parameters get noise, or not all in the same way.
+    """Check that all parameters get noise in this step, with equal numbers.
 
     Raises:
-        ValueError: a parameter without a gradient, or with a past of its own.
+        ValueError: a parameter has no gradient, or a velocity or a last draw where others have none.
     """
     if len(plan.noisy) != len(group["params"]):
         raise ValueError(
@@ -112,7 +119,17 @@ def require_together(who: str, plan: Plan, group: dict[str, Any]) -> None:
 def leaving(
     room: Room, group: dict[str, Any], fill: Callable[[], object], draws: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """Make a ``fill()`` whose draws, of all parameters of the group in their order, leave room."""
+    """Make a ``fill()`` whose draws leave room for the noise of the minibatches.
+
+    Args:
+        room: the room of the report.
+        group: the only parameter group.
+        fill: ``fill()`` overwrites ``draws`` with standard normals.
+        draws: the draws of all parameters, in the order of the group.
+
+    Returns:
+        A function that calls ``fill()`` and then reduces the draws in place.
+    """
     places = _places("", room, group)
 
     def filled() -> None:
@@ -124,10 +141,10 @@ def leaving(
 
 
 def require_saved(who: str, room: Room | None, groups: Sequence[Any]) -> None:
-    """Refuse the state of a run that left other room than this optimizer does.
+    """Check that the state of a saved run has the same ``room_for=`` as this optimizer.
 
     Raises:
-        ValueError: the state knows of room, and this optimizer has none, or another report's.
+        ValueError: the run had a report, and this optimizer has none or another one.
     """
     for group in groups:
         saved = group.get("noise_room")

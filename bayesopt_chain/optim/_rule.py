@@ -1,25 +1,28 @@
-r"""What noise one step of torch's optimizers takes, when everything may have changed since the last one.
+r"""Compute the noise that matches one step of a torch optimizer whose hyperparameters may change from step to step.
 
-For one element, torch's step is (``g`` the gradient it works with, coupled weight decay and sign included)
+For one element, torch's step is
 
-    V' = mu V + b g,        theta' = (1 - s) theta - h V' - h_1 g.                              (torch's step)
+    V' = mu V + b g,        theta' = (1 - s) theta - h V' - h_1 g                               (torch's step)
 
-``V`` is the velocity (``momentum_buffer``, ``exp_avg``), ``mu`` its momentum, ``b`` its gain, ``h`` the step size,
-``h_1`` that of a gradient which goes to the parameter directly (Nesterov), and ``s = lr * weight_decay`` of a decoupled
-decay. Behind it comes
+where ``g`` is the gradient with the coupled weight decay and the sign of ``maximize``, ``V`` the velocity
+(``momentum_buffer``, ``exp_avg``), ``mu`` the momentum, ``b`` the gain of the gradient, ``h`` the step size of the velocity,
+``h_1`` the step size of the gradient itself (Nesterov, else 0), and ``s = lr * weight_decay`` of a decoupled decay. After
+torch's step the noise is added:
 
     V' += e,    theta' -= h e + h_1 e_1                                                         (noise)
 
-The displacement ``theta' - theta`` is a sum of a momentum branch and a direct branch; the spectrum that matched noise
-asks of a sum of branches is the sum of what it asks of each (:mod:`bayesopt_chain.matching.law`, where it reads
-``T cot(w/2) Im[(z - 1 + s) F*]``, linear in ``F``), so that ``e`` and ``e_1`` are matched each by itself and drawn
-independently, both by :func:`bayesopt_chain.matching.law.scheduled_noise`. In its units the momentum branch is ``v = V / b``
-at the rate ``h b``; its last velocity counts ``mu_t b_{t-1} / b_t``, and where the rule asks for another momentum than that
-the buffer is multiplied by their ratio before torch's step. At constant numbers ``e = b alpha (w_t + w_{t-1})``.
+The displacement ``theta' - theta`` is the sum of a momentum branch and a direct branch. The spectrum of matched noise,
+``T cot(w/2) Im[(z - 1 + s) F*]`` (:mod:`bayesopt_chain.matching.law`), is linear in the response ``F``, so that each branch is
+matched by itself: ``e`` and ``e_1`` are drawn independently, with coefficients from
+:func:`bayesopt_chain.matching.law.scheduled_noise`. In the units of that function the momentum branch has the velocity
+``v = V / b`` and the learning rate ``h b``, and torch's step multiplies its last velocity by ``mu_t b_{t-1} / b_t``. If the
+function asks for another factor, the buffer is multiplied by the ratio of the two before torch's step. At constant
+hyperparameters ``e = b alpha (w_t + w_{t-1})``, with ``w_t`` standard normal.
 
-Where ``mu_t`` is 0 torch forgets the velocity: what the rule still wants of it goes to the parameter behind torch's
-step, ``theta -= h_t k_t V_{t-1} / b_{t-1}``, and the next step starts from a buffer of zeros. A step with ``h = 0`` moves
-nothing; its velocity is reversed before the next step, and SGD keeps its draw.
+If ``mu_t = 0``, torch's step discards the velocity. The part of it that should still move the parameter is added after
+torch's step, ``theta -= h_t k_t V_{t-1} / b_{t-1}`` with ``k`` of the function above, and the next step starts from a buffer of
+zeros. A step with ``h = 0`` does not move the parameter. It adds the rest of the last draw to the velocity, which is reversed
+before the next step.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ from bayesopt_chain.matching import law
 
 
 class Before(NamedTuple):
-    """The last step that drew. Each number has a name of its own in ``optimizer.state[p]``: ``noise_half`` and so on.
+    """The numbers of the last step that drew noise, on which the noise of the next step depends.
+
+    ``optimizer.state[p]`` holds each number under its name with the prefix ``noise_``, as ``noise_half``.
 
     Attributes:
-        temperature, half, arrives, momentum: its :class:`bayesopt_chain.matching.law.Level`.
+        temperature, half, arrives, momentum: the :class:`bayesopt_chain.matching.law.Level` of the momentum branch.
         gain: ``b``.
-        surplus: what it leaves to the next step.
-        direct_half: ``half`` of the direct branch, 0 where there was none.
-        direct_surplus: what that leaves.
+        surplus: the surplus that :func:`bayesopt_chain.matching.law.scheduled_noise` passes on to the next step.
+        direct_half: ``half`` of the direct branch; 0 if there was no direct branch.
+        direct_surplus: the surplus of the direct branch.
     """
 
     temperature: float
@@ -52,12 +57,21 @@ class Before(NamedTuple):
 
     @property
     def level(self) -> law.Level:
-        """That of the momentum branch."""
+        """The level of the momentum branch."""
         return law.Level(*self[:4])
 
 
 class Linear(NamedTuple):
-    """The numbers of torch's step for one leaf; the velocity's name in ``optimizer.state[p]``, or ``None``."""
+    """The numbers of torch's step for one leaf, in the symbols of the module.
+
+    Attributes:
+        step_size: ``h``.
+        momentum: ``mu``.
+        gain: ``b``.
+        velocity: the name of ``V`` in ``optimizer.state[p]``; ``None`` without a velocity.
+        direct: ``h_1``.
+        shrink: ``s``.
+    """
 
     step_size: float
     momentum: float = 0.0
@@ -69,19 +83,35 @@ class Linear(NamedTuple):
 
 @dataclass(slots=True)
 class Noise:
-    """``e = current w_t + previous w_{t-1}``, ``e_1`` likewise with draws of its own, and what happens to the velocity."""
+    """The coefficients of the noise of one step, with ``w_t`` the standard normals of step ``t``.
+
+    Attributes:
+        current, previous: ``e = current w_t + previous w_{t-1}``.
+        velocity_scale: the factor by which the velocity is multiplied before torch's step.
+        coasts: after a step of momentum 0, the factor of the old velocity that is subtracted from the parameter.
+        direct, direct_previous: ``e_1 = direct w_t + direct_previous w_{t-1}``, with draws independent of those of ``e``.
+        before: the numbers that the next step needs; ``None`` if nothing was drawn yet.
+    """
 
     current: float = 0.0
     previous: float = 0.0
-    velocity_scale: float = 1.0  # of the buffer, before torch's step
-    coasts: float = 0.0  # how much of the buffer goes to the parameter behind a step that forgets it
+    velocity_scale: float = 1.0
+    coasts: float = 0.0
     direct: float = 0.0
     direct_previous: float = 0.0
-    before: Before | None = None  # what the next step has to know
+    before: Before | None = None
 
 
 def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise:
-    """The noise of one step at ``temperature > 0``; ``before`` is the last one's, ``None`` where there is no draw yet.
+    """Compute the noise of one step.
+
+    Args:
+        linear: the numbers of torch's step.
+        temperature: ``T > 0``.
+        before: the numbers of the last step that drew noise; ``None`` before the first draw.
+
+    Returns:
+        The coefficients of the noise.
 
     Example:
         >>> step = Linear(step_size=0.1, momentum=0.9, velocity="momentum_buffer")
@@ -110,13 +140,13 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
 
 
 def _moving(noise: Noise, linear: Linear, temperature: float, before: Before | None) -> None:
-    """The momentum branch of a step that moves."""
+    """Set the noise of the momentum branch for a step of positive rate ``h b``."""
     mu, b, rate = linear.momentum, linear.gain, linear.step_size * linear.gain
     now = law.level(rate, mu, temperature, mu * linear.shrink / rate)
     if before is None:
         k = law.scheduled_noise(now, now, 0.0, mu, where=_pick)
     else:
-        # behind a step of momentum 0 the buffer is an old one, of which nothing is wanted
+        # after a step of momentum 0 the buffer is of an older step and has no part in the motion
         own = mu * before.gain / b if before.momentum else 0.0
         k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
         noise.previous = b * k.previous
@@ -129,7 +159,11 @@ def _moving(noise: Noise, linear: Linear, temperature: float, before: Before | N
 
 
 def _standing(noise: Noise, linear: Linear, before: Before) -> None:
-    """The momentum branch of a step of rate 0: its velocity gets what noise it is owed, and is reversed next."""
+    """Set the noise of the momentum branch for a step of rate 0, which does not move the parameter.
+
+    The velocity still gets the noise that the last step left to it. The next step reverses it, since a momentum of -1 is
+    remembered.
+    """
     last = before.level
     k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
     noise.current, noise.previous = linear.gain * k.current, linear.gain * k.previous

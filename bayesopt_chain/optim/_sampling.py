@@ -1,21 +1,22 @@
-r"""A temperature for torch's own optimizers: their step, then the noise that is matched to it.
+r"""The base class of the optimizers with a temperature: it makes torch's own step and adds the noise that matches the step.
 
-:class:`Sampling` stands in front of a class of ``torch.optim``. With ``D = 1/P`` the denominator that an adaptive rule
-made of the clean gradient (``D = 1`` for SGD), torch's step and what follows it are
+A class inherits from :class:`Sampling` first and from a class of ``torch.optim`` second. Let ``D = 1/P`` be the denominator
+that an adaptive rule computes from the gradient without noise (``D = 1`` for SGD). With the symbols of
+:mod:`bayesopt_chain.optim._rule`, torch's step and the noise that follows it are
 
     V' = mu V + b g,          theta' = (1 - s) theta - (h V' + h_1 g) / D                       (torch)
     V' += D^(1/2) e,          theta' -= D^(-1/2) (h e + h_1 e_1)                                (noise)
 
-What ``e`` and ``e_1`` are is in :mod:`bayesopt_chain.optim._rule`, how they are added in
-:mod:`bayesopt_chain.optim._injection`. Noise enters the velocity and the parameter, never what ``D`` is made of.
+:mod:`bayesopt_chain.optim._rule` computes ``e`` and ``e_1``, and :mod:`bayesopt_chain.optim._injection` adds them. Noise is
+added to the velocity and the parameter, and never to the averages from which ``D`` is computed.
 
-What the noise needs to know lies where torch keeps such things:
+The optimizer keeps what the noise depends on in two places:
 
-* in the parameter group ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (steps that drew) and
-  ``noise_stream``. A group goes through ``load_state_dict`` as it is, while tensors in ``state[p]`` are cast to the
-  parameter's dtype, which a 64-bit key does not survive;
-* in ``state[p]`` the last draw, ``noise``, of unit variance, or with ``keep_draws=False`` the count and the key that make it
-  again, and what the last step was: a Python float for each number.
+* The parameter group holds ``temperature``, ``noise_key`` (drawn once), ``noise_count`` (the number of steps that drew) and
+  ``noise_stream``. ``load_state_dict`` leaves the entries of a group as they are, while it casts tensors in ``state[p]`` to the
+  dtype of the parameter, which would change a 64-bit key.
+* ``state[p]`` holds the last draw, ``noise``, of unit variance, or with ``keep_draws=False`` the count and the key from which
+  the draw is made again. It also holds the numbers of the last step, each as a Python float.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ _HAS_RANKS = dist.is_available()
 
 
 class Cache:
-    """What was worked out from the parameters of an optimizer. It is never saved, and made anew where they change.
+    """Results computed from the parameters of an optimizer. They are never saved, and a change of the groups discards them.
 
     Attributes:
-        names: of all parameters.
-        numbers: by group, the number of each parameter, by which its draws are told from those of others.
-        plan: of the last step, where the next one's is the same.
-        shards: this rank's parts of the parameters, where these are DTensors.
-        normals: source of the draws.
+        names: the names of all parameters.
+        numbers: for each group, the numbers of its parameters in the random stream; ``None`` until they are needed.
+        plan: the plan of the last step; ``None`` before the first step, and after a step that raised.
+        shards: this rank's parts of the parameters; ``None`` if no parameter is a DTensor.
+        normals: the source of the draws.
     """
 
     def __init__(self) -> None:
@@ -72,17 +73,20 @@ class Cache:
 
 
 class Sampling(OnRanks, torch.optim.Optimizer):
-    """In front of a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``. Subclasses say what their step is.
+    """A mixin that adds noise to a class of torch.optim: ``class SGD(Sampling, torch.optim.SGD)``.
+
+    Subclasses give the numbers of torch's step in the methods of :class:`bayesopt_chain.optim._plan.Rule`.
 
     Attributes:
-        refusal: why there is no noise for this class, where there is none.
-        adaptive: whether the step divides by a denominator that it makes of the gradients.
+        refusal: the reason why no noise is known for this class; ``None`` if noise is known.
+        adaptive: whether the step divides by a denominator that it computes from the gradients.
         averages_scaled: whether the velocity averages ``g / D`` rather than ``g``.
-        timeless: whether the numbers of a step are those of its group, whatever the count of steps.
-        takes_room: whether its noise can leave room for that of the batches.
+        timeless: whether the numbers of a step depend on its group only, and not on the count of steps.
+        takes_room: whether the class accepts ``room_for=``.
         torch_class: the class of ``torch.optim``.
-        room: what the noise leaves to the batches; ``None`` where nothing.
-        heat_guard: watches the gradients for the heat of minibatches; ``None`` does not.
+        room: the part of the noise that is left to the minibatches; ``None`` if no part is.
+        heat_guard: compares the variance of the gradients with that of the noise, and warns of heating; ``None`` without a
+            guard.
     """
 
     refusal: ClassVar[str | None] = None
@@ -92,7 +96,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     takes_room: ClassVar[bool] = False
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
-    # torch's constructor calls add_param_group before ours could set anything, and torch's __getstate__ drops all of these
+    # defaults on the class: torch's constructor calls add_param_group, and torch's __getstate__ drops all of these
     _noise_defaults: Mapping[str, Any] = MappingProxyType({})
     _is_constructing: bool = False
     _generator: torch.Generator | None = None
@@ -185,11 +189,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             **rooms,
         }
         self._is_constructing, self._generator = True, generator
-        self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
+        self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         shown = {k: v for k, v in given.items() if k != "params"}
         with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **shown})):
             super().__init__(params, *args, **kwargs)
-        if generator is not None:  # drawn at temperature 0 too, so that it is there when the temperature is raised
+        if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
         if self.room is not None:
@@ -199,14 +203,15 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     # groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with a temperature of their own if the group names one.
+        """Add a group of parameters, which may have a temperature of its own.
 
         Args:
             param_group: as in torch; besides torch's options it may hold ``temperature``.
 
         Raises:
-            TypeError: what is no group, or an option of another kind.
-            ValueError: at T > 0, options that no noise is matched to, or a parameter twice.
+            TypeError: ``param_group`` is no group, or an option has a wrong type.
+            ValueError: at T > 0, options for which no noise is known, or a parameter that is given twice; with ``room_for=``,
+                any further group.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -243,7 +248,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             self._draw_key()
 
     def _draw_key(self) -> None:
-        """Give all groups the key that one of them has, or a new one."""
+        """Give every group without a key the key of another group, or a new key if no group has one."""
         key = next((g["noise_key"] for g in self.param_groups if g["noise_key"] is not None), None)
         if key is None:
             where = (
@@ -256,18 +261,19 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 group["noise_key"] = key
 
     def fork(self, generator: torch.Generator | None = None) -> None:
-        """Give the noise a new key, so that this chain is independent of the one its state was copied from.
+        """Draw a new key for the noise, so that this chain is independent of the chain whose state was loaded.
 
-        ``load_state_dict`` goes on with the noise of the run that was saved, which is what resuming wants; a second
-        chain that starts from the same checkpoint calls ``fork`` once after loading.
+        ``load_state_dict`` continues the noise of the saved run, as a resumed run needs it. A second chain that starts from
+        the same checkpoint calls ``fork`` once after loading.
 
         Args:
-            generator: source of the key (default: torch's global generator). Of several ranks each needs one, as where
-                the optimizer was made: ``bc.distributed.generator(seed)`` on replicas, with ``chain=rank`` for a chain on
-                each. Ranks that hold parts of the same DTensors take the first one's key; all of them call this.
+            generator: source of the key (default: torch's global generator). On several ranks it has to be given, as to the
+                constructor: ``bc.distributed.generator(seed)`` on replicas of one chain, and with ``chain=rank`` for a chain
+                on each rank. Ranks that hold parts of the same DTensors use the key of the first rank, and all of them have
+                to call this method.
 
         Raises:
-            ValueError: several ranks and no generator.
+            ValueError: there are several ranks, and no generator is given.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -299,18 +305,19 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             group.setdefault("noise_count", 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, noise included, or take over one of torch's own class.
+        """Load a state dict of this class, and with it its noise, or a state dict of the class of ``torch.optim``.
 
-        A state dict of ``torch.optim`` brings its velocities, moments and hyperparameters; temperature, stream and key
-        stay those of this optimizer: train with ``torch.optim``, then sample. As everywhere in torch, lr and momentum
-        are those that were saved. A temperature given as a tensor stays the same tensor and takes the saved value.
+        A state dict of ``torch.optim`` sets velocities, moments and hyperparameters. Temperature, stream and key stay those of
+        this optimizer, so that a model can be trained with ``torch.optim`` and then sampled. As everywhere in torch, the lr
+        and momentum are the saved ones. If the temperature of this optimizer is a tensor, that tensor is filled with the
+        saved value and stays the same object.
 
         Args:
-            state_dict: of this class, or of the class of ``torch.optim`` that it extends.
+            state_dict: from an optimizer of this class, or of the class of ``torch.optim`` that it extends.
 
         Raises:
-            TypeError: what is no state dict of an optimizer.
-            ValueError: as in torch, groups of other sizes.
+            TypeError: ``state_dict`` is no state dict of an optimizer.
+            ValueError: as in torch, groups of other sizes; a run with another ``room_for=``.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -338,7 +345,10 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``GradScaler`` may leave unscaling to the fused kernel: not with noise, which a skipped step must skip."""
+        """Whether ``GradScaler`` may leave unscaling to torch's fused kernel.
+
+        It may not at T > 0: the kernel would leave out its own step where gradients are infinite, but not the noise.
+        """
         return self._scales_in_kernel and not any(
             _refusals.temperature_of(self._name, group) > 0.0 for group in self.param_groups
         )
@@ -348,10 +358,13 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._scales_in_kernel = value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
-        """Describe, by name, the leaves that the next step gives noise to, for :class:`bayesopt_chain.diagnostics.Thermometer`.
+        """Describe the leaves that get noise in the next step, for :class:`bayesopt_chain.diagnostics.Thermometer`.
+
+        Returns:
+            By parameter name, the description of each leaf: its temperature, gain, noise spectrum and decay.
 
         Raises:
-            ValueError: parameters without names: build the optimizer with ``model.named_parameters()``.
+            ValueError: the parameters have no names; make the optimizer with ``model.named_parameters()``.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -365,17 +378,17 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     # the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make torch's own step, then add the noise. At temperature 0 nothing else than torch's step.
+        """Make torch's own step, then add the noise. At temperature 0 only torch's step is made.
 
         Args:
-            closure: as in torch.
+            closure: evaluates the model again and returns the loss, as in torch. At T > 0 it is called once, before the step.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; ``None`` without a closure.
 
         Raises:
-            TypeError: a closure that is no function.
-            ValueError: at T > 0, options or parameters that no noise is matched to; nothing has moved then.
+            TypeError: ``closure`` is no function.
+            ValueError: at T > 0, options or parameters for which no noise is known. Nothing has moved then.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -401,11 +414,12 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     @uncompiled
     def _noisy_step(self) -> None:
+        """Make torch's step and add the noise, on this rank's local tensors if the parameters are DTensors."""
         if self.heat_guard is not None:
             self.heat_guard.look(partial(_heat.leaves_of, self), float(self.param_groups[0]["lr"]))
         cache = self._cache
         if cache.plan is None:
-            self._leaf_numbers()  # of the parameters themselves, not of their local parts
+            self._leaf_numbers()  # before local tensors replace the DTensors, since numbers belong to whole parameters
             if cache.shards is None and are_spread([group["params"] for group in self.param_groups]):
                 cache.shards = _shards.Shards()
                 if self.heat_guard is not None:
@@ -417,9 +431,9 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             return self._run()
 
     def _run(self) -> None:
-        """Make a step: by the plan of the last one with the numbers of this one, or by another, where it goes another way."""
+        """Make a step: by the plan of the last step with renewed numbers, or by a new plan if that one no longer holds."""
         cache, plan = self._cache, self._cache.plan
-        cache.plan = None  # a step that raises leaves none
+        cache.plan = None  # a step that raises leaves no plan
         if plan is None or not plan.holds(self) or not plan.renew(self):
             plan = self._planned()
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
@@ -445,7 +459,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         cache.plan = plan
 
     def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Make torch's own step without its hooks, which run around ours."""
+        """Make torch's own step without its hooks, which torch already runs around the step of this class."""
         step: Any = self.torch_class.step
         while getattr(step, "hooked", False):
             step = step.__wrapped__
@@ -458,14 +472,18 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     # the plan of a step
 
     def _planned(self) -> Plan:
-        """Work out what this step does to each leaf that has a gradient. Raises before anything moved."""
+        """Make the plan of this step for all leaves that have a gradient.
+
+        Raises:
+            ValueError: options or parameters for which no noise is known. Nothing has moved then.
+        """
         work: list[Work] = []
         for group, numbers in zip(self.param_groups, self._leaf_numbers()):
             temperature = self._temperature(group)
             if temperature > 0.0:
                 if group["noise_key"] is None:
                     self._draw_key()
-            elif group["noise_count"]:  # a draw of long ago would be taken for that of the last step
+            elif group["noise_count"]:  # after steps at temperature 0 an old draw must not count as the last step's
                 for p in group["params"]:
                     for name in REMEMBERED:
                         self.state.get(p, {}).pop(name, None)
@@ -477,7 +495,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return plan
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
-        """Work out the same for one group. Leaves that are alike share their numbers."""
+        """List the leaves of one group that have a gradient. Leaves with equal numbers share one :class:`Numbers`."""
         out: list[Work] = []
         alike: dict[tuple[Any, ...], Numbers] = {}
         for p, number in zip(group["params"], numbers):
@@ -502,6 +520,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return out
 
     def _draws_by_element(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether Philox draws the noise of a leaf, so that any part of it can be drawn by itself."""
         return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
@@ -520,7 +539,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return temperature
 
     def _leaf_numbers(self) -> list[list[int]]:
-        """The numbers of each group's parameters: of their names, or their indices where there are no names."""
+        """Return, for each group, the numbers of its parameters in the random stream, which are hashes of their names."""
         cache = self._cache
         if cache.numbers is None:
             params = [p for group in self.param_groups for p in group["params"]]
@@ -532,7 +551,14 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return cache.numbers
 
     def _names(self) -> tuple[str, ...]:
-        """The names of all parameters: those that ``bc.distributed.part`` was told, else their own, or their indices."""
+        """Return the names of all parameters.
+
+        A name is the one that ``bc.distributed.part`` was given for the parameter, else the parameter's own name, else its
+        index among all parameters.
+
+        Raises:
+            ValueError: two parameters have the same name.
+        """
         names: list[str] = []
         for group in self.param_groups:
             own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
@@ -543,7 +569,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return tuple(names)
 
     def _claims(self, noisy: list[Work]) -> list[Claim]:
-        """Say what this rank is about to give noise to, so that ranks can compare it."""
+        """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))
         runs = self._cache.normals.runs
         out: list[Claim] = []
@@ -560,7 +586,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if self.room is not None and not self._is_constructing:
             require_room(self._name, self.room, self.param_groups)
 
-    # what a subclass says of its step: the methods of bayesopt_chain.optim._plan.Rule
+    # the methods of bayesopt_chain.optim._plan.Rule that a subclass overrides
 
     def _clock(self, state: dict[str, Any]) -> Clock:
         return Clock(int(state["step"]) + 1 if "step" in state else 1)
@@ -579,7 +605,11 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
 
 def _asks_for_more(group: dict[str, Any]) -> bool:
-    """Whether a group asks for more than torch's step: noise, a frozen preconditioner, or noise to be forgotten."""
+    """Whether a group needs more than torch's step.
+
+    It does if it has a temperature, or a preconditioner that freezes, or if it has drawn noise before and now is at temperature
+    0, so that the last draw has to be removed from the state.
+    """
     return (
         bool(group["noise_count"])
         or group.get("freeze_after") is not None

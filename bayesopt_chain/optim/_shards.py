@@ -1,8 +1,9 @@
-"""Optimizers on parameters that are spread over ranks (DTensors, as ``fully_shard`` and ``parallelize_module`` leave them).
+"""Run an optimizer on parameters that are sharded over ranks (DTensors, as ``fully_shard`` and ``parallelize_module`` make).
 
-For the time of a step the optimizer holds this rank's own tensors in the place of its DTensors, so that torch's step and
-the noise run as they do in one process, with the noise numbered by the elements of the whole parameter.
-``optimizer.state`` keeps DTensors, which share the local tensors' memory, so that checkpoints know how it is spread.
+During a step the optimizer holds this rank's local tensors in place of its DTensors, so that torch's step and the noise run as
+in one process. The noise of an element is numbered by its index in the whole parameter, so that it does not depend on how the
+parameter is sharded. ``optimizer.state`` holds DTensors that share the memory of the local tensors, so that checkpoints know
+how the state is sharded.
 """
 
 from __future__ import annotations
@@ -23,22 +24,33 @@ from bayesopt_chain.trees import are_same
 
 
 class Leaf:
-    """A parameter, this rank's part of it, and the states of both: the optimizer's, of DTensors, and ours, of local tensors."""
+    """A parameter with this rank's part of it and of its state.
+
+    Attributes:
+        p: the parameter.
+        part: this rank's local tensor of it; the parameter itself if it is no DTensor.
+        spec: the mesh and the placements of a DTensor; ``None`` for a plain tensor.
+        mine: the state entry that the optimizer uses during a step, with local tensors.
+        known: by name, the DTensor in the optimizer's own state and the local tensor that belongs to it.
+    """
 
     __slots__ = ("known", "mine", "p", "part", "spec")
 
     def __init__(self, p: Any, part: Any, spec: Any) -> None:
-        self.p, self.part, self.spec = p, part, spec  # ``spec`` says how a DTensor lies
-        self.mine: dict[str, Any] = {}  # inside
-        self.known: dict[str, tuple[Any, Any]] = {}  # by name, what is outside and inside
+        self.p, self.part, self.spec = p, part, spec
+        self.mine: dict[str, Any] = {}
+        self.known: dict[str, tuple[Any, Any]] = {}
 
     def read_state(self, theirs: dict[str, Any] | None) -> None:
-        """Read this rank's part of the parameter's state, which the optimizer holds as DTensors.
+        """Read this rank's part of the parameter's state from the optimizer's state entry, which holds DTensors.
 
-        A plain tensor of the shape of the whole parameter, as a full state dict holds it, is cut as the parameter is.
+        A plain tensor of the shape of the whole parameter, as in a full state dict, is sharded like the parameter.
+
+        Args:
+            theirs: the entry; ``None`` if the parameter has none.
 
         Raises:
-            ValueError: a plain tensor of another shape.
+            ValueError: a plain tensor has another shape.
         """
         mine, known = self.mine, self.known
         theirs = theirs or {}
@@ -52,10 +64,14 @@ class Leaf:
             mine[name] = known[name][1]
 
     def cut(self, name: str, value: Tensor) -> Any:
-        """Make a DTensor like the parameter of a plain tensor that is the same, and whole, on every rank.
+        """Shard a plain tensor like the parameter.
+
+        Args:
+            name: the name of the tensor in messages.
+            value: a tensor of the whole parameter's shape, which is equal on every rank.
 
         Raises:
-            ValueError: a tensor of another shape than the whole parameter's.
+            ValueError: the tensor has another shape than the whole parameter.
         """
         if value.shape != self.p.shape:
             raise ValueError(
@@ -75,31 +91,44 @@ class Leaf:
             del theirs[name], known[name]
         for name, value in mine.items():
             if name not in known or known[name][1] is not value:
-                # of a parameter without axes the count of steps has its shape
+                # the count of steps is no part of the parameter, even where a 0-d parameter has the same shape
                 known[name] = (value if name == "step" else memory_of(value, self.part, self.spec), value)
                 theirs[name] = known[name][0]
 
 
 class Shards:
-    """This rank's parts of an optimizer's parameters and state."""
+    """This rank's parts of an optimizer's parameters and state.
+
+    Attributes:
+        leaves: all parameters with their parts.
+        specs: mesh and placements of each parameter; ``None`` for plain tensors.
+        alike: mesh and placements of the last gradients that were sharded like their parameters.
+        runs: by local tensor, the ranges of elements of the whole parameter that it holds.
+        state: the state that the optimizer uses during a step, by local tensor.
+        outside, inside: all objects in the optimizer's own state, and in ``state``, after the last step. They are compared by
+            identity, so that nothing is copied when nothing was replaced.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        self.specs: list[Any] = []  # how each parameter lies
-        self.alike: list[Any] = []  # how the last gradients lay that lay as their parameters
-        self.runs: dict[Tensor, Runs] = {}  # by local tensor, the elements of the whole parameter that it holds
+        self.specs: list[Any] = []
+        self.alike: list[Any] = []
+        self.runs: dict[Tensor, Runs] = {}
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
-        self.outside: list[Any] = []  # all that the optimizer's state held behind the last step
+        self.outside: list[Any] = []
         self.inside: list[Any] = []
 
     @contextmanager
     def entered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Put the local tensors in the place of the DTensors for the time of a step, which must not record gradients.
+        """Replace the DTensors of an optimizer by local tensors during a step, which must not record gradients.
 
-        Behind it the optimizer has its DTensors again, and the state that the step made is written back as DTensors.
+        Afterwards the optimizer holds its DTensors again, and the state that the step made is written back as DTensors.
+
+        Args:
+            optimizer: the optimizer, whose parameters and state are replaced.
 
         Raises:
-            ValueError: a plain gradient or state of a DTensor.
+            ValueError: the gradient or the state of a DTensor is a plain tensor.
         """
         outside, groups = optimizer.state, optimizer.param_groups
         params = [group["params"] for group in groups]
@@ -128,7 +157,7 @@ class Shards:
                 self.write_back(outside)
 
     def refuse(self, j: int) -> None:
-        """Refuse a gradient that is a plain tensor while its parameter is a DTensor."""
+        """Raise ValueError if parameter ``j`` is a DTensor; its gradient then is a plain tensor."""
         if self.specs[j] is not None:
             raise ValueError(
                 f"bc.optim: a parameter is a DTensor spread as {self.specs[j].placements}, its gradient a plain tensor of "
@@ -146,7 +175,7 @@ class Shards:
                 self.state.pop(leaf.p, None)
 
     def write_back(self, outside: Any) -> None:
-        """Write the state of every parameter back into the optimizer's state."""
+        """Write the state of every parameter back into the optimizer's own state."""
         for leaf in self.leaves:
             if leaf.spec is not None:
                 leaf.write_back(outside)
@@ -155,7 +184,7 @@ class Shards:
         self.outside, self.inside = _held(outside.values()), _held(self.state.values())
 
     def parts_of(self, whole: list[Any]) -> list[Any]:
-        """The local tensor of each parameter; its elements are worked out when it is met first."""
+        """Return the local tensor of each parameter, and update ``leaves`` and ``runs`` if a parameter was replaced."""
         parts, specs = local_parts(whole), specs_of(whole)
         same = len(parts) == len(self.leaves) and all(
             [
@@ -173,5 +202,5 @@ class Shards:
 
 
 def _held(entries: Iterable[dict[str, Any]]) -> list[Any]:
-    """The entries of a state and all that they hold."""
+    """List the entries of a state and the objects in them."""
     return [x for entry in entries for x in (entry, *entry.values())]

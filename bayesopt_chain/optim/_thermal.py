@@ -1,10 +1,10 @@
-r"""What the thermometer needs to know of torch's step: ``F_0``, ``w`` and the decay, leaf by leaf.
+r"""Describe each leaf of a torch optimizer for the thermometer: its gain ``F_0``, noise spectrum ``w`` and weight decay.
 
-In the symbols of :mod:`bayesopt_chain.optim._rule`, behind a denominator ``D``, the response of one leaf is
+In the symbols of :mod:`bayesopt_chain.optim._rule`, with the denominator ``D``, the response of one leaf is
 
     F(z) = (h_1 + h b / (1 - mu / z)) / D,        F_0 = (h_1 + h b) / D
 
-and the kinetic temperature of :mod:`bayesopt_chain.diagnostics.temperatures` is ``<d^2> / F_0``, ``d`` the displacement.
+and the kinetic temperature of :mod:`bayesopt_chain.diagnostics.temperatures` is ``<d^2> / F_0`` with the displacement ``d``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bayesopt_chain.optim._refusals import temperature_of
 
 
 def leaves_of(rule: Rule) -> Iterator[tuple[str, ThermalLeaf]]:
-    """Describe the leaves that the next step gives noise to; a preconditioner that learns, as it stands now.
+    """Describe the leaves that get noise in the next step. A preconditioner that learns enters with its current value.
 
     Yields:
         The parameter's name, and the description.
 
     Raises:
-        ValueError: parameters without names, at temperature > 0.
+        ValueError: parameters have no names, at temperature > 0.
     """
     for group in rule.param_groups:
         temperature = temperature_of(rule._name, group)
@@ -45,6 +45,7 @@ def leaves_of(rule: Rule) -> Iterator[tuple[str, ThermalLeaf]]:
 
 
 def _leaf(rule: Rule, group: dict[str, Any], state: dict[str, Any], temperature: float) -> ThermalLeaf:
+    """Describe one leaf, given its state entry."""
     clock = rule._clock(state)
     linear = rule._linear(group, clock)
     direct, branch, mu = linear.direct, linear.step_size * linear.gain, linear.momentum

@@ -1,20 +1,21 @@
 r"""torch's adaptive optimizers with a temperature: Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad.
 
-Each divides by a diagonal ``D = 1/P`` that it makes of the gradients, before any noise is added. Behind torch's step noise of
-covariance proportional to ``P`` is added to the parameter, and to the first moment (the velocity). It is never added to what
-``D`` is made of: noise there would raise ``D``, and with it the scale of the next noise.
+Each of them divides by a diagonal ``D = 1/P`` that it computes from the gradients. After torch's step, noise with a covariance
+proportional to ``P`` is added to the parameter, and noise to the first moment (the velocity ``V``):
 
     theta <- (1 - s) theta - h V / D,     V <- V + D^(1/2) e,     theta <- theta - h D^(-1/2) e
 
-with ``e`` by the rule of :mod:`bayesopt_chain.optim._rule` for the numbers that each class gives in ``_linear``; Adam's
-bias correction is a step size that falls to ``lr (1 - b1)``, and the rule follows it.
+:mod:`bayesopt_chain.optim._rule` defines the symbols and computes ``e`` from the numbers that each class gives in ``_linear``.
+Adam's bias correction of the first moment is a step size that falls during the first steps, which the rule takes into account.
+Noise is never added to the averages from which ``D`` is computed, since it would raise ``D``, and with it the scale of the
+next noise.
 
-**What is sampled.** For a frozen ``P`` exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients the target
-is roughly ``P^-1 exp(-loss / T)``, and the error grows as lr falls. ``freeze_after=n`` holds ``P`` fixed after ``n`` updates of
-a parameter, which is the only exact cure: from then on the step is momentum behind a fixed preconditioner, at T = 0 too.
-With a decoupled weight decay (AdamW) and a frozen ``P`` the prior has precision ``weight_decay D / T``, exactly. A parameter
-whose gradient has always been zero has ``P = 1 / eps``, and noise of that size: raise ``eps`` at T > 0. (Adagrad does not move
-such parameters.)
+**What is sampled.** With a frozen ``P`` a class samples exactly ``exp(-loss / T)``. While ``P`` follows the recent gradients,
+the target is roughly ``P^-1 exp(-loss / T)``, and the error grows as lr falls. ``freeze_after=n`` holds ``P`` fixed after ``n``
+updates of a parameter, which is the only way to make sampling exact. From then on the step is momentum with a fixed
+preconditioner, at T = 0 too. With a decoupled weight decay (AdamW) and a frozen ``P`` the prior has exactly the precision
+``weight_decay D / T``. A parameter whose gradient has always been zero has ``P = 1 / eps``, and noise of that size: raise
+``eps`` at T > 0. (Adagrad does not move such parameters.)
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 _COMMON = """
-    At ``temperature=0`` torch's own step, bit for bit, whichever of its implementations runs. At T > 0 it is followed
-    by noise that is added to the first moment and the parameter; Adam, AdamW and RMSprop make step and noise in one pass
-    (on a CPU, in float32 and float64, from the second step on, unless ``foreach`` is given), a few units in the last place
-    away. :mod:`bayesopt_chain.optim.adaptive` has the equations, and
-    says what is sampled while the preconditioner learns and what freezing it costs.
+    At ``temperature=0`` this is torch's own step, bit for bit, in each of torch's implementations. At T > 0 noise is added to
+    the first moment and the parameter after torch's step. On a CPU, in float32 and float64, Adam, AdamW and RMSprop make step
+    and noise in one pass over memory from the second step on, unless ``foreach`` is given; the result differs from torch's
+    step followed by noise by a few units in the last place. :mod:`bayesopt_chain.optim.adaptive` has the equations, and says
+    what is sampled while the preconditioner ``P = 1 / D`` learns.
 
     Args:
         params: as in torch: tensors, ``named_parameters()``, or dicts (groups).
-        temperature: a number or a 0-d tensor (read at every step); ``1 / N`` for the posterior of ``N`` data where the
-            loss is a mean. Default 0.
-        generator, stream, keep_draws: see :class:`SGD`.
+        temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data, ``1 / N``
+            samples the posterior. Default 0.
+        generator, stream, keep_draws, heat_guard, steps_per_epoch: see :class:`SGD`.
         freeze_after: the number of updates after which ``P`` no longer learns, which makes sampling exact.
             Default: never.
-        The others are torch's, in torch's order.
+        others: torch's arguments, in torch's order.
 
     Raises:
         ValueError: at T > 0, ``differentiable``, ``capturable`` or complex parameters.
@@ -53,7 +54,7 @@ _COMMON = """
 
 
 class _TwoMoments(Sampling):
-    """What Adam and its kin share: ``exp_avg`` averages the gradient with decay ``b1``."""
+    """The common part of the classes that keep two moments: ``exp_avg`` averages the gradient with the decay ``b1``."""
 
     adaptive = True
 
@@ -67,6 +68,8 @@ class _TwoMoments(Sampling):
 
 
 class _Adam(_TwoMoments):
+    """The denominator that Adam and AdamW share."""
+
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         correction = (1.0 - float(group["betas"][1]) ** updates) ** 0.5
         square = get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
@@ -80,7 +83,8 @@ class _Adam(_TwoMoments):
 class Adam(_Adam, torch.optim.Adam):
     __doc__ = f"""``torch.optim.Adam`` with a temperature (TorchOpt's is :class:`bayesopt_chain.Adam`).
 
-    ``D = (v / (1 - b2^t))^(1/2) + eps``, ``h = lr / (1 - b1^t)``; with ``amsgrad`` the largest ``v`` so far.
+    ``D = (v / (1 - b2^t))^(1/2) + eps`` with the averaged squared gradient ``v``, and ``h = lr / (1 - b1^t)``. With
+    ``amsgrad``, ``v`` is replaced by its largest value so far.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -96,10 +100,10 @@ class Adam(_Adam, torch.optim.Adam):
 class AdamW(_Adam, torch.optim.AdamW):
     __doc__ = f"""``torch.optim.AdamW`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdamW`).
 
-    Adam with decoupled decay, ``theta <- (1 - lr wd) theta - h V / D``: the level of its noise is that of
-    Adam times ``1 + b1 lr wd / (1 - b1)``, and the prior that is sampled has precision ``wd D / T``.
-    The variance is exact while lr falls. Where ``b1`` changes beside the decay it is off for a while: by at most
-    ``5 lr wd`` of itself where ``b1`` goes from 0.9 to 0.95, which is 0.5 % at lr 0.01 and ``wd`` 0.1.
+    Adam with decoupled weight decay ``wd``, ``theta <- (1 - lr wd) theta - h V / D``. The variance of its noise is that of
+    Adam times ``1 + b1 lr wd / (1 - b1)``, and the prior that is sampled has precision ``wd D / T``. The variance of the
+    parameters is exact while lr falls. If ``b1`` changes while ``wd > 0``, the variance is off for a while: by at most the
+    factor ``1 + 5 lr wd`` if ``b1`` goes from 0.9 to 0.95, which is 0.5 % at lr 0.01 and ``wd`` 0.1.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -112,7 +116,7 @@ class AdamW(_Adam, torch.optim.AdamW):
 class Adamax(_TwoMoments, torch.optim.Adamax):
     __doc__ = f"""``torch.optim.Adamax`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaMax`).
 
-    ``D`` is the running maximum ``exp_inf``, ``h = lr / (1 - b1^t)``.
+    ``D`` is the decayed running maximum ``exp_inf`` of the gradient's magnitude, and ``h = lr / (1 - b1^t)``.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -128,7 +132,8 @@ class Adamax(_TwoMoments, torch.optim.Adamax):
 class RAdam(_TwoMoments, torch.optim.RAdam):
     __doc__ = f"""``torch.optim.RAdam`` with a temperature (TorchOpt's is :class:`bayesopt_chain.RAdam`).
 
-    ``D = (v^(1/2) + eps) / (r (1 - b2^t)^(1/2))`` with RAdam's rectification ``r``, and ``D = 1`` before it sets in.
+    ``D = (v^(1/2) + eps) / (r (1 - b2^t)^(1/2))`` with the averaged squared gradient ``v`` and RAdam's rectification ``r``.
+    In the first updates, in which RAdam does not rectify, ``D = 1``.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -151,9 +156,10 @@ class RAdam(_TwoMoments, torch.optim.RAdam):
 class NAdam(_TwoMoments, torch.optim.NAdam):
     __doc__ = f"""``torch.optim.NAdam`` with a temperature.
 
-    Adam with Nesterov's momentum: ``theta <- theta - (h_1 g + h V) / D``, two branches with a noise each. With
-    ``mu_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and the product ``Pi_t`` of these, ``h_1 = lr (1 - mu_t) / (1 -
-    Pi_t)`` and ``h = lr mu_{{t+1}} / (1 - Pi_{{t+1}})``. 8 bytes a parameter more than NAdam itself.
+    Adam with Nesterov's momentum: ``theta <- theta - (h_1 g + h V) / D`` has two branches with a noise each. With
+    ``mu_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and the product ``Pi_t = mu_1 ... mu_t``, ``h_1 = lr (1 - mu_t) / (1 -
+    Pi_t)`` and ``h = lr mu_{{t+1}} / (1 - Pi_{{t+1}})``. The two last draws take 8 bytes per parameter, in float32, in
+    addition to NAdam's own state.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -163,6 +169,7 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
     """
 
     def _momenta(self, group: dict[str, Any], updates: int) -> tuple[float, float]:
+        """Return ``mu_t`` and ``mu_{t+1}`` at update ``t``."""
         b1, decay = float(group["betas"][0]), float(group["momentum_decay"])
         now, then = (b1 * (1.0 - 0.5 * 0.96 ** (t * decay)) for t in (updates, updates + 1))
         return now, then
@@ -188,8 +195,9 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
 class RMSprop(Sampling, torch.optim.RMSprop):
     __doc__ = f"""``torch.optim.RMSprop`` with a temperature (TorchOpt's is :class:`bayesopt_chain.RMSProp`).
 
-    ``D = v^(1/2) + eps``, centred ``(v - m^2)^(1/2) + eps``. Momentum stands behind the scaling: ``V <- mu V + g / D``,
-    ``theta <- theta - lr V``, and the noise of ``V`` is ``D^(-1/2) e``. Without momentum this is pSGLD.
+    ``D = v^(1/2) + eps`` with the averaged squared gradient ``v``, and with ``centered`` ``D = (v - m^2)^(1/2) + eps`` with
+    the averaged gradient ``m``. The momentum averages scaled gradients, ``V <- mu V + g / D``, ``theta <- theta - lr V``, so
+    that the noise of ``V`` is ``D^(-1/2) e``. Without momentum this is preconditioned SGLD (pSGLD).
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -221,9 +229,9 @@ class RMSprop(Sampling, torch.optim.RMSprop):
 class Adagrad(Sampling, torch.optim.Adagrad):
     __doc__ = f"""``torch.optim.Adagrad`` with a temperature (TorchOpt's is :class:`bayesopt_chain.AdaGrad`).
 
-    ``D`` is the root of the summed squares plus eps, ``h = lr / (1 + (t - 1) lr_decay)``, no momentum. ``D`` grows for
-    ever, so that the chain slows down unless it is frozen. Elements that have had no gradient yet do not move.
-   
+    ``D`` is the root of the summed squared gradients plus eps, and ``h = lr / (1 + (t - 1) lr_decay)``. There is no momentum.
+    ``D`` grows without bound, so that the chain slows down unless ``D`` is frozen. Elements whose gradient has always been
+    zero do not move.
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -239,4 +247,5 @@ class Adagrad(Sampling, torch.optim.Adagrad):
 
     def _denominator(self, group: dict[str, Any], updates: int, get: Callable[[str], Tensor]) -> Tensor:
         total = get("sum")
+        # an infinite denominator keeps noise from elements that torch does not move
         return torch.where(total > 0.0, total.sqrt().add_(group["eps"]), float("inf"))

@@ -1,8 +1,8 @@
-"""Any chain of gradient transformations as a ``torch.optim.Optimizer``.
+"""Run any chain of gradient transformations as a ``torch.optim.Optimizer``.
 
 Each parameter group has a chain of its own. A step calls ``updates, state = tx.update(grads, state, params=params,
-inplace=False)`` for each, and adds the updates to the parameters, so that its bits are those of the functional form. Gradients
-are read and never changed.
+inplace=False)`` for each group and adds the updates to the parameters, so that its results are equal, bit for bit, to those of
+the functional form. Gradients are read and never changed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         params: tensors, ``named_parameters()``, or dicts (groups), as in torch.
         make_chain: ``make_chain(group)`` returns the chain of a group. It is called once for each group, with the
             hyperparameters of the group and without its parameters. A number that it reads becomes a constant of the chain,
-            and a step refuses if the group's number has changed since. A 0-d tensor is read at every step instead, and
+            and a step raises if the group's number has changed since. A 0-d tensor is read at every step instead, and
             torch's schedulers write into such a tensor: ``lr=torch.tensor(0.1)``.
-        defaults: hyperparameters of groups that do not name their own.
+        defaults: hyperparameters for groups that do not give a value of their own.
 
-    ``state_dict()`` holds the chain's tensors in the group, as a list in optree's order, and loads with
-    ``weights_only=True``. Parameters without a gradient are handed to the chain with gradient ``None``.
+    ``state_dict()`` holds the tensors of the chain's state in each group, as a list in the order of ``optree.tree_leaves``,
+    and loads with ``weights_only=True``. The chain gets ``None`` as the gradient of a parameter that has none.
 
     Raises:
-        TypeError: ``make_chain`` gives no gradient transformation.
-        ValueError: at a step, a hyperparameter that was built into the chain has changed; on loading, another chain's
-            state.
+        TypeError: ``make_chain`` returns no gradient transformation.
+        ValueError: at a step, a hyperparameter that was built into the chain has changed; on loading, the state of another
+            chain.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -66,7 +66,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         """Add parameters with a chain of their own.
 
         Args:
-            param_group: as in torch, with the hyperparameters that the chain is made of.
+            param_group: as in torch, with the hyperparameters that ``make_chain`` reads.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -86,9 +86,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         self._show_a_state()
 
     def _show_a_state(self) -> None:
-        """Make an empty entry for each parameter, and one in each group, for ``torch.distributed.checkpoint``.
+        """Make an empty state entry for each parameter, and an entry ``chain_state`` in each group.
 
-        It makes a step where a parameter has none, and of flattened state dicts it loads what the groups have entries for.
+        ``torch.distributed.checkpoint`` needs both. It would make a step for a parameter without a state entry, and from a
+        flattened state dict it loads only what the groups have entries for.
         """
         for group in self.param_groups:
             group["chain_state"] = ()
@@ -102,10 +103,11 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, as in torch.
 
         Returns:
-            What the closure returned; ``None`` without one.
+            The loss that the closure returned; ``None`` without a closure.
 
         Raises:
             TypeError: a closure that is no function.
+            ValueError: a hyperparameter that was built into the chain as a number has changed. Nothing has moved then.
         """
         if closure is not None:
             _arguments.require_closure("bc.optim.Optimizer", closure)
@@ -124,7 +126,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return loss
 
     def _claims(self) -> list[Claim]:
-        """Say which parameters are about to get noise, for the comparison of ranks; leaves are numbered by group and place."""
+        """List the parameters that are about to get noise, so that ranks can compare their lists.
+
+        A claim names a parameter by the number of its group and its index in the group.
+        """
         out: list[Claim] = []
         for i, (group, built) in enumerate(zip(self.param_groups, self._chains)):
             for entry in built.state if isinstance(built.state, tuple) else ():
@@ -140,10 +145,10 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` goes on from.
+        """Return the state of the optimizer, for :meth:`load_state_dict`.
 
         Returns:
-            A dictionary in torch's format, in which ``chain_state`` of each group lists the tensors of its chain's state.
+            A dictionary in torch's format. In each group, ``chain_state`` lists the tensors of the chain's state.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -158,16 +163,16 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of the same chains on the same parameters.
+        """Load a state dict of the same chains on the same parameters.
 
         Args:
-            state_dict: of :meth:`state_dict`.
+            state_dict: a result of :meth:`state_dict`.
 
         Raises:
-            TypeError: what is no state dict of an optimizer.
-            ValueError: its chain states have other shapes, as those of another chain or of other parameters.
+            TypeError: ``state_dict`` is no state dict of an optimizer.
+            ValueError: its chain states have other shapes than these, as those of another chain or of other parameters have.
         """
-        # a full state dict of torch.distributed.checkpoint has no "state" where it would be empty
+        # torch.distributed.checkpoint leaves an empty "state" out of a full state dict
         state_dict = {"state": {}, **state_dict} if isinstance(state_dict, dict) else state_dict
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
@@ -179,10 +184,8 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "param_groups": saved})
         self._show_a_state()
         for group, tensors, built, state in zip(self.param_groups, mine, self._chains, states):
-            for (
-                name,
-                tensor,
-            ) in tensors.items():  # the chain reads these tensors, so that they have to stay the same objects
+            # the chain reads these tensors at every step, so that they have to stay the same objects
+            for name, tensor in tensors.items():
                 tensor.fill_(float(group[name]))
                 group[name] = tensor
             built.load(state)
@@ -198,11 +201,11 @@ class _Built:
     Attributes:
         tx: the chain.
         state: the chain's state.
-        numbers: the hyperparameters that ``make_chain`` read as numbers, by name, which the chain holds as constants.
+        numbers: by name, the hyperparameters that ``make_chain`` read as numbers. The chain holds them as constants.
     """
 
     def __init__(self, make_chain: MakeChain, group: dict[str, Any]) -> None:
-        seen = _Reads({k: v for k, v in group.items() if k not in ("params", "param_names", "chain_state")})
+        seen = _RecordedOptions({k: v for k, v in group.items() if k not in ("params", "param_names", "chain_state")})
         self.tx = make_chain(seen)
         if not isinstance(self.tx, GradientTransformation):
             raise TypeError(
@@ -220,7 +223,7 @@ class _Built:
         self.state = self.tx.init(group["params"])
 
     def check(self, group: dict[str, Any]) -> None:
-        """Refuse a group in which a number has changed that the chain holds as a constant."""
+        """Raise ValueError if a number that the chain holds as a constant has changed in the group."""
         for name, value in self.numbers.items():
             if group[name] != value:
                 raise ValueError(
@@ -229,7 +232,7 @@ class _Built:
                 )
 
     def step(self, params: list[Tensor]) -> None:
-        """Move the parameters, unless none of them has a gradient."""
+        """Add one update to the parameters. If none of them has a gradient, nothing is done."""
         grads = [p.grad for p in params]
         if all(g is None for g in grads):
             return
@@ -237,7 +240,7 @@ class _Built:
         add(params, updates, inplace=True)
 
     def accepts(self, saved: list[Tensor] | None) -> None:
-        """Refuse tensors that are not the state of a chain like this one."""
+        """Raise ValueError if saved tensors have other shapes than the state of this chain."""
         mine = optree.tree_leaves(self.state)
         shapes = None if saved is None else [tuple(x.shape) for x in saved]
         if shapes != [tuple(x.shape) for x in mine]:
@@ -247,7 +250,10 @@ class _Built:
             )
 
     def load(self, saved: list[Tensor]) -> None:
-        """Take copies of saved tensors for the chain's state, of whole ones this rank's part where the state is spread."""
+        """Set the chain's state to copies of saved tensors.
+
+        Where the state holds a DTensor and the saved tensor is plain, this rank takes its part of the saved tensor.
+        """
         leaves, spec = optree.tree_flatten(self.state)
         laid = [
             cut_like(new, old) if is_dtensor(old) and not is_dtensor(new) else new for old, new in zip(leaves, saved)
@@ -256,8 +262,8 @@ class _Built:
         self.state = optree.tree_unflatten(spec, fresh)
 
 
-class _Reads(dict):
-    """The hyperparameters of a group, which remember those that were read."""
+class _RecordedOptions(dict):
+    """The hyperparameters of a group; ``read`` holds the names of those that were read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

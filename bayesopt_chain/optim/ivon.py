@@ -1,15 +1,17 @@
-r"""IVON as a ``torch.optim.Optimizer``: a diagonal Gaussian posterior at the cost of Adam, of whole and of sharded parameters.
+r"""IVON as a ``torch.optim.Optimizer``: a diagonal Gaussian posterior at the cost of Adam.
 
-With ``theta = m + sigma eps``, ``sigma^2 = T / (h + delta)`` the parameters at which the gradient ``g`` of the mean loss per
-datum was taken, ``t`` the number of the step and ``h_0`` the first Hessian (Shen et al., 2024, algorithm 1; ``lambda = 1 / T``)
+The method is algorithm 1 of Shen et al. (2024), "Variational learning is effective for large deep networks"
+(https://arxiv.org/abs/2402.17641), with ``lambda = 1 / T``. The gradient ``g`` of the mean loss per datum is taken at the draw
+``theta = m + sigma eps`` with ``sigma^2 = T / (h + delta)`` and ``eps`` standard normal. At step ``t``, with the initial
+Hessian ``h_0``,
 
     v <- beta1 v + (1 - beta1) g                          v-bar = v / (1 - beta1^t)
     h <- beta2 h + (1 - beta2) h-hat + (1 - beta2)^2 (h - h-hat)^2 / (2 (h + delta)),          h-hat = g eps / sigma
     m <- m - lr (h_0 + delta) (v-bar + delta m) / (h + delta)
 
-All of it is elementwise, and ``eps`` is a function of (key, leaf, element, step), so that a rank which holds some elements of a
-DTensor (``fully_shard``, tensor parallelism) computes them alone and sends nothing. :func:`bayesopt_chain.vi.ivon` is the same
-for parameters that are handed to a loss.
+All operations are elementwise, and ``eps`` is a function of (key, leaf, element, step). A rank that holds some elements of a
+DTensor (``fully_shard``, tensor parallelism) therefore updates these without messages to other ranks.
+:func:`bayesopt_chain.vi.ivon` is the same method for losses that take the parameters as an argument.
 """
 
 from __future__ import annotations
@@ -30,33 +32,38 @@ from bayesopt_chain.optim import _arguments, _noise
 from bayesopt_chain.optim._ranks import OnRanks
 from bayesopt_chain.random.philox import draw_elements, parts_of_leaves
 
-_POSTERIOR = 2**62  # counts from here on number the draws that are asked for by number
+_POSTERIOR = 2**62  # counts from here on are those of draws for predictions, which no count of steps reaches
 
 
 class IVON(OnRanks, torch.optim.Optimizer):
     """Improved variational online Newton (Shen et al., 2024): the parameters are the mean of a diagonal Gaussian posterior.
 
-    The loss is evaluated at a draw, inside of :meth:`sampled`; :meth:`step` then moves mean and precision. Gradients of
-    several microbatches may be accumulated at one draw. Ranks that hold replicas (DistributedDataParallel) or parts
-    (``fully_shard``, tensor parallelism) of one model draw the same point, and average or scatter gradients as they do.
+    The loss is evaluated at a draw from the posterior, inside of :meth:`sampled`. :meth:`step` then updates mean and precision.
+    The gradients of several microbatches may be accumulated at one draw. Ranks that hold replicas (DistributedDataParallel)
+    or parts (``fully_shard``, tensor parallelism) of one model make the same draw, and the wrapper averages or scatters their
+    gradients as usual.
 
     Args:
-        params: as in torch: tensors, ``named_parameters()``, or dicts (groups). Draws are numbered by names.
-        lr: learning rate.
+        params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The draws of a parameter depend on its name, or
+            on its index if parameters have no names.
+        lr: learning rate, a number or a tensor with one element.
         temperature: ``1 / N`` for a loss that is a mean over ``N`` data (the paper's ``1 / lambda``); positive.
-        betas: weights of the past in the averages of gradients and Hessians. The default 0.99999 of the second is for training
-            of 100,000 steps and more; for ``t`` steps ``1 - 5 / t`` forgets the first Hessian.
-        weight_decay: ``delta``, the prior of precision ``delta / temperature`` about zero, which the loss then leaves out.
-        init_hessian: first Hessian per datum, positive.
-        rescale_lr: multiply lr by ``init_hessian + weight_decay``, so that at first it is SGD's.
-        clip_radius: bound on each entry of the preconditioned gradient.
-        generator: source of the draws' key (default: torch's global generator). Of several ranks each needs
+        betas: ``(beta1, beta2)``, the decays of the averages of gradients and of Hessians. The default ``beta2 = 0.99999`` is
+            for training of 100,000 steps and more; in a run of ``t`` steps ``beta2 = 1 - 5 / t`` forgets the initial Hessian.
+        weight_decay: ``delta``. It is a Gaussian prior of mean zero and precision ``delta / temperature``, which the loss must
+            not contain. Default 0.
+        init_hessian: the initial Hessian ``h_0`` per datum, positive. Default 1.
+        rescale_lr: multiply lr by ``init_hessian + weight_decay``, so that the first steps are as long as those of SGD with
+            this lr. Default True.
+        clip_radius: bound on the magnitude of each entry of the preconditioned gradient. Default: no bound.
+        generator: source of the key of the draws (default: torch's global generator). On several ranks each needs
             ``bc.distributed.generator(seed)``.
 
-    State: two tensors a parameter, ``momentum`` and ``hessian``, laid out as the parameter. While a draw is in the parameters
-    the means are kept beside them.
+    The state of a parameter is two tensors of its shape and layout, ``momentum`` (``v``) and ``hessian`` (``h``). Inside of
+    :meth:`sampled` a copy of the means is kept too.
 
     Raises:
+        TypeError: an argument of a wrong type.
         ValueError: numbers out of range; several ranks and no generator; at a step, no draw since the last one.
 
     Example:
@@ -99,12 +106,11 @@ class IVON(OnRanks, torch.optim.Optimizer):
         if not (float(lr) >= 0.0 and weight_decay >= 0.0):
             raise ValueError(f"{self._name}: lr and weight_decay must not be negative, got {lr} and {weight_decay}")
         require_named_chain(self._name, generator)
-        self._seed = None if generator is None else generator.initial_seed()  # by which a run on disk knows it
+        self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         given["betas"] = tuple(betas)
-        self._means: list[tuple[Tensor, Tensor]] | None = (
-            None  # local parameters and their means, while a draw is in them
-        )
-        self._has_draw = False  # whether one was made since the last step
+        # pairs of a local parameter and its mean while the parameters hold a draw, else None
+        self._means: list[tuple[Tensor, Tensor]] | None = None
+        self._has_draw = False  # whether a draw was made since the last step
         with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
             super().__init__(params, {**given, "noise_count": 0})
         key = _noise.shared_key(generator, self.param_groups)
@@ -112,10 +118,13 @@ class IVON(OnRanks, torch.optim.Optimizer):
             group["noise_key"] = key
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose state is made at once.
+        """Add a group of parameters, and make its state.
 
         Args:
             param_group: as in torch, with any of this class's options.
+
+        Raises:
+            TypeError: ``param_group`` is no group, or an option has a wrong type.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -140,17 +149,17 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     @contextmanager
     def sampled(self, draw: int | None = None) -> Iterator[None]:
-        """Put a draw from the posterior into the parameters; the means return at the end.
+        """Replace the parameters by a draw from the posterior inside of a ``with`` block, and restore the means at its end.
 
         Args:
-            draw: the number of a draw, from 0, for predictions: the same number gives the same ``eps`` at any time. ``None``
-                (default): the draw of the step that follows, whose gradients are to be taken inside.
+            draw: the number of a draw for predictions, counted from 0. The same number gives the same ``eps`` at any time.
+                ``None`` (default) makes the draw of the next step, whose gradients have to be taken inside of the block.
 
         Returns:
             A context manager.
 
         Raises:
-            ValueError: inside of another draw.
+            ValueError: the parameters hold a draw already.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -181,17 +190,28 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move mean and precision by the gradients that were taken at the last draw.
+        """Update mean and precision by the gradients that were taken at the last draw.
 
         Args:
-            closure: evaluates the model and its gradients, and returns the loss; called at a new draw.
+            closure: evaluates the model and its gradients, and returns the loss. It is called at a new draw.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; ``None`` without a closure.
 
         Raises:
-            TypeError: a closure that is no function.
-            ValueError: no draw since the last step, or inside of one; a plain gradient of a DTensor.
+            TypeError: ``closure`` is no function.
+            ValueError: there was no draw since the last step, or the parameters still hold it; the gradient of a DTensor is a
+                plain tensor.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.ones(2, requires_grad=True)
+            >>> optimizer = bc.optim.IVON([theta], 0.1, temperature=0.01)
+            >>> with optimizer.sampled():
+            ...     theta.square().sum().backward()
+            >>> optimizer.step()
+            >>> bool((theta < 1.0).all())
+            True
         """
         if closure is not None:
             _arguments.require_closure(self._name, closure)
@@ -216,6 +236,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         return loss
 
     def _move(self, group: dict[str, Any], p: Any, number: int) -> None:
+        """Update ``v``, ``h`` and ``m`` of one leaf in place, by the equations of the module."""
         m, g = _local(p.detach()), _gradient(p)
         v, h = (_local(self.state[p][name]) for name in ("momentum", "hessian"))
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
@@ -228,10 +249,10 @@ class IVON(OnRanks, torch.optim.Optimizer):
         m.add_((force / (h + delta)).clamp_(-group["clip_radius"], group["clip_radius"]), alpha=-lr * scale)
 
     def variances(self) -> dict[str, Tensor]:
-        """The variance of every parameter, ``T / (h + delta)``.
+        """Return the variance of every element of the parameters, ``sigma^2 = T / (h + delta)``.
 
         Returns:
-            By name, or by index where there are no names, tensors as the parameters are laid out.
+            By name, or by index if parameters have no names, tensors with the shapes and the layout of the parameters.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -245,6 +266,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         return dict(zip(self._names(), values))
 
     def _names(self) -> tuple[str, ...]:
+        """Return the names of all parameters: those given to ``bc.distributed.part``, else their own, else their indices."""
         names: list[str] = []
         for group in self.param_groups:
             own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
@@ -253,7 +275,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         return tuple(names)
 
     def _leaves(self) -> Iterator[tuple[dict[str, Any], Any, int]]:
-        """Group, parameter and number of every leaf."""
+        """Yield the group, the parameter and the number in the random stream of every leaf."""
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         for (group, p), number in zip(params, _noise.leaf_numbers(self._names())):
             yield group, p, number
@@ -263,13 +285,13 @@ class IVON(OnRanks, torch.optim.Optimizer):
         self._means, self._has_draw = None, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, with its draws.
+        """Load a state dict of this class. The draws go on as they would have in the saved run.
 
         Args:
-            state_dict: from ``state_dict()``.
+            state_dict: a result of ``state_dict()``.
 
         Raises:
-            TypeError: what is no state dict of an optimizer.
+            TypeError: ``state_dict`` is no state dict of an optimizer.
         """
         _arguments.require_state_dict(f"{self._name}.load_state_dict", state_dict)
         super().load_state_dict(state_dict)
@@ -278,11 +300,12 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
 
 def _local(x: Any) -> Tensor:
+    """Return this rank's local tensor of a DTensor, and a plain tensor as it is."""
     return local_of(x) if is_dtensor(x) else x
 
 
 def _gradient(p: Any) -> Tensor:
-    """This rank's part of the gradient, brought to the parameter's placements."""
+    """Return this rank's part of the gradient, redistributed to the placements of the parameter if it has others."""
     g = p.grad
     if not is_dtensor(p):
         return g
@@ -294,17 +317,19 @@ def _gradient(p: Any) -> Tensor:
 
 
 def _sigma(group: dict[str, Any], h: Tensor) -> Tensor:
+    """Return the standard deviation ``(T / (h + delta))^(1/2)``."""
     return (group["temperature"] / (h + group["weight_decay"])).sqrt()
 
 
 def _eps(group: dict[str, Any], p: Any, x: Tensor, number: int, count: int) -> Tensor:
-    """The standard normals of a leaf's elements that are here, at a count of steps."""
+    """Return the standard normals ``eps`` of the elements of a leaf that this rank holds, at a count of steps."""
     key, at = (torch.tensor(value, device=x.device) for value in (group["noise_key"], count))
     (eps,) = draw_elements(key, at, parts_of_leaves((elements_of(p),), (number,)), x.dtype)
     return eps.view(x.shape)
 
 
 def _claim(group: dict[str, Any], p: Any, number: int) -> Claim:
+    """Describe the noise that a leaf gets in this step, so that ranks can compare it."""
     gradient = None if p.grad is None or p.grad.is_sparse else _gradient(p)
     return Claim(
         str(number), group["noise_key"], number, elements_of(p), group["noise_count"], _local(p.detach()), gradient

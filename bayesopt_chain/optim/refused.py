@@ -1,14 +1,16 @@
-"""torch's optimizers for which no matched noise is known: theirs at temperature 0, refused by name above.
+"""The optimizers of torch for which no matched noise is known.
+
+At temperature 0 they make torch's own steps. A temperature above 0 raises ValueError, with the reason and an alternative:
 
 | class | why no temperature above 0 | what to use instead |
 | --- | --- | --- |
-| Adadelta | its scale is fed by its own updates, noise included, and would heat itself | RMSprop, Adam |
-| Adafactor | its step size depends on the parameters and its update is clipped: no linear function of the gradient | Adam |
+| Adadelta | its scale is computed from its own updates, noise included, which would heat the chain | RMSprop, Adam |
+| Adafactor | its step size depends on the parameters, and it clips its update: the step is not linear in the gradient | Adam |
 | ASGD | it averages its iterates inside its step, before noise could enter | SGLD, and average the draws |
 | LBFGS | it searches along lines and evaluates the loss several times a step | SGHMC |
-| Muon | it orthogonalises its momentum: memory before a non-linear map, behind which no noise can be matched | SGHMC |
-| Rprop | it uses the gradient's sign alone, which no temperature belongs to | RMSprop |
-| SparseAdam | it moves only rows that have a gradient, while a sample moves all | Adam with ``sparse=False`` |
+| Muon | it orthogonalises its momentum, and no matched noise is known for a non-linear map of a memory | SGHMC |
+| Rprop | it uses only the sign of the gradient, so that its steps sample no temperature | RMSprop |
+| SparseAdam | it moves only rows that have a gradient, while noise has to move all rows | Adam with ``sparse=False`` |
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from bayesopt_chain.optim._sampling import Sampling
 
 
 def _refused(theirs: type[torch.optim.Optimizer], reason: str, hint: str) -> Any:
-    """Make the class of this package that refuses every temperature but 0."""
+    """Make a subclass of a torch optimizer that refuses every temperature but 0.
+
+    Args:
+        theirs: the class of ``torch.optim``.
+        reason: why no noise is known, as the rest of a sentence that begins with the name of the class.
+        hint: what to use instead.
+    """
     name = theirs.__name__
     doc = f"""``torch.optim.{name}`` at temperature 0; a temperature above 0 is refused: {name} {reason}.
 

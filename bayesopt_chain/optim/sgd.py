@@ -1,4 +1,9 @@
-r"""SGD and heavy-ball momentum with a temperature: SGD, SGLD, SGHMC."""
+r"""``torch.optim.SGD`` with a temperature, with or without momentum: SGD, SGLD, SGHMC.
+
+:class:`SGLD` and :class:`SGHMC` are :class:`SGD` with other arguments. The samplers are those of Welling and Teh (2011) and of
+Chen, Fox and Guestrin (2014), with the noise of :mod:`bayesopt_chain.optim._rule`, which makes them exact on quadratic losses
+at every stable learning rate.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +19,66 @@ from bayesopt_chain.optim._refusals import momentum_of
 from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
-_TOLD = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
-_ALWAYS = Clock(1)  # no number of these steps depends on their count
+# the options of a group that torch's fused kernel takes, with their types
+_KERNEL_OPTIONS = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
+_ALWAYS = Clock(1)  # one clock for all steps, since no number of SGD's step depends on the count of steps
 
 
 class SGD(Sampling, torch.optim.SGD):
     r"""``torch.optim.SGD`` with a temperature (TorchOpt's is :class:`bayesopt_chain.SGD`).
 
-    At ``temperature=0`` this is torch's own step, to the last bit, whichever of torch's implementations runs. At a
-    temperature ``T > 0`` noise follows torch's step (:mod:`bayesopt_chain.optim._rule`), such that at constant
-    hyperparameters the parameters sample ``exp(-loss / T)``, exactly for every quadratic loss and stable lr. With
-    ``V`` the momentum buffer, ``b = 1 - dampening`` and ``xi_t`` standard normals,
+    At ``temperature=0`` this is torch's own step, bit for bit, in each of torch's implementations. At a temperature
+    ``T > 0`` noise is added after torch's step (:mod:`bayesopt_chain.optim._rule`), such that at constant hyperparameters
+    the parameters sample ``exp(-loss / T)``. This is exact for every quadratic loss and stable lr. With the momentum buffer
+    ``V``, the gradient ``g``, ``b = 1 - dampening`` and standard normals ``xi_t``,
 
         V <- mu V + b g,    theta <- theta - lr V                                                    (torch)
         e = (b T (1 - mu) / (2 lr))^(1/2) (xi_t + xi_{t-1}),    V <- V + e,    theta <- theta - lr e
 
-    Nesterov is ``theta <- theta - lr g - lr mu V``: two branches with a noise each, the second of step size ``lr mu``.
-    Weight decay is in the gradient: an exact Gaussian prior of precision ``weight_decay / T``. ``maximize`` samples
-    ``exp(+loss / T)``. Where neither ``foreach`` nor ``fused`` is given, torch's step is its fused kernel at ``T > 0`` (on a
-    CPU, in float32 and float64, without dampening, from the second step on), one unit in the last place away.
+    With Nesterov's momentum the step is ``theta <- theta - lr g - lr mu V``, which has two branches with a noise each; the
+    second branch has the step size ``lr mu``. Weight decay is part of the gradient, and is an exact Gaussian prior of
+    precision ``weight_decay / T``. ``maximize`` samples ``exp(+loss / T)``. If neither ``foreach`` nor ``fused`` is given,
+    the step at ``T > 0`` uses torch's fused kernel (on a CPU, in float32 and float64, without dampening, from the second
+    step on), whose result differs by one unit in the last place.
 
-    Everything in a parameter group is read at every step, ``temperature`` included. Along an lr that falls, and momenta that
-    rise, the variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`). At a rise of lr it does not: under cosine
+    Everything in a parameter group is read at every step, ``temperature`` included. While lr falls or momentum rises, the
+    variance stays exact at every step (:mod:`bayesopt_chain.optim._rule`). When lr rises it does not: under cosine
     cycles with restarts it is off by -21 % to +36 % at the restart, at most 7 % RMS, while ``lr * curvature <= 0.3``. After
-    a change of temperature it goes to the new value without overshooting. ``lr = 0`` moves nothing.
+    a change of temperature the variance goes to its new value without overshooting. ``lr = 0`` moves nothing.
 
     Args:
-        params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The noise of a parameter is numbered by
-            its name, bare ones by their index.
-        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused: torch's.
+        params: as in torch: tensors, ``named_parameters()``, or dicts (groups). The noise of a parameter depends on its name,
+            or on its index if parameters have no names.
+        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused: as in ``torch.optim.SGD``.
         temperature: a number or a 0-d tensor (read at every step). With a loss that is a mean over ``N`` data
-            ``1 / N`` samples the posterior.
-        generator: source of the noise's key, used once, when the optimizer is made. Default: torch's global generator, used
-            when a temperature is first above 0.
+            ``1 / N`` samples the posterior. Default 0.
+        generator: source of the key of the noise, used once, when the optimizer is made. Default: torch's global generator,
+            used when a temperature is first above 0.
         stream: ``"generator"`` (default on a CPU) is torch's generator, reseeded with 32 bits for every leaf and step:
-            among ``n`` leaf-steps about ``n^2 / 2^33`` pairs share a draw. ``"philox"`` (always used on other devices)
-            has none; on a CPU it pays for leaves of 10^4 elements and more, where a C++ compiler is found.
-        keep_draws: ``False`` makes the last draw again in every step instead of keeping it, the same to the last bit: 4 bytes
-            a parameter less, for a second draw a step. It asks for Philox: ``stream="philox"`` on a CPU, the default elsewhere.
-
-        heat_guard, steps_per_epoch: watch for the heat of minibatches (docs/minibatches.md); ``None`` does not.
+            among ``n`` draws of a leaf at a step about ``n^2 / 2^33`` pairs are equal. ``"philox"`` (always used on other
+            devices) has no equal draws; on a CPU it is faster for leaves of 10^4 elements and more, if a C++ compiler is found.
+        keep_draws: ``False`` makes the last draw again in every step, bit for bit, instead of keeping it. This saves 4 bytes
+            per parameter in float32, and costs a second draw per step. It needs Philox: ``stream="philox"`` on a CPU, the
+            default on other devices. Default: True.
+        heat_guard: ``"warn"`` (default) or a :class:`bayesopt_chain.diagnostics.HeatGuard` warns if the noise of minibatches
+            raises the temperature (docs/minibatches.md). ``None``: no guard.
+        steps_per_epoch: the number of steps in an epoch, for the default guard. Default: unknown.
         room_for: a report of :func:`bayesopt_chain.diagnostics.heating`, made for the chain of these numbers (``bc.sgd``,
-            ``bc.sghmc``, ``bc.sgld``) at ``dict(model.named_parameters())`` or at the list of parameters. The draws then leave
-            room for the noise that minibatches bring, as :func:`bayesopt_chain.inject_langevin_noise` says. It is for one group
-            of plain parameters at constant numbers without Nesterov's momentum, which all have a gradient in every step. A
-            state dict knows of it, and the guard does not look.
+            ``bc.sghmc``, ``bc.sgld``) at ``dict(model.named_parameters())`` or at the list of parameters. The draws are then
+            reduced by the noise that minibatches bring, as in :func:`bayesopt_chain.inject_langevin_noise`. It needs one group
+            of plain parameters, constant numbers without Nesterov's momentum, and a gradient of every parameter in every
+            step. State dicts hold the identity of the report, and there is no heat guard. Default: none.
 
-    State: in float32, 8 bytes a parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
+    The state takes, in float32, 8 bytes per parameter with momentum (velocity and last draw), 4 without, 12 with Nesterov.
 
     Raises:
         ValueError: at T > 0: momentum outside [0, 1), dampening of 1 or more, a negative lr, ``differentiable`` with an
             lr or weight decay that requires grad, complex parameters, or ``stream="generator"`` for parameters that are
-            spread over ranks; a negative or infinite temperature; ``room_for`` of another chain, order, dtype or parameters.
+            sharded over ranks; a negative or infinite temperature; ``room_for`` of another chain, order, dtype or parameters.
             Nothing has moved then.
 
-    The noise does not reach the model's own draws: dropout takes torch's global generator. :func:`as_step` seeds it
-    too.
+    The key of the noise does not seed the model's own random numbers: dropout uses torch's global generator. :func:`as_step`
+    seeds that one too.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -103,11 +112,14 @@ class SGD(Sampling, torch.optim.SGD):
         if not plan.moves or None in grads:
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
-            fused_sgd_(move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _TOLD})
+            fused_sgd_(move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _KERNEL_OPTIONS})
 
     def _fused_moves(self, plan: Plan) -> list[FusedMove]:
-        """What torch's fused kernel is to do; nothing where a group asks for another implementation or for dampening, and where
-        a leaf has no noise or no velocity yet."""
+        """List the calls of torch's fused kernel that make the step.
+
+        The list is empty if the kernel cannot be used: a group asks for another implementation or has dampening, or a leaf gets
+        no noise or has no velocity yet.
+        """
         moves: list[FusedMove] = []
         for group in self.param_groups:
             work = [w for w in plan.noisy if w.group is group]
@@ -137,17 +149,17 @@ class SGD(Sampling, torch.optim.SGD):
 
 
 class SGHMC(SGD):
-    """SGD with momentum 0.9 that samples; :func:`bayesopt_chain.sghmc` as a ``torch.optim.Optimizer``.
+    """Stochastic gradient Hamiltonian Monte Carlo (Chen, Fox and Guestrin, 2014): SGD with momentum and a temperature.
 
-    The one-line change from ``torch.optim.SGD(params, lr, momentum=0.9)``. See :class:`SGD` for the equations, the
-    other arguments and what may change while it runs. 8 bytes of state a parameter in float32, the parameters not
-    copied.
+    It is :func:`bayesopt_chain.sghmc` as a ``torch.optim.Optimizer``, and replaces
+    ``torch.optim.SGD(params, lr, momentum=0.9)``. See :class:`SGD` for the equations, for the other arguments, and for the
+    hyperparameters that may change during a run. The state takes 8 bytes per parameter in float32.
 
     Args:
         params: as in :class:`SGD`.
-        lr: learning rate.
-        momentum: in [0, 1).
-        temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        lr: learning rate, a number or a 0-d tensor.
+        momentum: in [0, 1). Default 0.9.
+        temperature: a number or a 0-d tensor; ``1 / N`` for the posterior if the loss is a mean over ``N`` data.
         generator, stream: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 
@@ -176,15 +188,16 @@ class SGHMC(SGD):
 
 
 class SGLD(SGD):
-    """SGD that samples: Langevin dynamics; :func:`bayesopt_chain.sgld` as a ``torch.optim.Optimizer``.
+    """Stochastic gradient Langevin dynamics (Welling and Teh, 2011): SGD without momentum and with a temperature.
 
-    ``theta <- theta - lr g - (T lr / 2)^(1/2) (xi_t + xi_{t-1})``, exact on quadratic losses at every stable lr. Mixes
-    slowly: :class:`SGHMC` costs 4 bytes more a parameter. See :class:`SGD` for the other arguments.
+    It is :func:`bayesopt_chain.sgld` as a ``torch.optim.Optimizer``. The step is
+    ``theta <- theta - lr g - (T lr / 2)^(1/2) (xi_t + xi_{t-1})``, which is exact on quadratic losses at every stable lr. It
+    mixes more slowly than :class:`SGHMC`, which takes 4 bytes more per parameter. See :class:`SGD` for the other arguments.
 
     Args:
         params: as in :class:`SGD`.
-        lr: learning rate.
-        temperature: ``1 / N`` for the posterior where the loss is a mean over ``N`` data.
+        lr: learning rate, a number or a 0-d tensor.
+        temperature: a number or a 0-d tensor; ``1 / N`` for the posterior if the loss is a mean over ``N`` data.
         generator, stream: as in :class:`SGD`.
         kwargs: further arguments of :class:`SGD`.
 

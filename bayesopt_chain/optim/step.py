@@ -1,9 +1,9 @@
-"""A model, an optimizer and a loss as the step ``(params, state, batch) -> (params, state, Info)`` of this library.
+"""Turn a model, an optimizer and a loss into the step ``(params, state, batch) -> (params, state, Info)`` of this library.
 
-The model and the optimizer stay what they are and move in place: ``params`` are the model's own tensors and ``state``
-lists the optimizer's, with numbers (lr, count, key, the scheduler's) as 0-d tensors, so that a checkpoint of tensors
-holds everything. Handing the step anything but what it last returned loads that into model, optimizer and scheduler
-first.
+The step moves the model and the optimizer in place. ``params`` are the model's own tensors. ``state`` holds the optimizer's
+tensors, and its numbers (learning rate, count, key, those of the scheduler) as 0-d tensors, so that a checkpoint that holds
+tensors only is complete. If the step is called with other parameters or another state than it last returned, it loads them
+into the model, the optimizer and the scheduler first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ ModelLoss = Callable[[nn.Module, Any], Any]
 
 
 class ModelStep:
-    """What :func:`as_step` returns. ``step.params`` and ``step.state`` are where it starts.
+    """The step that :func:`as_step` returns. A loop starts from ``step.params`` and ``step.state``.
 
-    Optimizers make parts of their state in the first step: a saved state may hold more than ``step.state`` does.
+    Attributes:
+        inplace: True, since a step overwrites the tensors of the model.
+        grows: True, since an optimizer makes parts of its state in the first step: a saved state may hold more tensors than
+            ``step.state`` does before the first step.
     """
 
     inplace = True
@@ -47,7 +50,7 @@ class ModelStep:
                 "with bc.distributed.part (docs: many ranks)"
             )
         replicated = is_replicated(model)
-        self._rank = world().rank if replicated else 0  # replicas have dropout masks of their own
+        self._rank = world().rank if replicated else 0  # added to the seed: replicas draw different dropout masks
         named: Any = model.module if isinstance(model, DistributedDataParallel) else model
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
@@ -80,19 +83,23 @@ class ModelStep:
         return self.params, self.state, Info(loss.detach(), detach(aux))
 
     def _keep_apart(self, apart: bool) -> None:
-        """Learn from ``sample(path=)`` whether it keeps each rank's draws as another chain; equal ones are refused then."""
+        """Store whether ``sample(path=)`` keeps the draws of each rank as a chain of its own.
+
+        If it does, the optimizer refuses ranks that draw the same noise.
+        """
         if isinstance(self.optimizer, OnRanks):
             self.optimizer._witness.apart = apart
 
     def grown(self) -> dict[str, Any]:
-        """The state with every tensor that the optimizer will make in its first step; nothing moves."""
+        """Return the state with every tensor that the optimizer will make in its first step. No parameter moves."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        get_optimizer_state_dict(self.model, self.optimizer)  # of an optimizer without a state it makes one
+        get_optimizer_state_dict(self.model, self.optimizer)  # makes the state of an optimizer that has none
         self.state = self._pack()
         return self.state
 
     def _pack(self) -> dict[str, Any]:
+        """Return the state of optimizer, buffers, step and scheduler as nested dictionaries of tensors."""
         out = {
             "optimizer": _tensors(self.optimizer.state_dict()),
             "buffers": {name: b.detach() for name, b in self._buffers.items()},
@@ -104,7 +111,7 @@ class ModelStep:
 
     @torch.no_grad()
     def _load(self, params: Any, state: Any) -> None:
-        """Make model, optimizer and scheduler what ``params`` and ``state`` say, unless they are."""
+        """Load ``params`` and ``state`` into the model, the optimizer and the scheduler, unless the last step returned them."""
         if not isinstance(state, Mapping) or not {"optimizer", "buffers", "step"} <= {*state}:
             raise TypeError(f"as_step: state must be what step.state or a step gave, got {checks.short(state)}")
         if params is not self.params:
@@ -134,25 +141,26 @@ class ModelStep:
 
 
 def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, *, scheduler: Any = None) -> ModelStep:
-    """One step of a torch model and a torch optimizer, for loops that take ``(params, state, batch)`` steps.
+    """Make a step of a torch model and a torch optimizer, for loops that take ``(params, state, batch)`` steps.
 
     Args:
-        model: the module; its parameters and buffers move in place. Under DistributedDataParallel or ``fully_shard`` all ranks
-            sample one chain, each on its own data; leaves have the names of the module inside.
-        optimizer: any ``torch.optim.Optimizer`` over its parameters, with or without a temperature.
+        model: the module. A step changes its parameters and buffers in place. Under DistributedDataParallel or ``fully_shard``
+            all ranks sample one chain, each on its own data, and leaves have the names of the wrapped module.
+        optimizer: any ``torch.optim.Optimizer`` over the parameters of the model, with or without a temperature.
         loss: ``loss(model, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``.
-        scheduler: a scheduler of ``torch.optim.lr_scheduler``, stepped behind the optimizer.
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``, which is stepped after the optimizer. Default: none.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, with ``step.params`` and ``step.state`` to
-        start from. ``params`` are the model's own tensors by name and move with it: copy what is to be kept. ``state``
-        holds tensors only. Around the model torch's global generators are seeded from the state, so that dropout
-        replays too; of DTensors all ranks call this, and take the first one's seed.
+        start from. ``params`` are the model's own tensors by name, which the next step overwrites: copy what is to be kept.
+        ``state`` holds tensors only. While the loss is evaluated torch's global generators are seeded from the state, so that
+        dropout masks are repeated when a run is resumed. If the parameters are DTensors, all ranks must call this function;
+        they use the seed of the first rank.
 
     Raises:
         ValueError: a model under FSDP1; at a step, params of other names or shapes than the model's; a loss that is no scalar;
-            in ``bc.sample(..., path=)`` on several ranks, replicas that the model does not show (DistributedDataParallel inside
-            the loss), which would be kept as chains of their own.
+            in ``bc.sample(..., path=)`` on several ranks, replicas that cannot be seen from the model (DistributedDataParallel
+            is applied inside the loss), since their equal draws would be kept as chains of their own.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -184,8 +192,11 @@ def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
 
 
 def _tensors(x: Any) -> Any:
-    """Dictionaries of tensors alone: a number becomes ``{"number": 0-d tensor}``, a list ``{"[0]": ..., "[1]": ...}``; what
-    is none of these stays out of dicts."""
+    """Write nested dictionaries and lists as dictionaries that hold tensors only.
+
+    A number becomes ``{"number": 0-d tensor}``, and a list ``{"[0]": ..., "[1]": ...}``. Entries of a dictionary that cannot be
+    written so, such as strings, are left out.
+    """
     if isinstance(x, dict):
         return {str(k): _tensors(v) for k, v in x.items() if _holds(v)}
     if isinstance(x, (list, tuple)):
@@ -196,7 +207,7 @@ def _tensors(x: Any) -> Any:
 
 
 def _holds(x: Any) -> bool:
-    """Whether a value can be written as tensors alone."""
+    """Return whether :func:`_tensors` can write a value as tensors."""
     if isinstance(x, dict):
         return True
     if isinstance(x, (list, tuple)):
@@ -205,7 +216,16 @@ def _holds(x: Any) -> bool:
 
 
 def _restored(saved: Any, like: Any = None) -> Any:
-    """What :func:`_tensors` was given; ``like``, where there is one, says the kinds and fills in what was left out."""
+    """Invert :func:`_tensors`.
+
+    Args:
+        saved: the result of :func:`_tensors`.
+        like: a value of the same structure, if there is one. It tells lists from tuples, and provides the entries that
+            :func:`_tensors` left out.
+
+    Returns:
+        The nested dictionaries, lists, tensors and numbers that :func:`_tensors` was given.
+    """
     if isinstance(saved, dict) and saved.keys() == {"number"}:
         return saved["number"].item()
     if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
