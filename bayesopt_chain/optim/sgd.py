@@ -20,7 +20,7 @@ from bayesopt_chain.optim._rule import Linear
 from bayesopt_chain.optim._sampling import Sampling
 
 # the options of a group that torch's fused kernel takes, with their types
-_FUSED_OPTIONS = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
+_OPTIONS = (("lr", float), ("momentum", float), ("weight_decay", float), ("nesterov", bool), ("maximize", bool))
 _ALWAYS = Clock(1)  # one clock for all steps, since no number of SGD's step depends on the count of steps
 
 
@@ -112,9 +112,7 @@ class SGD(Sampling, torch.optim.SGD):
         if not plan.moves or None in grads:
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
-            fused_sgd_(
-                move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _FUSED_OPTIONS}
-            )
+            fused_sgd_(move.params, g, move.velocities, **{name: kind(move.group[name]) for name, kind in _OPTIONS})
 
     def _fused_moves(self, plan: Plan) -> list[FusedMove]:
         """List the calls of torch's fused kernel that make the step.
