@@ -1,7 +1,7 @@
-"""Links: one idea of a gradient-transformation chain each, to be composed with :func:`bayesopt_chain.chain`.
+"""Links, the gradient transformations of which :func:`bayesopt_chain.chain` makes a chain. Each does one thing.
 
-The links that nearly every chain has, ``add_momentum``, ``scale_by_preconditioner``, ``inject_langevin_noise`` and
-``scale_by_neg_lr``, are names of the package as well.
+Four links that nearly every chain has can be imported from the package itself as well: ``add_momentum``,
+``scale_by_preconditioner``, ``inject_langevin_noise`` and ``scale_by_neg_lr``.
 """
 
 from bayesopt_chain.links.adam import scale_by_adam, scale_by_adamax, scale_by_radam

@@ -1,9 +1,11 @@
-r"""A scaling by a mean square whose window follows the gradients' signal-to-noise ratio (Springenberg et al., 2016):
+r"""Division by the root of a mean square of the gradients ``g`` over a window that adapts (Springenberg et al. 2016).
+
+The window ``tau``, in steps, gets longer where the gradients' mean ``m`` is small beside their root mean square ``V^(1/2)``:
 
     m <- m + (g - m) / (tau + 1),   V <- V + (g^2 - V) / (tau + 1),   tau <- 1 + tau (1 - m^2 / V),   P = 1 / (sqrt(V) + eps).
 
-It learns for a number of updates and is frozen from there on; noise of covariance ``Psi P^-1`` enters behind what it
-learns from.
+``P`` is learned during the first updates and then frozen. The noise, of covariance ``Psi P^-1``, is added after the averages
+are updated, so that they contain clean gradients only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from bayesopt_chain.matching.response import Preconditioner, Response
 
 
 class AdaptiveWindowState(NamedTuple):
-    """Window ``tau``, mean ``m`` and mean square ``V`` of the gradients, like each parameter; updates seen."""
+    """The state of the scaling.
+
+    Attributes:
+        tau: the window in steps, of the shape of each parameter.
+        mean: the mean ``m`` of the gradients over the window, of the shape of each parameter.
+        square: the mean square ``V`` of the gradients over the window, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64.
+    """
 
     tau: tuple[Tensor, ...]
     mean: tuple[Tensor, ...]
@@ -33,7 +42,7 @@ class AdaptiveWindowState(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptiveWindow(Link):
-    """Divide by the root of a mean square whose window follows the gradients' signal-to-noise ratio."""
+    """The link that :func:`scale_by_adaptive_window` returns, with the same arguments."""
 
     freeze_after: int
     eps: float = 1e-8
@@ -54,7 +63,7 @@ class AdaptiveWindow(Link):
             learns = c < self.freeze_after
             new_mean = m + (x - m) / (t + 1.0)
             new_square = v + (x * x - v) / (t + 1.0)
-            positive = new_square > 0  # not where every gradient has been 0, or its square underflows
+            positive = new_square > 0  # false where every gradient was 0 or its square underflows: no 0/0 there
             signal = torch.where(positive, new_mean * new_mean / torch.where(positive, new_square, 1.0), 0.0)
             tau.append(torch.where(learns, 1.0 + t * (1.0 - signal.clamp(max=1.0)), t))
             mean.append(torch.where(learns, new_mean, m))
@@ -71,18 +80,18 @@ class AdaptiveWindow(Link):
 
 @checked_as(freeze_after=replace(AT_LEAST_ONE, hint="nothing is learned without a burn-in"), eps=POSITIVE)
 def scale_by_adaptive_window(freeze_after: int, eps: float = 1e-8) -> Chain:
-    """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al., 2016).
+    """Divide by the root of the gradients' mean square over a window that adapts (Springenberg et al. 2016).
 
     Args:
-        freeze_after: updates of burn-in, at least 1, after which the scale stays as it is.
-        eps: added to the root, positive. A parameter whose gradient is always 0 is multiplied by ``1 / eps``, and so is
-            its noise's variance.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more. They are burn-in.
+        eps: a positive number that is added to the root. If the gradient of a parameter is always 0, its scale is ``1 / eps``,
+            and the variance of its noise is multiplied by ``1 / eps``.
 
     Returns:
-        A link; its state holds three tensors for each parameter.
+        A link; its state has three tensors of the shape of each parameter.
 
     Raises:
-        ValueError: no burn-in, or ``eps`` not positive.
+        ValueError: ``freeze_after`` is below 1, or ``eps`` is not positive.
 
     Example:
         >>> import torch, bayesopt_chain as bc

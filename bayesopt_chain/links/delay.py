@@ -1,6 +1,6 @@
-r"""A delay of one step, ``d_t = g_{t-1}``: response ``1/z``.
+r"""A delay by one step: the update is ``d_t = g_{t-1}``, the response is ``1/z``.
 
-It is what an integrator does that moves the parameters by the old velocity.
+An integrator that moves the parameters by the velocity of the step before contains this delay.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from bayesopt_chain.matching.response import Linear, Response
 
 
 class DelayState(NamedTuple):
-    """The update of the step before, like each parameter."""
+    """The state of a delay.
+
+    Attributes:
+        held: what came in at the step before, of the shape of each parameter.
+    """
 
     held: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Delay(Link):
-    """The link behind :func:`delay`."""
+    """The link that :func:`delay` returns."""
 
     traits = ELEMENTWISE
 
@@ -37,7 +41,7 @@ class Delay(Link):
         return DelayState(zeros(leaves))
 
     def update(self, g: Leaves, state: DelayState, op: TensorOps, context: LinkContext) -> tuple[Leaves, DelayState]:
-        kept = [x.clone() for x in g]
+        kept = [x.clone() for x in g]  # in place the next line overwrites g
         return op.copy(g, state.held), DelayState(tuple(op.put(state.held, kept)))
 
     def __str__(self) -> str:
@@ -45,15 +49,15 @@ class Delay(Link):
 
 
 def delay() -> Chain:
-    """Pass on what came one step before; zero at first.
+    """Return what came in at the step before, and zeros at the first step.
 
-    No matched noise exists behind a delay: the noise would have to be known a step ahead.
+    A chain with a delay has no matched noise, because the noise would have to be known one step ahead.
 
     Returns:
         A link; its state holds one tensor for each parameter.
 
     Raises:
-        ValueError: at ``init`` of a chain with a noise link, this link beside it.
+        ValueError: at ``init`` of a chain that has this link and a noise link.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -1,8 +1,10 @@
-r"""Noise whose constants a sampler states itself, instead of having them matched to its chain:
+r"""Noise whose constants a sampler gives itself, while :mod:`bayesopt_chain.links.langevin_noise` matches them to its chain.
 
-    e_t = sqrt(T) gain(t) (sum_k current_k xi_k(t)  +  sum_k later_k xi_k(t-1)),      xi_k standard normal,
+    e_t = sqrt(T) gain(t) sum_k current_k xi_k(t)  +  sqrt(T') gain(t-1) sum_k later_k xi_k(t-1)
 
-``current`` having one entry for each draw of a step. What is added later is remembered as one tensor for each parameter.
+Here ``T`` and ``T'`` are the temperatures of step ``t`` and of the step before, and ``xi_k(t)`` are independent draws of
+variance 1. A step takes as many draws as ``current`` has entries. The second sum is computed at step ``t - 1`` and remembered
+as one tensor for each parameter.
 """
 
 from __future__ import annotations
@@ -26,17 +28,28 @@ from bayesopt_chain.schedules import ScalarOrSchedule, is_zero, now, root
 
 
 class FilteredNoiseState(NamedTuple):
-    """Stream; for each leaf what the next step adds (empty for white noise)."""
+    """The state of the noise.
+
+    Attributes:
+        key: the key of the random stream, 0-d int64.
+        step: how many updates were made, 0-d int64.
+        memory: for each leaf the part of the next step's noise that is already drawn; empty for white noise.
+        begins_anew: whether ``init(params, like=...)`` makes this state new; true, since the noise belongs to its own chain.
+    """
 
     key: Tensor
     step: Tensor
     memory: tuple[Tensor, ...]
-    begins_anew = True  # at a warm start: the noise is matched to its own chain
+    begins_anew = True
 
 
 @dataclass(frozen=True)
 class FilteredNoise(Keyed):
-    """The link behind :func:`inject_filtered_noise`."""
+    """The link that :func:`inject_filtered_noise` returns, with the same arguments.
+
+    Attributes:
+        noise: the distribution of the draws: ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
+    """
 
     temperature: ScalarOrSchedule
     current: tuple[float, ...]
@@ -44,21 +57,31 @@ class FilteredNoise(Keyed):
     gain: Callable[[Tensor], Any] | None = None
     beside: tuple[int, int] = (0, 0)
     noise: str = "gaussian"
-    batch_order: str | None = None  # of the batches that the sampler is meant for; ``bc.sample`` refuses others
+    batch_order: str | None = None
 
     @property
     def response(self) -> Response:
         return SelfContainedSampler(*self.beside)
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
-        # refuses more draws than a stream has numbers for
+        # Called for its refusal only: a stream has numbers for so many draws of a leaf and no more.
         draw_numbers(context.numbers, (len(self.current),) * len(context.index))
         state = FilteredNoiseState(*self.start(leaves, context), zeros(leaves) if self.later else ())
         self.scale(state.step)
         return state
 
     def scale(self, count: Tensor) -> Any:
-        """The factor of all constants in a step; refuses a temperature out of range."""
+        """The common factor ``sqrt(T) gain`` of all constants at a step.
+
+        Args:
+            count: how many updates were made, 0-d int64.
+
+        Returns:
+            A number or a 0-d tensor.
+
+        Raises:
+            ValueError: the temperature at this step is negative or not finite.
+        """
         temperature = now(self.temperature, count)
         checks.at_this_step("temperature", temperature)
         return root(temperature) * (1.0 if self.gain is None else now(self.gain, count))
@@ -76,6 +99,7 @@ class FilteredNoise(Keyed):
             memory = tuple(op.put(memory, later))
         e = [y.to(x.dtype) for x, y in zip(g, e)]
         if isinstance(temperature, Tensor):
+            # At the temperature 0 the gradient keeps its bits: adding 0 would turn -0 into 0, and remembered noise is left out.
             g = op.put(g, [torch.where(temperature > 0, x + y, x) for x, y in zip(g, e)])
         else:
             g = op.add(g, e)
@@ -95,18 +119,28 @@ def inject_filtered_noise(
     generator: torch.Generator | None = None,
     batch_order: str | None = None,
 ) -> Chain:
-    """Add noise with constants given by the caller; at the number ``temperature=0`` the identity.
+    """Add noise whose constants the caller gives.
 
     Args:
-        temperature: number, 0-d tensor or schedule; scales the variance.
-        current: factor of each of this step's draws. later: their factors in the next step's noise (default: none).
-        beside: (before, behind), how many neighbours the constants are right for; a chain in which others act is refused.
-        gain: a further factor as a function of the count.
-        generator: source of the random key.
-        batch_order: of the batches that the sampler is meant for.
+        temperature: the factor of the variance, a number, a 0-d tensor or a schedule ``count -> temperature``. The number 0
+            makes this the empty chain.
+        current: the factor of each draw of a step in the noise of that step.
+        later: the factor of each draw of a step in the noise of the next step (default: none).
+        beside: ``(before, behind)``, how many links directly in front of this one and directly behind it the constants are
+            meant for. A chain with other links is refused.
+        gain: a further factor as a function of the number of updates so far (default: 1).
+        generator: the source of the random key (default: torch's global generator).
+        batch_order: the order of the batches that the sampler is meant for; ``bc.sample`` refuses others (default: any).
 
     Returns:
-        A link.
+        A link; its state has one tensor of the shape of each parameter if ``later`` is given, and none otherwise.
+
+    Raises:
+        ValueError: a temperature that is negative or not finite.
+
+    Example:
+        >>> inject_filtered_noise(0.5, (1.0,), beside=(0, 1))
+        noise(0.5)
     """
     checks.temperature(temperature)
     if is_zero(temperature):

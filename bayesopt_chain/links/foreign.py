@@ -1,4 +1,7 @@
-"""A transformation of another library, or of the user, as a link: it is given trees, as its author expects."""
+"""A gradient transformation of another library, or of the user, as a link of a chain.
+
+Links of this library act on lists of leaves. The transformation is given trees like the parameters, as its author expects.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,19 @@ from bayesopt_chain.trees import flattened
 
 @dataclass(frozen=True)
 class Foreign(Link):
-    """The link that stands for such a transformation.
+    """The link that stands for a foreign transformation.
 
-    Where a learning rate changes, what it remembers is scaled by ``rescale``, or all of its floating-point state by one factor.
+    Attributes:
+        transformation: the ``GradientTransformation``.
+        declared: its response; ``None`` if nobody declared it, so that no noise can be matched to it.
+        name: its name in messages and in ``repr``.
+        keywords: the keywords that its ``update`` takes.
+        rescale: ``rescale(state, factor) -> state`` multiplies everything that the transformation remembers by a factor, for a
+            learning rate that changes. Without it every floating-point tensor of the state is multiplied.
     """
 
-    transformation: Any  # a ``GradientTransformation``
-    declared: Response | None = None  # None: nobody declared it
+    transformation: Any
+    declared: Response | None = None
     name: str = "foreign link"
     keywords: frozenset[str] = frozenset()
     rescale: Callable[[Any, Tensor], Any] | None = None
@@ -49,12 +58,11 @@ class Foreign(Link):
         new, state = self.transformation.update(
             context.tree(g), state, params=params, inplace=op.inplace, **context.extra
         )
-        return _copied(
-            g, context.leaves(new), op
-        ), state  # it may return its own state, which no later link may overwrite
+        # The updates may be tensors of the transformation's own state, which later links must not overwrite in place.
+        return _copied(g, context.leaves(new), op), state
 
     def rescaled(self, state: Any, at: Sequence[int], factors: Leaves, op: TensorOps) -> Any:
-        factor = factors[0]  # which tensor belongs to which leaf is not known
+        factor = factors[0]  # one for the whole state, because it is not known which tensor of it belongs to which leaf
         if self.rescale is not None:
             return op.keep(state, self.rescale(state, factor))
         tensors, structure = flattened(state)
@@ -66,6 +74,7 @@ class Foreign(Link):
 
 
 def _copied(old: Sequence[Any], new: Sequence[Any], op: TensorOps) -> list[Any]:
+    """Copy updates into the gradients' tensors (in place) or into tensors of their own; missing ones stay ``None``."""
     live = [n for n, x in enumerate(old) if x is not None and new[n] is not None and new[n] is not x]
     out = list(new)
     for n, y in zip(live, op.copy([old[n] for n in live], [new[n] for n in live])):
@@ -74,7 +83,19 @@ def _copied(old: Sequence[Any], new: Sequence[Any], op: TensorOps) -> list[Any]:
 
 
 def keywords_of(link: GradientTransformation) -> frozenset[str]:
-    """Named keywords of an ``update`` beyond the protocol's own."""
+    """The keywords that the ``update`` of a transformation takes besides ``params`` and ``inplace``.
+
+    Args:
+        link: a transformation of this library, of TorchOpt or of the user.
+
+    Returns:
+        The names; :data:`bayesopt_chain.core.link.ANY` among them stands for every keyword.
+
+    Example:
+        >>> import torchopt
+        >>> keywords_of(torchopt.transform.scale(2.0))
+        frozenset()
+    """
     extra_kwargs: frozenset[str] | None = getattr(link, "extra_kwargs", None)
     if extra_kwargs is not None:
         return extra_kwargs

@@ -1,4 +1,7 @@
-"""Links that draw random numbers: all of them follow from the key and the step count in the state."""
+"""Links that draw random numbers, which are a function of the key and the step count in the link's state.
+
+A run that is restored from a saved state therefore draws the same numbers as a run that was not interrupted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,13 @@ from bayesopt_chain.random import stream as keyed_stream
 
 @dataclass(frozen=True)
 class Keyed(Link):
-    """A link that draws: its state has ``key`` and ``step``, 0-d int64, the stream of :mod:`bayesopt_chain.random.stream`."""
+    """A link that draws random numbers. The fields ``key`` and ``step`` of its state are 0-d int64.
+
+    Attributes:
+        generator: the source of the key; ``None`` for torch's global generator.
+        stream: the stream of :mod:`bayesopt_chain.random.stream` that turns key and step into draws; ``None`` for the default
+            of the device.
+    """
 
     traits = Traits(on_shards="elementwise", checks_gradients=True)
 
@@ -25,7 +34,18 @@ class Keyed(Link):
     stream: keyed_stream.Stream | None = field(default=None, kw_only=True)
 
     def start(self, leaves: Sequence[Tensor], context: LinkContext) -> tuple[Tensor, Tensor]:
-        """A fresh key and a count of zero, on the parameters' device."""
+        """Make the key and the step count of a new state.
+
+        Args:
+            leaves: the parameters; at least one.
+            context: the context of ``init``.
+
+        Returns:
+            A new key and a step count of zero, 0-d int64 on the device of the first parameter.
+
+        Raises:
+            TypeError, ValueError: parameters that cannot be sampled, such as integers or one tensor twice.
+        """
         checks.samplable(leaves, context.paths)
         device = leaves[0].device
         return keyed_stream.new_key(self.generator, device), torch.zeros((), dtype=torch.int64, device=device)
@@ -33,10 +53,25 @@ class Keyed(Link):
     def normals(
         self, state: Any, g: Leaves, context: LinkContext, draws: int = 1, kind: str = "gaussian"
     ) -> list[list[Tensor]]:
-        """``draws`` variables like every gradient, for this step of the state's stream."""
+        """Draw the random variables of this step.
+
+        Args:
+            state: the state of the link.
+            g: the gradients of the leaves that have one.
+            context: the context of this update.
+            draws: how many variables of the shape of each gradient.
+            kind: their distribution, ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
+
+        Returns:
+            For each gradient a list of ``draws`` tensors of its shape, of mean 0 and variance 1.
+
+        Raises:
+            ValueError: the gradients have an axis of ``vmap`` that the key lacks.
+        """
         checks.own_key(state.key, g)
         given, scope = dict(zip(context.present, g)), context.scope
-        # a leaf without a gradient takes its share of a positional stream all the same
+        # In a stream in which leaves draw one after the other, a leaf without a gradient must still take its draws. Otherwise
+        # the draws of the leaves behind it would change. Its tensor is expanded, so that it needs no memory.
         like = [
             given[j] if j in given else torch.empty((), dtype=dtype, device=state.key.device).expand(shape)
             for j, dtype, shape in zip(scope.index, scope.dtypes, scope.shapes)

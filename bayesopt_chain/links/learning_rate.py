@@ -1,4 +1,8 @@
-"""Scaling by a step size: a number, a tensor that is read at every update, or a schedule of the update count."""
+"""Scaling by a step size: ``u <- sign * step_size * u``.
+
+The step size is a number, a 0-d tensor that is read at every update, or a schedule, which is a function of the number of
+updates so far.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,23 @@ from bayesopt_chain.tracing import is_hidden
 
 
 class ScaleByScheduleState(NamedTuple):
-    """Updates seen by each leaf: 0-d int64 tensors."""
+    """The state of a scaling by a schedule.
+
+    Attributes:
+        count: how many updates each leaf has had, 0-d int64.
+    """
 
     count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True)
 class Scale(Link):
-    """Multiply by ``sign * step_size``."""
+    """The link that multiplies by ``sign * step_size``.
+
+    Attributes:
+        step_size: a number, a 0-d tensor or a schedule.
+        sign: 1 or -1.
+    """
 
     step_size: ScalarOrSchedule
     sign: int = 1
@@ -38,6 +51,7 @@ class Scale(Link):
 
     @property
     def response(self) -> Response:
+        # A tensor counts as a gain that changes, because its owner may write a new value into it between two updates.
         if callable(self.step_size) or isinstance(self.step_size, Tensor):
             return Rate(self.sign)
         return Linear((float(self.sign * self.step_size),))
@@ -51,7 +65,7 @@ class Scale(Link):
         return [self.step_size] * n
 
     def factors(self, state: Any, n: int) -> Any:
-        """What each of ``n`` leaves is multiplied by."""
+        """The signed factor of each of ``n`` leaves, or one factor for all of them."""
         if is_schedule(schedule := self.step_size):
             return by_count(lambda c: self._signed(returned(schedule(c))), state.count)
         return self._signed(self.step_size)
@@ -70,18 +84,19 @@ class Scale(Link):
 
 @checked_types
 def scale_by_neg_lr(lr: ScalarOrSchedule) -> Chain:
-    """Multiply by ``-lr``: the link that turns gradients into a descent.
+    """Multiply by ``-lr``, so that the updates go down the gradient.
 
     Args:
-        lr: learning rate: a number, a 0-d tensor read at every update (so that it can change under a captured step), or
-            a schedule ``count -> lr`` of the number of updates so far.
+        lr: the learning rate, a number, a 0-d tensor or a schedule. A tensor is read at every update, so that the learning
+            rate can change while a captured step is replayed. A schedule takes the number of updates so far and returns the
+            learning rate.
 
     Returns:
         A link; its state counts the updates if ``lr`` is a schedule.
 
     Raises:
-        TypeError: neither a number, a tensor nor a function.
-        ValueError: a negative number.
+        TypeError: ``lr`` is neither a number nor a tensor nor a function.
+        ValueError: ``lr`` is a negative number.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -102,13 +117,13 @@ def scale(step_size: float) -> Chain:
     """Multiply by ``step_size``.
 
     Args:
-        step_size: a number, negative to descend.
+        step_size: a number; a negative one makes the updates go down the gradient.
 
     Returns:
         A link without state.
 
     Raises:
-        TypeError: not a number.
+        TypeError: ``step_size`` is not a number.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -130,8 +145,8 @@ def scale_by_schedule(step_size_fn: Callable[[Tensor], Any]) -> Chain:
         A link; its state counts the updates.
 
     Raises:
-        TypeError: not a function.
-        ValueError: at ``init`` and ``update`` beside a noise link, a factor that is negative or not finite.
+        TypeError: ``step_size_fn`` is not a function.
+        ValueError: at ``init`` and ``update`` of a chain with noise, a factor that is negative or not finite.
 
     Example:
         >>> import torch, bayesopt_chain as bc

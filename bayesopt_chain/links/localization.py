@@ -1,7 +1,9 @@
-r"""Localisation, ``u + strength * (theta - center)``: the loss plus ``strength |theta - center|^2 / 2``.
+r"""Localisation: ``u <- u + strength * (theta - center)``, with the parameters ``theta`` and the updates ``u``.
 
-Written before momentum and preconditioners, what is sampled is ``exp(-(loss + strength |theta - center|^2 / 2) / T)``, the
-posterior held near ``center``. It is weight decay about another point than the origin; the noise is matched to both alike.
+This is the gradient of the penalty ``strength |theta - center|^2 / 2``. In front of momentum and preconditioners the chain
+samples ``exp(-(loss + strength |theta - center|^2 / 2) / T)``, which is concentrated near ``center``; the local learning
+coefficient is measured in this way (Lau et al. 2024). For the noise it is the same as weight decay towards another point than
+the origin.
 """
 
 from __future__ import annotations
@@ -22,19 +24,24 @@ from bayesopt_chain.matching.response import Decay, Response
 
 
 class LocalizationState(NamedTuple):
-    """The centre of each leaf."""
+    """The state of a localisation.
+
+    Attributes:
+        center: the centre, of the shape of each parameter.
+    """
 
     center: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class AddLocalization(Link):
-    """The link behind :func:`add_localization`."""
+    """The link that :func:`add_localization` returns, with the same arguments."""
 
     center: Any = field(hash=False)
     strength: float
     traits = Traits(on_shards="elementwise", needs_params=True)
 
+    # The comparison that a dataclass generates would ask a tree of tensors for its truth value.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AddLocalization):
             return NotImplemented
@@ -55,6 +62,7 @@ class AddLocalization(Link):
     def update(
         self, g: Leaves, state: LocalizationState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, LocalizationState]:
+        # Writing parameters that require gradients into a gradient in place would make autograd record the gradient.
         params = [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
         return op.add(g, [p - c for p, c in zip(params, state.center)], alpha=self.strength), state
 
@@ -64,21 +72,21 @@ class AddLocalization(Link):
 
 @checked_types
 def add_localization(center: Any, strength: float) -> Chain:
-    """Add ``strength * (params - center)`` to the updates: a spring to a point of the parameter space.
+    """Add ``strength * (params - center)`` to the updates, which pulls the parameters towards a point.
 
-    Write it first in a chain: then ``exp(-(loss + strength / 2 |params - center|^2) / temperature)`` is sampled, exactly, as
-    with weight decay. (Behind momentum the spring that is sampled is ``1 - momentum`` times as strong.) The local learning
-    coefficient (:func:`bayesopt_chain.diagnostics.local_learning_coefficient`) is read under it.
+    Written first in a chain, it makes the chain sample ``exp(-(loss + strength / 2 |params - center|^2) / temperature)``.
+    Behind the momentum the strength that is sampled is ``1 - momentum`` times the given one. The local learning coefficient
+    (:func:`bayesopt_chain.diagnostics.local_learning_coefficient`) is estimated from draws of such a chain.
 
     Args:
-        center: a tree like the parameters (or a prefix of one, or a number for all); a copy is kept in the state.
-        strength: curvature of the spring, in the units of the loss (the mean over data), not negative; 0 is the identity.
+        center: a tree like the parameters, a prefix of one, or one number for all parameters. The state keeps a copy.
+        strength: the curvature of the penalty, in units of the loss, not negative; 0 makes this link the identity.
 
     Returns:
-        A link whose state is one tensor like each parameter.
+        A link whose state has one tensor of the shape of each parameter.
 
     Raises:
-        ValueError: a negative or infinite strength; at ``init`` a centre that is not like the parameters; at ``update``,
+        ValueError: a negative or infinite strength; at ``init``, a centre that does not fit the parameters; at ``update``,
             missing parameters.
 
     Example:

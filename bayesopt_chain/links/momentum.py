@@ -1,10 +1,14 @@
-r"""Momentum: ``v <- mu v + (1 - dampening) g``, response ``(1 - dampening) / (1 - mu/z)``; Nesterov's ``g + mu v``.
+r"""Momentum: gradients ``g`` are accumulated into a velocity ``v``, as in ``torch.optim.SGD``.
 
-Where matched noise of constant lr and temperature acts right in front of it, the velocity also carries the half of that
-noise that acts in the next step (:mod:`bayesopt_chain.matching.noise_inputs`): ``mu`` times it is then a Langevin sampler's
-velocity, of variance ``temperature (1 + mu) / (2 lr)`` where nothing is dampened.
+    v <- mu v + (1 - dampening) g,        response  (1 - dampening) / (1 - mu/z)
 
-As in PyTorch the first gradient is not dampened; which step is the first is part of the state, for each leaf.
+The update is ``v``, or ``g + mu v`` for Nesterov's momentum.
+
+If matched noise enters directly in front of the momentum, at a constant learning rate and temperature, the velocity also keeps
+the half of that noise that acts in the next step (:mod:`bayesopt_chain.matching.noise_inputs`). Then ``mu v`` is the velocity
+of a Langevin sampler, with variance ``temperature (1 + mu) / (2 lr)`` if the dampening is 0.
+
+As in PyTorch the first gradient is not dampened. The state counts gradients for each leaf, so that it knows which is the first.
 """
 
 from __future__ import annotations
@@ -24,7 +28,12 @@ from bayesopt_chain.matching.response import Linear, Response
 
 
 class TraceState(NamedTuple):
-    """Velocity of each leaf; with dampening also how many gradients it has seen (else ``count`` is empty)."""
+    """The state of momentum.
+
+    Attributes:
+        trace: the velocity of each leaf.
+        count: how many gradients each leaf has had, 0-d int64; empty without dampening.
+    """
 
     trace: tuple[Tensor, ...]
     count: tuple[Tensor, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -32,7 +41,7 @@ class TraceState(NamedTuple):
 
 @dataclass(frozen=True)
 class Momentum(Link):
-    """The link behind :func:`add_momentum`."""
+    """The link that :func:`add_momentum` returns, with the same arguments."""
 
     momentum: float = 0.9
     dampening: float = 0.0
@@ -52,6 +61,7 @@ class Momentum(Link):
     def update(self, g: Leaves, state: TraceState, op: TensorOps, context: LinkContext) -> tuple[Leaves, TraceState]:
         mu, v, count = self.momentum, list(state.trace), state.count
         if self.dampening:
+            # Counters are not read, because that would wait for the device; the first gradient is chosen by ``torch.where``.
             new = [
                 torch.where(c == 0, t + x, t.mul(mu).add(x, alpha=1.0 - self.dampening)) for t, x, c in zip(v, g, count)
             ]
@@ -74,13 +84,14 @@ def add_momentum(
     """Accumulate gradients into a velocity, as ``torch.optim.SGD`` does.
 
     Args:
-        momentum: decay ``mu`` of the velocity; 0 makes this the identity. Below 1 where noise is injected.
-        dampening: the gradient enters with weight ``1 - dampening``, the first one with weight 1.
-        nesterov: return ``g + mu v`` instead of ``v``; needs a momentum and no dampening.
+        momentum: the factor ``mu`` by which a step multiplies the velocity; 0 makes this link the identity. In a chain with
+            noise it must be below 1.
+        dampening: the gradient is added with the weight ``1 - dampening``, the first one with the weight 1.
+        nesterov: whether the update is ``g + mu v`` instead of ``v``; this needs a momentum and no dampening.
         moment_requires_grad: create the velocity with ``requires_grad=True``, for meta-learning.
 
     Returns:
-        A link whose state is one tensor like each parameter.
+        A link whose state has one tensor of the shape of each parameter.
 
     Raises:
         ValueError: negative momentum; Nesterov without momentum or with dampening.

@@ -1,12 +1,15 @@
-r"""Preconditioning by a positive definite ``P``: a number, a frozen diagonal, a running RMS of the gradients, or the inverse
-of a precision of any structure (Fisher, K-FAC, low rank).
+r"""Preconditioning: ``u <- P u`` with a positive definite matrix ``P``.
 
-Noise in a chain with ``P`` has covariance ``Psi P^-1`` at the head. For a frozen ``P`` that is exact, also where ``P`` and
-the curvature do not commute. A running ``P`` samples, while it follows the gradients, roughly ``P^-1 exp(-loss / T)``;
-``freeze_after`` makes it exact from there on.
+``P`` is a number, a frozen diagonal, a diagonal computed from the running mean square of the gradients, or the inverse of a
+precision matrix of any structure (Fisher information, Kronecker-factored, low rank).
 
-With ``P = Lambda^-1 = R R^T`` noise ``e`` of the rest of the chain enters behind it as ``R e``: a precision answers
-``solve(tree) = Lambda^-1 x`` and ``sqrt_solve(tree) = R x``.
+In a chain with ``P`` the noise that is added to the gradient has the covariance ``Psi P^-1``, with ``Psi`` as in
+:mod:`bayesopt_chain.matching.law`. For a frozen ``P`` the chain then samples ``exp(-loss / T)`` exactly, also where ``P`` and
+the curvature do not commute. While ``P`` follows the gradients, the chain samples roughly ``P^-1 exp(-loss / T)``; the argument
+``freeze_after`` ends that after a number of updates.
+
+If ``P = Lambda^-1 = R R^T`` for a precision ``Lambda``, noise ``e`` matched to the rest of the chain enters behind the
+preconditioner as ``R e``. A precision therefore needs the methods ``solve(x) = Lambda^-1 x`` and ``sqrt_solve(x) = R x``.
 """
 
 from __future__ import annotations
@@ -30,27 +33,31 @@ from bayesopt_chain.matching.response import Preconditioner, Response
 
 
 class PreconditionerState(NamedTuple):
-    """The diagonal of ``P``, like each parameter."""
+    """The state of a frozen diagonal preconditioner.
+
+    Attributes:
+        preconditioner: the diagonal of ``P``, of the shape of each parameter.
+    """
 
     preconditioner: tuple[Tensor, ...]
 
 
 @runtime_checkable
 class SupportsSolve(Protocol):
-    """What a preconditioner needs of a precision; arguments and results are trees like the parameters."""
+    """The methods that a precision ``Lambda = (R R^T)^-1`` needs here. They take and return trees like the parameters."""
 
     def solve(self, tree: Any, /) -> Any:
-        """``Lambda^-1 x``."""
+        """Return ``Lambda^-1 x`` for a tree ``x``."""
         ...
 
     def sqrt_solve(self, tree: Any, /) -> Any:
-        """``R x`` with ``R R^T = Lambda^-1``."""
+        """Return ``R x`` for a tree ``x``, where ``R R^T = Lambda^-1``."""
         ...
 
 
 @dataclass(frozen=True)
 class RunningRMS:
-    """Estimator ``P = 1 / (sqrt(average of g^2) + eps)``, as RMSprop has it; made by :func:`running_rms`."""
+    """The estimator ``P = 1 / (sqrt(nu) + eps)`` that :func:`running_rms` returns, with the same arguments."""
 
     decay: float = 0.99
     eps: float = 1e-8
@@ -62,19 +69,22 @@ class RunningRMS:
 def running_rms(
     decay: float = 0.99, eps: float = 1e-8, *, initial_scale: float = 0.0, freeze_after: int | None = None
 ) -> RunningRMS:
-    """Estimator for :func:`scale_by_preconditioner`: ``P = 1 / (sqrt(nu) + eps)``, ``nu`` averaging ``g^2``.
+    """Make an estimator for :func:`scale_by_preconditioner` that follows the mean square of the gradients, as RMSprop does.
+
+        nu <- decay nu + (1 - decay) g^2,        P = 1 / (sqrt(nu) + eps)
 
     Args:
-        decay: weight of the past in the average.
-        eps: keeps the denominator positive.
-        initial_scale: first value of ``nu``.
-        freeze_after: number of updates after which ``P`` stays as it is. From there on sampling is exact.
+        decay: the weight of the past in the average.
+        eps: a positive number that bounds the denominator from below.
+        initial_scale: the first value of ``nu``.
+        freeze_after: the number of updates after which ``P`` does not change any more, so that sampling is exact (default:
+            never).
 
     Returns:
         The estimator.
 
     Raises:
-        ValueError: ``freeze_after`` below 1.
+        ValueError: ``freeze_after`` is below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -88,11 +98,16 @@ def running_rms(
 
 @dataclass(frozen=True)
 class ScaleByPreconditioner(Link):
-    """Multiply by a frozen diagonal, kept in the state."""
+    """The link that multiplies by a frozen diagonal, which its state holds.
+
+    Attributes:
+        tree: the diagonal, a tree like the parameters or a prefix of one.
+    """
 
     tree: Any = field(hash=False)
     traits = ELEMENTWISE
 
+    # The comparison that a dataclass generates would ask a tree of tensors for its truth value.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScaleByPreconditioner) or self.masks != other.masks:
             return NotImplemented if not isinstance(other, ScaleByPreconditioner) else False
@@ -110,7 +125,7 @@ class ScaleByPreconditioner(Link):
         return PreconditionerState(tuple([_positive(x, p) for x, p in zip(given, leaves)]))
 
     def apply_power(self, e: Leaves, power: float, state: PreconditionerState, context: LinkContext) -> Leaves:
-        # views of one draw must not be written into where the result has a derivative
+        # The draws of several leaves can be views of one tensor. Autograd forbids to write such views in place.
         return [x * p**power if p.requires_grad else x.mul_(p**power) for x, p in zip(e, state.preconditioner)]
 
     def update(
@@ -123,6 +138,7 @@ class ScaleByPreconditioner(Link):
 
 
 def _positive(given: Tensor, p: Tensor) -> Tensor:
+    """Copy a diagonal to the shape of its parameter ``p``; refuse entries that are not positive and finite."""
     out = given.expand(p.shape).clone()
     if not bool((torch.isfinite(out) & (out > 0)).all()):
         raise ValueError("scale_by_preconditioner: every entry of preconditioner must be positive and finite")
@@ -131,7 +147,11 @@ def _positive(given: Tensor, p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SolvePrecision(Link):
-    """Multiply by the inverse of a frozen precision, which may couple all parameters."""
+    """The link that multiplies by the inverse of a frozen precision, which may couple all parameters.
+
+    Attributes:
+        precision: the precision ``Lambda``.
+    """
 
     precision: SupportsSolve = field(hash=False, compare=False)
     traits = Traits(
@@ -155,20 +175,26 @@ class SolvePrecision(Link):
 
 
 def scale_by_preconditioner(preconditioner: Any) -> Chain:
-    """Multiply gradients by a positive definite ``P``; noise is shaped to fit.
+    """Multiply the updates by a positive definite ``P``. The noise of the chain gets the covariance that belongs to ``P``.
 
     Args:
-        preconditioner: a positive number; a tree of positive numbers or tensors that broadcast to the parameters (or a
-            prefix of the parameter tree); an estimator such as :func:`running_rms`; or a precision ``Lambda``, which answers
-            ``solve(tree)`` and ``sqrt_solve(tree)``, for ``P = Lambda^-1``: it is frozen, and may couple all parameters.
-            Decompose it first (``precision.factorised()``) so that steps only solve. At T > 0 it stands before the momentum.
+        preconditioner: ``P``, as one of the following.
+
+            * A positive number.
+            * A tree of positive numbers or of tensors that broadcast to the parameters, or a prefix of such a tree: the
+              diagonal of ``P``.
+            * An estimator such as :func:`running_rms`.
+            * A precision ``Lambda`` with the methods ``solve(tree)`` and ``sqrt_solve(tree)``, for ``P = Lambda^-1``. It does
+              not change and may couple all parameters. Factorise it first (``precision.factorised()``), so that no step does.
+              In a chain with noise it must stand in front of the momentum.
 
     Returns:
         A link.
 
     Raises:
-        ValueError: an entry that is not positive and finite; a tree that does not fit the parameters (at ``init``); at
-            ``update``, a missing gradient beside a precision.
+        TypeError: an entry that is neither a real number nor a real tensor.
+        ValueError: an entry that is not positive and finite; at ``init``, a tree that does not fit the parameters; at
+            ``update`` with a precision, a missing gradient.
 
     Example:
         >>> import torch, bayesopt_chain as bc

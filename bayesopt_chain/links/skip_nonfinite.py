@@ -1,14 +1,14 @@
-r"""``skip_nonfinite``: one bad batch costs one step, not the run.
+r"""``skip_nonfinite``: skip every step whose gradient has NaN or infinite entries.
 
-A gradient with a NaN or an infinity in it would enter velocities and averages and never leave them. A skipped step is a step
-that was never made: with ``ok`` true where every entry of the gradient is finite,
+Such a gradient would enter velocities and averages and never leave them. With ``ok`` true if every entry of the gradient ``g``
+is finite, a step is
 
     updates, state' = tx.update(g, state)     if ok,
-    updates, state' = 0, state                otherwise,
+    updates, state' = 0, state                otherwise.
 
-so that parameters, velocities, averages, step counts and the position of the random stream stay as they were, and the next
-step draws the noise that the skipped one would have drawn. A run over batches of which some are bad is, bit for bit, the run
-over the others.
+A skipped step leaves the parameters, velocities, averages, step counts and the position of the random stream as they were, and
+the next step draws the noise that the skipped step would have drawn. A run in which some batches have bad gradients is
+therefore equal, bit for bit, to the run over the other batches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ from bayesopt_chain.trees import all_finite, flattened
 
 
 class SkipState(NamedTuple):
-    """``inner``: the state of the transformation inside. ``skipped``: how many updates were skipped, 0-d int64."""
+    """The state of a transformation in ``skip_nonfinite``.
+
+    Attributes:
+        inner: the state of the transformation itself.
+        skipped: how many updates were skipped, 0-d int64.
+    """
 
     inner: Any
     skipped: Tensor
 
 
 class SkipNonfinite(GradientTransformation):
-    """What :func:`skip_nonfinite` returns.
+    """The transformation that :func:`skip_nonfinite` returns.
 
     Attributes:
-        transformation: the one inside.
+        transformation: the transformation whose updates are skipped.
     """
 
     transformation: GradientTransformation
@@ -50,12 +55,12 @@ class SkipNonfinite(GradientTransformation):
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
-        """The keywords that ``update`` passes on."""
+        """The keywords that ``update`` takes and passes on to the transformation."""
         return keywords_of(self.transformation)
 
     @property
     def required_kwargs(self) -> frozenset[str]:
-        """Those without which the transformation refuses."""
+        """The keywords without which the transformation refuses an update."""
         return getattr(self.transformation, "required_kwargs", frozenset())
 
     def __eq__(self, other: object) -> bool:
@@ -77,23 +82,26 @@ class SkipNonfinite(GradientTransformation):
 def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
     """Skip every update whose gradient is not finite, and count them.
 
-    Wrap a whole chain or optimizer: inside a chain it would skip its own links alone, and a chain that samples refuses it
-    there. What is looked at are the gradients and the tensors among the keywords (``loss=``, per-datum gradients); ``None``
-    gradients are no matter. Under ``vmap`` each chain skips for itself.
+    Wrap a whole chain or optimizer. Inside a chain only the wrapped links would be skipped, and a chain that samples refuses
+    that. The gradients and the tensors among the keywords (``loss=``, gradients of single data) are examined; a gradient may
+    be ``None``. Under ``vmap`` each chain skips its own steps.
+
+    On a CPU this costs one pass over the gradients. Where reading a value would wait for the device or is impossible (on a GPU,
+    under tracing or ``vmap``), the update is computed in any case and one of both results is chosen; with ``inplace=True`` this
+    needs memory for a second state.
 
     Args:
         tx: any gradient transformation of this library or of TorchOpt, at any temperature.
 
     Returns:
-        A transformation of state ``SkipState(inner, skipped)``: pass ``state.inner`` to whatever reads the state of ``tx``
-        (``link.posterior(state.inner, params)``), and look at ``state.skipped`` now and then. A skipped step returns updates of
-        zero and the state as it was: the same velocities, counts and position of the random stream. On a CPU it costs one pass
-        over the gradients; where values cannot be read for nothing (on a device, traced, under ``vmap``) the update is computed
-        all the same and one of both results chosen, and ``inplace=True`` then needs the memory of a second state.
+        A transformation whose state is ``SkipState(inner, skipped)``. Pass ``state.inner`` to functions that take the state of
+        ``tx``, for example ``link.posterior(state.inner, params)``. A skipped step returns updates of zero and the state as it
+        was.
 
     Raises:
         TypeError: ``tx`` is no gradient transformation.
-        ValueError: at an update that cannot be read, a state that grows with it (``structure="root"``).
+        ValueError: at an update where values cannot be read, a state whose size changes with the update
+            (``structure="root"``).
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -109,7 +117,7 @@ def skip_nonfinite(tx: GradientTransformation) -> SkipNonfinite:
 
 
 class _Skip:
-    """The ``init`` and the ``update`` of :class:`SkipNonfinite`, around those of a transformation."""
+    """The methods ``init`` and ``update`` of :class:`SkipNonfinite`, which call those of the transformation ``tx``."""
 
     def __init__(self, transformation: GradientTransformation) -> None:
         self.tx: Any = transformation
@@ -122,6 +130,7 @@ class _Skip:
     def update(self, updates: Any, state: SkipState, *, params: Any = None, inplace: bool = True, **extra: Any) -> Any:
         both: Any = (updates, extra)
         leaves: list[Any] = optree.tree_leaves(both)
+        # Where ranks hold parts of the gradients, all of them have to skip the step if the part of one of them is bad.
         ok = everywhere(all_finite([local(x) for x in leaves]), leaves)
         if not tracing.is_readable(ok):
             return self._choose(ok, updates, state, params, inplace, extra)
@@ -136,9 +145,12 @@ class _Skip:
     def _choose(
         self, ok: Tensor, updates: Any, state: SkipState, params: Any, inplace: bool, extra: dict[str, Any]
     ) -> Any:
-        """The update where ``ok`` cannot be read: it is computed in any case, and ``torch.where`` chooses one of both results.
+        """Make the update where ``ok`` cannot be read: compute it in any case, and choose the result by ``torch.where``.
 
-        In the place of a bad gradient the transformation gets zeros, so that autograd meets nothing that is not finite.
+        The transformation is given zeros in the place of a bad gradient, so that autograd meets no entry that is not finite.
+
+        Raises:
+            ValueError: the new state has another structure than the old one, so that one of both cannot be chosen.
         """
         given: Any = (updates, extra)
 
@@ -164,7 +176,10 @@ class _Skip:
 
 
 def _where(ok: Tensor, x: Any, other: Any) -> Any:
-    """``x`` where ``ok``, else ``other``; what is no tensor, and integers beside a number ``other``, stay."""
+    """Choose ``x`` if ``ok`` and ``other`` if not.
+
+    ``x`` is returned unchanged if it is no tensor, or if it has integers and ``other`` is a number.
+    """
     if not isinstance(x, Tensor) or (not isinstance(other, Tensor) and not (x.is_floating_point() or x.is_complex())):
         return x
     return torch.where(ok.to(x.device), x, other)

@@ -1,5 +1,9 @@
-r"""Weight decay, ``u + wd * theta``: in front of momentum an exact Gaussian prior of precision ``wd`` (coupled); behind it
-(decoupled) the prior ``(1 - momentum) wd``, since the noise is matched to it too."""
+r"""Weight decay: ``u <- u + wd * theta``, with the parameters ``theta`` and the updates ``u``.
+
+In front of the momentum (coupled) weight decay is exactly a Gaussian prior of precision ``wd``, in units of the loss. Behind
+the momentum (decoupled; Loshchilov and Hutter 2019) it is a Gaussian prior of precision ``(1 - momentum) wd``. Both are
+sampled exactly, because the noise is matched to the weight decay, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,12 @@ from bayesopt_chain.matching.response import Decay, Linear, Response
 
 @dataclass(frozen=True)
 class AddDecayedWeights(Link):
-    """The link behind :func:`add_decayed_weights`. With ``flip`` the gradient is negated first (``maximize``)."""
+    """The link that :func:`add_decayed_weights` returns.
+
+    Attributes:
+        weight_decay: the factor of the parameters.
+        flip: whether the gradient is negated first, which TorchOpt's optimizers call ``maximize``.
+    """
 
     weight_decay: float
     flip: bool = False
@@ -27,11 +36,13 @@ class AddDecayedWeights(Link):
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         g = op.mul(g, -1) if self.flip else g
+        # Writing parameters that require gradients into a gradient in place would make autograd record the gradient.
         theta = [
             p.detach() if op.inplace and p.requires_grad and not x.requires_grad else p
             for p, x in zip(context.params, g)
         ]
-        into = IN_PLACE if self.flip else op  # the negated gradients are nobody else's
+        # The negated gradients are new tensors that nobody else holds, so that they can be written in place in any case.
+        into = IN_PLACE if self.flip else op
         return into.add(g, theta, alpha=self.weight_decay), state
 
     def __str__(self) -> str:
@@ -40,13 +51,14 @@ class AddDecayedWeights(Link):
 
 @dataclass(frozen=True)
 class FlipSign(Link):
-    """Negate the gradient: what follows maximises. The target becomes ``exp(+loss / temperature)``."""
+    """The link that negates the gradient, so that the chain maximises; it then samples ``exp(+loss / temperature)``."""
 
     traits = ELEMENTWISE
 
     @property
     def response(self) -> Response:
-        return Linear()  # of the loss that is descended, which is the negative of the given one
+        # The noise is matched to the descent of the negated loss, with respect to which this link changes nothing.
+        return Linear()
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         return op.mul(g, -1), state
@@ -59,14 +71,16 @@ class FlipSign(Link):
 def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
     """Add ``weight_decay * params`` to the updates.
 
-    Written before momentum this is a Gaussian prior of precision ``weight_decay`` in the units of the loss (the mean
-    over data: a prior precision ``lambda`` on ``N`` data is ``weight_decay = lambda / N``). Written behind momentum, as in
-    AdamW, the prior that is sampled is ``(1 - momentum) * weight_decay``, divided by the preconditioner where one stands
-    before it. :func:`add_gaussian_prior` takes priors of any mean and precision, such as the posterior of the last task.
+    In front of the momentum this is a Gaussian prior of precision ``weight_decay``, in units of the loss. If the loss is a mean
+    over ``N`` data, a prior of precision ``lambda`` is ``weight_decay = lambda / N``. Behind the momentum, as in AdamW
+    (Loshchilov and Hutter 2019), the precision of the prior that is sampled is ``(1 - momentum) * weight_decay``, divided by
+    the preconditioner if one stands in front of the decay. :func:`add_gaussian_prior` takes priors of any mean and precision,
+    such as the posterior of an earlier task.
 
     Args:
-        weight_decay: not negative; 0 is the identity.
-        mask: tree of booleans, prefix of the parameters, or a function to one: which leaves decay.
+        weight_decay: the factor, not negative; 0 makes this link the identity.
+        mask: which leaves decay (default: all). A tree of booleans like the parameters or a prefix of it, or a function that
+            takes the parameters and returns such a tree.
 
     Returns:
         A link without state.
@@ -89,11 +103,11 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Any = None) -> Chain:
 
 @checked_types
 def flip_sign_and_add_weight_decay(weight_decay: float = 0.0, maximize: bool = False) -> Chain:
-    """What TorchOpt's optimizers begin with: negate the gradient if ``maximize``, then add the decayed weights.
+    """Negate the gradient if ``maximize``, then add ``weight_decay * params``, as TorchOpt's optimizers do first.
 
     Args:
-        weight_decay: not negative; 0 adds nothing.
-        maximize: climb the loss instead.
+        weight_decay: the factor, not negative; 0 adds nothing.
+        maximize: whether the loss is maximised instead of minimised.
 
     Returns:
         A link without state; the empty chain if there is nothing to do.
