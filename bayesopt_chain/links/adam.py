@@ -1,14 +1,15 @@
-r"""Adam's scaling and its kin, AdaMax and RAdam: ``P`` times a first moment, ``F = lr P (1 - b1) / (1 - b1 / z)``.
+r"""The scalings of Adam, AdaMax and RAdam: the update is ``P <g>_b1 / (1 - b1^t)``, with a diagonal ``P`` that is learned.
 
-With ``g`` the gradient, ``t`` the number of updates and ``<x>_b`` the average ``b <x>_b + (1 - b) x``, ``1 / P`` is
+Let ``g`` be the gradient, ``t`` the number of updates, and ``<x>_b`` the running average ``<x>_b <- b <x>_b + (1 - b) x``.
 
-    Adam      sqrt(<g^2>_b2 / (1 - b2^t) + eps_root) + eps
-    AdaMax    n <- max(b2 n, |g| + eps)
-    RAdam     (sqrt(<g^2>_b2) + eps) / (r_t sqrt(1 - b2^t)), or 1: see ScaleByRAdam
+    Adam     1 / P = sqrt(<g^2>_b2 / (1 - b2^t) + eps_root) + eps         (Kingma and Ba 2014)
+    AdaMax   1 / P = n,  n <- max(b2 n, |g| + eps)                        (Kingma and Ba 2014)
+    RAdam    1 / P = (sqrt(<g^2>_b2) + eps) / (r_t sqrt(1 - b2^t)), or 1  (Liu et al. 2019; see ``ScaleByRAdam``)
 
-``P`` is made of the clean gradient. The noise, of covariance ``Psi P^-1``, is added to what the first moment averages and to
-nothing else: noise that reached the second moment would heat itself. What is sampled, and the cure: see
-:mod:`bayesopt_chain.links.rms`.
+With a learning rate ``lr`` the response is ``F = lr P (1 - b1) / (1 - b1 / z)``. The noise, of covariance ``Psi P^-1``, is
+added to the gradients of the first moment only. The second moment has clean gradients, since otherwise ``P`` would depend on
+the noise that it scales. :mod:`bayesopt_chain.links.rms` tells what is sampled while ``P`` is still learned, and why
+``freeze_after`` makes sampling exact.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from bayesopt_chain.tracing import is_readable
 
 
 class ScaleByAdamState(NamedTuple):
-    """First and second moment of each leaf, and the updates it has seen."""
+    """The state of Adam's scaling.
+
+    Attributes:
+        mu: the first moment, of the shape of each parameter.
+        nu: the second moment, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64.
+    """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -41,7 +48,13 @@ class ScaleByAdamState(NamedTuple):
 
 
 class ScaleByAdamaxState(NamedTuple):
-    """First moment and running maximum of each leaf, and the updates made."""
+    """The state of AdaMax's scaling.
+
+    Attributes:
+        mu: the first moment, of the shape of each parameter.
+        nu: the running maximum, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64.
+    """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -49,7 +62,13 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 class ScaleByRAdamState(NamedTuple):
-    """First and second moment of each leaf, and the updates made."""
+    """The state of RAdam's scaling.
+
+    Attributes:
+        mu: the first moment, of the shape of each parameter.
+        nu: the second moment, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64.
+    """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -58,7 +77,17 @@ class ScaleByRAdamState(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoMoments(Link):
-    """What Adam and its kin share: a first moment that the noise enters, over a second made of the clean gradient."""
+    """What the three scalings share: a first moment, which the noise enters, and a second moment of clean gradients.
+
+    Attributes:
+        b1: the weight of the past in the first moment.
+        b2: the weight of the past in the second moment.
+        eps: the number that is added to the root.
+        moment_requires_grad: whether the moments are created with ``requires_grad=True``.
+        freeze_after: the number of updates after which the second moment does not change any more; ``None`` for never.
+        name: the name of the link in ``repr``.
+        state: the class of the state.
+    """
 
     b1: float = 0.9
     b2: float = 0.999
@@ -81,29 +110,29 @@ class TwoMoments(Link):
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
-        made = self.made_of(nu, count)
-        g = context.with_noise(lambda: self.denominators(made))
+        scales = self.scales(nu, count)
+        g = context.with_noise(lambda: self.denominators(scales))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
-        return self.moves(mu, made, count), self.state(mu, nu, count)
+        return self.moves(mu, scales, count), self.state(mu, nu, count)
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
-        """The next second moments."""
+        """The second moments after this update."""
         return op.average(nu, self.b2, g, 1 - self.b2, True)
 
-    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> Sequence[Any]:
-        """For each leaf the numbers from which ``denominators`` and ``moves`` compute ``P``."""
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> Sequence[Any]:
+        """For each leaf the values from which both :meth:`denominators` and :meth:`moves` compute ``P``."""
         return nu
 
-    def denominators(self, made: Sequence[Any]) -> Sequence[Tensor]:
-        """``1 / P`` for each leaf, by which the noise is shaped."""
-        return made
+    def denominators(self, scales: Sequence[Any]) -> Sequence[Tensor]:
+        """``1 / P`` for each leaf, which determines the covariance of the noise."""
+        return scales
 
-    def moves(self, mu: Sequence[Tensor], made: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
-        """``P`` times the first moments, corrected for their start at zero, of the gradients with their noise."""
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+        """The updates: ``P`` times the first moments, corrected for their start at zero."""
         raise NotImplementedError
 
-    def steady(self, count: Tensor) -> Tensor:
-        """The updates that the second moment has learned from: those up to ``freeze_after``."""
+    def learned_updates(self, count: Tensor) -> Tensor:
+        """The number of updates from which the second moment was computed, at most ``freeze_after``."""
         return count if self.freeze_after is None else count.clamp(max=self.freeze_after)
 
     def __str__(self) -> str:
@@ -112,7 +141,11 @@ class TwoMoments(Link):
 
 @dataclass(frozen=True)
 class ScaleByAdam(TwoMoments):
-    """Adam's scaling: a first moment over the root of a second, both corrected for their start at zero."""
+    """The link of Adam's scaling.
+
+    Attributes:
+        eps_root: the number that is added inside the root.
+    """
 
     eps: float = 1e-8
     eps_root: float = 0.0
@@ -120,18 +153,18 @@ class ScaleByAdam(TwoMoments):
     name = "scale_by_adam"
     state = ScaleByAdamState
 
-    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Tensor]:
-        correct = by_count(lambda c: 1 - pow(self.b2, self.steady(c)), count)
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Tensor]:
+        correct = by_count(lambda c: 1 - pow(self.b2, self.learned_updates(c)), count)
         return [n.div(c).add_(self.eps_root).sqrt_().add(self.eps) for n, c in zip(nu, correct)]
 
-    def moves(self, mu: Sequence[Tensor], made: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
         correct = by_count(lambda c: 1 - pow(self.b1, c), count)
-        return [m.div(c).div(d) for m, c, d in zip(mu, correct, made)]
+        return [m.div(c).div(d) for m, c, d in zip(mu, correct, scales)]
 
 
 @dataclass(frozen=True)
 class ScaleByAdaMax(TwoMoments):
-    """AdaMax: Adam with a running maximum in place of the second moment."""
+    """The link of AdaMax's scaling, which has a running maximum in the place of the second moment."""
 
     name = "scale_by_adamax"
     state = ScaleByAdamaxState
@@ -139,16 +172,19 @@ class ScaleByAdaMax(TwoMoments):
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
 
-    def moves(self, mu: Sequence[Tensor], made: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
         correct = by_count(lambda c: 1 - _power(self.b1, c), count)
-        return [m.div(n).div_(c) for m, n, c in zip(mu, made, correct)]
+        return [m.div(n).div_(c) for m, n, c in zip(mu, scales, correct)]
 
 
 class _Factors(NamedTuple):
-    """RAdam's scalars at one count.
+    """RAdam's scalars after ``t`` updates.
 
-    ``rectified``: whether updates are rectified; ``rectify``: ``r_t sqrt(1 - b2^t)``; ``gain``: that over ``correct``;
-    ``correct``: the bias correction ``1 - b1^t`` of the first moment.
+    Attributes:
+        rectified: whether the update is rectified, that is divided by the root of the second moment.
+        rectify: ``r_t sqrt(1 - b2^t)``.
+        gain: ``rectify / correct``.
+        correct: ``1 - b1^t``, by which the first moment is corrected for its start at zero.
     """
 
     rectified: Any
@@ -159,33 +195,36 @@ class _Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleByRAdam(TwoMoments):
-    r"""RAdam: Adam whose second moment counts only once its variance is finite (``rho_t > 5``).
+    r"""The link of RAdam's scaling, which uses the second moment only once its variance is finite (Liu et al. 2019).
 
-    With ``rho = 2 / (1 - b2) - 1`` and ``rho_t = rho - 2 t b2^t / (1 - b2^t)``, which grows with ``t``: while ``rho_t
-    <= 5`` the update is the corrected first moment, ``P = 1``; from then on ``P = r_t sqrt(1 - b2^t) / (sqrt(nu) +
-    eps)``. Noise matched to ``P = 1`` would kick the parameters by ``sqrt(2 T lr)``, which on a curvature ``k`` with
-    ``lr k > 1`` is more than the ``sqrt(T / k)`` of the target and in an unstable step: it is held back until the
-    rectified updates begin, and the start is the optimizer's. Where they never begin (``rho <= 5``, or a
-    ``freeze_after`` before them) ``P`` is 1 for ever and the noise is that of momentum, from the first update on.
+    With ``rho = 2 / (1 - b2) - 1``, ``rho_t = rho - 2 t b2^t / (1 - b2^t)`` grows with the number ``t`` of updates. While
+    ``rho_t <= 5``, the update is the corrected first moment, that is ``P = 1``. From then on updates are rectified:
+
+        P = r_t sqrt(1 - b2^t) / (sqrt(nu) + eps),    r_t^2 = (rho_t - 4) (rho_t - 2) rho / ((rho - 4) (rho - 2) rho_t).
+
+    Until rectified updates begin, no noise is added. Noise matched to ``P = 1`` would move a parameter by about
+    ``sqrt(2 T lr)`` in a step. At a curvature ``k`` with ``lr k > 1`` this is more than the standard deviation ``sqrt(T / k)``
+    of the target, and such steps can be unstable. If rectified updates never begin (because ``rho <= 5``, or because of a
+    small ``freeze_after``), then ``P`` is 1 at all times, and the noise of momentum is added from the first update on.
     """
 
     name = "scale_by_radam"
     state = ScaleByRAdamState
 
-    def made_of(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Any]:
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Any]:
         factors = by_count(self._factors, count)
         return [(n.sqrt().add(self.eps), f) for n, f in zip(nu, factors)]
 
-    def denominators(self, made: Sequence[Any]) -> list[Tensor]:
-        start = 0.0 if self.rectifies else 1.0
-        return [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in made]
+    def denominators(self, scales: Sequence[Any]) -> list[Tensor]:
+        start = 0.0 if self.rectifies else 1.0  # noise of covariance Psi / P vanishes where 1 / P is 0
+        return [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in scales]
 
-    def moves(self, mu: Sequence[Tensor], made: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
-        return [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, made)]
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+        return [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, scales)]
 
     @property
     def rectifies(self) -> bool:
-        """Whether rectified updates begin at some count."""
+        """Whether updates are ever rectified."""
         limit, t = 2 / (1 - self.b2) - 1, self.freeze_after
         if t is None:
             return limit > 5
@@ -197,12 +236,13 @@ class ScaleByRAdam(TwoMoments):
         if not self.rectifies:
             return _Factors(False, 1.0, 1.0 / correct, correct)
         limit = 2 / (1 - self.b2) - 1
-        steady = self.steady(count)
-        t, power = _number(steady), _power(self.b2, steady)
+        learned = self.learned_updates(count)
+        t, power = _number(learned), _power(self.b2, learned)
         rho = limit - 2 * t * power / (1 - power)
         squared = (1 - power) * (rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)
         rectified: Any = rho > 5
         if isinstance(rho, Tensor):
+            # Where updates are not rectified yet ``squared`` can be negative, and the derivative of its root would be NaN.
             root: Any = torch.where(rectified, squared, torch.ones_like(rho)).sqrt()
         else:
             root = math.sqrt(squared) if rectified else 1.0
@@ -210,15 +250,17 @@ class ScaleByRAdam(TwoMoments):
 
 
 def _choose(f: _Factors, yes: Tensor, no: Tensor) -> Tensor:
+    """``yes`` if the update is rectified, else ``no``."""
     return torch.where(f.rectified, yes, no) if isinstance(f.rectified, Tensor) else (yes if f.rectified else no)
 
 
 def _number(count: Tensor) -> int | Tensor:
-    """A counter as a Python number where reading it costs nothing (CPU, untransformed), else in float64."""
+    """A counter as a Python number if it can be read at once (on a CPU, outside of ``vmap`` and tracing), else in float64."""
     return int(count) if is_readable(count) else count.to(torch.float64)
 
 
 def _power(decay: float, count: Tensor) -> Any:
+    """``decay^count``, as a Python number or in float64: float32 would be inaccurate for a decay near 1."""
     return decay ** _number(count)
 
 
@@ -232,21 +274,23 @@ def scale_by_adam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """First moment over the root of the second (Adam; Kingma and Ba, 2014).
+    """Divide the first moment by the root of the second moment (Adam; Kingma and Ba 2014).
 
     Args:
-        b1: weight of the past in the first moment, in [0, 1).
-        b2: weight of the past in the second moment, in [0, 1).
-        eps: added to the root, not negative.
-        eps_root: added inside the root.
-        moment_requires_grad: create the moments with ``requires_grad=True``.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        b1: the weight of the past in the first moment, in [0, 1).
+        b2: the weight of the past in the second moment, in [0, 1).
+        eps: a number that is added to the root, not negative.
+        eps_root: a number that is added inside the root.
+        moment_requires_grad: whether the moments are created with ``requires_grad=True``, for meta-learning.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
+
     Returns:
-        A link; its state holds two tensors for each parameter.
+        A link; its state has two tensors of the shape of each parameter.
 
     Raises:
-        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``b1`` or ``b2`` is outside [0, 1), ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -269,20 +313,22 @@ def scale_by_adamax(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """First moment over a running maximum of the gradient's size (AdaMax; Kingma and Ba, 2014).
+    """Divide the first moment by a running maximum of the gradient's absolute value (AdaMax; Kingma and Ba 2014).
 
     Args:
-        b1: weight of the past in the first moment, in [0, 1).
-        b2: what the maximum is multiplied by in each update, in [0, 1).
-        eps: added to the gradient's size, not negative.
-        moment_requires_grad: create the moments with ``requires_grad=True``.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        b1: the weight of the past in the first moment, in [0, 1).
+        b2: the factor by which each update multiplies the maximum, in [0, 1).
+        eps: a number that is added to the absolute value, not negative.
+        moment_requires_grad: whether the moments are created with ``requires_grad=True``, for meta-learning.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
+
     Returns:
-        A link; its state holds two tensors for each parameter.
+        A link; its state has two tensors of the shape of each parameter.
 
     Raises:
-        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``b1`` or ``b2`` is outside [0, 1), ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -304,23 +350,25 @@ def scale_by_radam(
     *,
     freeze_after: int | None = None,
 ) -> Chain:
-    """Adam whose second moment counts only once its variance is finite (RAdam; Liu et al., 2019).
+    """Scale as Adam does, once the variance of the second moment is finite (RAdam; Liu et al. 2019).
 
-    The first updates (five at the default ``b2``) are the bare first moment: where ``lr * curvature`` exceeds about 2
-    they diverge, at any temperature, until the second moment counts. Noise starts with the rectified updates.
+    The first updates (five at the default ``b2``) are the first moment without a scale. If ``lr * curvature`` exceeds about 2,
+    they diverge at any temperature until the second moment is used. Noise is added from the first scaled update on.
 
     Args:
-        b1: weight of the past in the first moment, in [0, 1).
-        b2: weight of the past in the second moment, in [0, 1); up to 2/3 the second moment never counts.
-        eps: added to the root, not negative.
-        moment_requires_grad: create the moments with ``requires_grad=True``.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        b1: the weight of the past in the first moment, in [0, 1).
+        b2: the weight of the past in the second moment, in [0, 1); with 2/3 or less the second moment is never used.
+        eps: a number that is added to the root, not negative.
+        moment_requires_grad: whether the moments are created with ``requires_grad=True``, for meta-learning.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
+
     Returns:
-        A link; its state holds two tensors for each parameter.
+        A link; its state has two tensors of the shape of each parameter.
 
     Raises:
-        ValueError: ``b1`` or ``b2`` outside [0, 1); negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``b1`` or ``b2`` is outside [0, 1), ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import bayesopt_chain as bc

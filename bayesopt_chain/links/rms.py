@@ -1,18 +1,24 @@
-r"""Scalings by a diagonal ``P`` learned from squared gradients: RMSprop's, centred or not, AdaGrad's and AdaDelta's.
+r"""Scalings by a diagonal ``P`` that is learned from squared gradients: RMSprop, centred RMSprop, AdaGrad and AdaDelta.
 
-With ``g`` the gradient and ``<x>`` the average ``b <x> + (1 - b) x``, ``1 / P`` is
+Let ``g`` be the gradient, and ``<x>`` the running average ``<x> <- b <x> + (1 - b) x``. The update is ``u = P g`` with
 
-    RMSprop    sqrt(<g^2>) + eps          centred    sqrt(<g^2> - <g>^2) + eps          AdaGrad   sqrt(sum g^2) + eps
+    RMSprop   1 / P = sqrt(<g^2>) + eps                     (Tieleman and Hinton 2012)
+    centred   1 / P = sqrt(<g^2> - <g>^2) + eps             (Graves 2013)
+    AdaGrad   1 / P = sqrt(sum g^2) + eps                   (Duchi, Hazan and Singer 2011)
+    AdaDelta  1 / P = sqrt((<g^2> + eps) / (<u^2> + eps))   (Zeiler 2012)
 
-``P`` is made of the clean gradient, and noise of covariance ``Psi P^-1`` enters behind what it is made of: noise that reached
-the mean of squares would heat itself.
+The averages contain clean gradients only. The noise, of covariance ``Psi P^-1``, is added after the averages are updated, since
+otherwise ``P`` would depend on the noise that it scales. AdaDelta's ``P`` depends on its own updates and is refused in a chain
+with noise.
 
-For a frozen ``P`` this samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients the target is roughly
-``P^-1 exp(-loss / T)``, and worse as lr falls; ``freeze_after`` stops ``P`` after so many updates, which is the only exact
-cure. Once frozen, ``P`` no longer shrinks where the loss is steep: beyond ``lr P curvature = 2 (1 + mu)`` the chain
-diverges. No update knows the curvature; :func:`bayesopt_chain.samplers.step_growth` measures it. A parameter
-whose gradient has always been exactly zero (a dead unit, an unused embedding) has ``P = 1 / eps`` and the
-noise that goes with it: raise ``eps`` at T > 0, or leave such parameters out with ``masked``.
+For a frozen ``P`` the chain samples ``exp(-loss / T)`` exactly. While ``P`` follows the recent gradients, the chain samples
+roughly ``P^-1 exp(-loss / T)``, and the smaller the learning rate, the larger is this error. The argument ``freeze_after``
+stops ``P`` after a number of updates, which is the only exact cure. A frozen ``P`` does not get smaller where the loss is
+steep, and the chain diverges where ``lr P curvature`` exceeds ``2 (1 + mu)``. An update does not know the curvature, but
+:func:`bayesopt_chain.samplers.step_growth` measures whether the chain is stable.
+
+A parameter whose gradient was always exactly zero (a dead unit, an unused row of an embedding) has ``P = 1 / eps`` and noise of
+that strength. In a chain with noise choose a larger ``eps``, or leave such parameters out with ``masked``.
 """
 
 from __future__ import annotations
@@ -33,7 +39,13 @@ from bayesopt_chain.matching.response import Preconditioner, Refused, Response
 
 
 class RunningScaleState(NamedTuple):
-    """Averages that make ``P``, like each parameter; ``count`` is empty where ``P`` is never frozen."""
+    """The state of RMSprop's scaling.
+
+    Attributes:
+        mu: the average of the gradients, of the shape of each parameter; empty if the scaling is not centred.
+        nu: the average of the squared gradients, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64; empty if ``P`` is never frozen.
+    """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -41,14 +53,24 @@ class RunningScaleState(NamedTuple):
 
 
 class ScaleByRssState(NamedTuple):
-    """Sum of squares of each leaf; ``count`` is empty where it is never frozen."""
+    """The state of AdaGrad's scaling.
+
+    Attributes:
+        sum_of_squares: the sum of the squared gradients, of the shape of each parameter.
+        count: how many updates each leaf has had, 0-d int64; empty if ``P`` is never frozen.
+    """
 
     sum_of_squares: tuple[Tensor, ...]
     count: tuple[Tensor, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class ScaleByAdadeltaState(NamedTuple):
-    """Mean squares of each leaf's gradients and updates."""
+    """The state of AdaDelta's scaling.
+
+    Attributes:
+        mu: the average of the squared gradients, of the shape of each parameter.
+        nu: the average of the squared updates, of the shape of each parameter.
+    """
 
     mu: tuple[Tensor, ...]
     nu: tuple[Tensor, ...]
@@ -61,23 +83,40 @@ def averaged(
     freeze_after: int | None,
     op: TensorOps,
 ) -> tuple[Tensor, ...]:
-    """The averages after this update: ``new(op)``, or from update ``freeze_after`` on the ``old`` ones.
+    """The averages of all leaves after this update.
 
-    Averages that may have to stay are computed by pure operations, so that the old ones are still there to be chosen.
+    Args:
+        old: the averages before the update.
+        new: computes the averages of an update with the given operations.
+        count: how many updates each leaf has had.
+        freeze_after: the number of updates after which the old averages are kept; ``None`` for never.
+        op: the operations of this update.
+
+    Returns:
+        The new averages, or the old ones where they are frozen.
     """
     if freeze_after is None:
         return tuple(new(op))
+    # Both have to exist to be chosen from, so the new averages must not be written into the tensors of the old ones.
     return tuple(op.put(old, [torch.where(c < freeze_after, n, o) for o, n, c in zip(old, new(PURE), count)]))
 
 
 def frozen_note(freeze_after: int | None) -> str:
-    """What ``repr`` adds where ``P`` is frozen: from then on sampling is exact."""
+    """The part of a link's ``repr`` that tells after how many updates ``P`` is frozen."""
     return f", freeze_after={freeze_after}" if freeze_after is not None else ""
 
 
 @dataclass(frozen=True)
 class RunningScale(Link):
-    """Divide by a running estimate of the gradient's size: RMSprop's, or its centred form."""
+    """The link of RMSprop's scaling and of its centred form.
+
+    Attributes:
+        centred: whether the square of the mean gradient is subtracted from the mean square.
+        decay: the weight of the past in the averages.
+        eps: the number that is added to the root.
+        initial_scale: the first mean square.
+        freeze_after: the number of updates after which the averages do not change any more; ``None`` for never.
+    """
 
     centred: bool = False
     decay: float = 0.9
@@ -98,7 +137,7 @@ class RunningScale(Link):
         )
 
     def learned(self, g: Leaves, state: RunningScaleState, op: TensorOps) -> RunningScaleState:
-        """The state that has seen these gradients."""
+        """The state after the averages were updated by these gradients."""
 
         def average(old: Sequence[Tensor], square: bool) -> tuple[Tensor, ...]:
             def new(op: TensorOps) -> Leaves:
@@ -111,10 +150,10 @@ class RunningScale(Link):
         return RunningScaleState(mu, nu, op.count(state.count))
 
     def denominators(self, state: RunningScaleState) -> list[Tensor]:
-        """``1 / P``."""
+        """``1 / P`` for each leaf."""
         if not self.centred:
             return [n.sqrt().add(self.eps) for n in state.nu]
-        # rounding may leave less than 0, of which TorchOpt makes NaN
+        # Rounding errors can make the difference negative, whose root would be NaN (as it is in TorchOpt).
         return [n.addcmul(m, m, value=-1.0).clamp(min=0.0).sqrt().add(self.eps) for n, m in zip(state.nu, state.mu)]
 
     def update(
@@ -131,7 +170,13 @@ class RunningScale(Link):
 
 @dataclass(frozen=True)
 class RootSumOfSquares(Link):
-    """AdaGrad's scaling: divide by the root of the summed squares; zero where no gradient has come yet."""
+    """The link of AdaGrad's scaling, which is zero where every gradient so far was zero.
+
+    Attributes:
+        initial_accumulator_value: the first sum of squares.
+        eps: the number that is added to the root.
+        freeze_after: the number of updates after which the sum does not change any more; ``None`` for never.
+    """
 
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
@@ -161,7 +206,13 @@ class RootSumOfSquares(Link):
 
 @dataclass(frozen=True)
 class AdaDelta(Link):
-    """AdaDelta: gradients scaled by the ratio of running root-mean-squares of updates and gradients."""
+    """The link of AdaDelta's scaling.
+
+    Attributes:
+        rho: the weight of the past in both averages.
+        eps: the number that is added to both averages.
+        moment_requires_grad: whether the averages are created with ``requires_grad=True``.
+    """
 
     rho: float = 0.9
     eps: float = 1e-6
@@ -179,6 +230,7 @@ class AdaDelta(Link):
         self, g: Leaves, state: ScaleByAdadeltaState, op: TensorOps, context: LinkContext
     ) -> tuple[Leaves, ScaleByAdadeltaState]:
         mu = op.average(state.mu, self.rho, g, 1 - self.rho, True)
+        # The scale needs the average of the updates before this one, so that it is updated last.
         g = op.mul(g, [v.add(self.eps).div_(m.add(self.eps)).sqrt_() for m, v in zip(mu, state.nu)])
         nu = op.average(state.nu, self.rho, g, 1 - self.rho, True)
         return g, ScaleByAdadeltaState(tuple(mu), tuple(nu))
@@ -188,13 +240,25 @@ class AdaDelta(Link):
 
 
 def require_decay(name: str, value: float) -> None:
-    """Refuse weights of the past outside [0, 1)."""
+    """Refuse a weight of the past that is outside [0, 1).
+
+    Args:
+        name: the argument in the message.
+        value: the weight.
+
+    Raises:
+        ValueError: it is outside [0, 1).
+    """
     if not 0.0 <= value < 1.0:
         raise ValueError(f"Invalid {name} parameter: {value}; it must lie in [0, 1)")
 
 
 def require_settings(eps: float, freeze_after: int | None) -> None:
-    """Refuse a negative ``eps``, and a ``freeze_after`` below 1."""
+    """Refuse a negative ``eps`` and a ``freeze_after`` below 1.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}; it must not be negative")
     if freeze_after is not None and not freeze_after >= 1:
@@ -205,20 +269,21 @@ def require_settings(eps: float, freeze_after: int | None) -> None:
 def scale_by_rms(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by the root of a running mean of squares (RMSprop; Tieleman and Hinton, 2012).
+    """Divide by the root of the running mean square of the gradients (RMSprop; Tieleman and Hinton 2012).
 
     Args:
-        alpha: weight of the past.
-        eps: added to the root, not negative.
-        initial_scale: first mean of squares.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        alpha: the weight of the past in the mean.
+        eps: a number that is added to the root, not negative.
+        initial_scale: the first mean square.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
 
     Returns:
-        A link; its state holds one tensor for each parameter.
+        A link; its state has one tensor of the shape of each parameter.
 
     Raises:
-        ValueError: negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -234,20 +299,21 @@ def scale_by_rms(
 def scale_by_stddev(
     alpha: float = 0.9, eps: float = 1e-8, initial_scale: float = 0.0, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by a running standard deviation (centred RMSprop; Graves, 2013).
+    """Divide by the running standard deviation of the gradients (centred RMSprop; Graves 2013).
 
     Args:
-        alpha: weight of the past in both means.
-        eps: added to the deviation, not negative.
-        initial_scale: first mean of squares.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        alpha: the weight of the past in both means.
+        eps: a number that is added to the standard deviation, not negative.
+        initial_scale: the first mean square.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
 
     Returns:
-        A link; its state holds two tensors for each parameter.
+        A link; its state has two tensors of the shape of each parameter.
 
     Raises:
-        ValueError: negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -262,19 +328,21 @@ def scale_by_stddev(
 def scale_by_rss(
     initial_accumulator_value: float = 0.0, eps: float = 1e-10, *, freeze_after: int | None = None
 ) -> Chain:
-    """Divide by the root of the sum of squares so far (AdaGrad; Duchi, Hazan and Singer, 2011).
+    """Divide by the root of the sum of all squared gradients so far (AdaGrad; Duchi, Hazan and Singer 2011).
 
     Args:
-        initial_accumulator_value: first sum of squares.
-        eps: added to the root, not negative.
-        freeze_after: number of updates, at least 1, after which the scale stays as it is (default: never). Sampling is exact
-            from there on, if the chain is stable with that scale: :func:`bayesopt_chain.samplers.step_growth` tells.
+        initial_accumulator_value: the first sum of squares.
+        eps: a number that is added to the root, not negative.
+        freeze_after: the number of updates, at least 1, after which the scale does not change any more (default: never). From
+            then on sampling is exact if the chain is stable with that scale, which
+            :func:`bayesopt_chain.samplers.step_growth` measures.
 
     Returns:
-        A link; its state holds one tensor for each parameter. A parameter that never had a gradient does not move.
+        A link; its state has one tensor of the shape of each parameter. A parameter whose gradient was always zero does not
+        move.
 
     Raises:
-        ValueError: negative ``eps``; ``freeze_after`` below 1.
+        ValueError: ``eps`` is negative, or ``freeze_after`` is below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -288,20 +356,20 @@ def scale_by_rss(
 
 @checked_types
 def scale_by_adadelta(rho: float = 0.9, eps: float = 1e-6, moment_requires_grad: bool = False) -> Chain:
-    """Multiply by the ratio of running root mean squares of updates and gradients (AdaDelta; Zeiler, 2012).
+    """Multiply by the ratio of the running root mean squares of updates and gradients (AdaDelta; Zeiler 2012).
 
-    Refused at T > 0: its scale is fed by its own updates, so that the noise would set it.
+    A chain with noise refuses this link: the scale depends on the link's own updates, so that the noise would determine it.
 
     Args:
-        rho: weight of the past in both means, in [0, 1).
-        eps: added to both means, not negative.
-        moment_requires_grad: create the means with ``requires_grad=True``.
+        rho: the weight of the past in both means, in [0, 1).
+        eps: a number that is added to both means, not negative.
+        moment_requires_grad: whether the means are created with ``requires_grad=True``, for meta-learning.
 
     Returns:
-        A link; its state holds two tensors for each parameter.
+        A link; its state has two tensors of the shape of each parameter.
 
     Raises:
-        ValueError: ``rho`` outside [0, 1); negative ``eps``; at ``init`` of a chain with a noise link, this link beside it.
+        ValueError: ``rho`` is outside [0, 1), or ``eps`` is negative; at ``init``, the chain has a noise link.
 
     Example:
         >>> import bayesopt_chain as bc
