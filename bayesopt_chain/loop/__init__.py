@@ -1,1 +1,1 @@
-"""The training loop's one step, and many chains of it at once."""
+"""The step of a training loop (``make_step``), many chains of it at once (``parallel``), its capture, gradient estimators."""

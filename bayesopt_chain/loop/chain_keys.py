@@ -1,4 +1,4 @@
-"""Keys of chains that are functions of a seed and of a chain's global number, whatever the number of ranks."""
+"""Keys of chains that depend on a seed and on the number of a chain among those of all ranks, not on the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from bayesopt_chain.distributed.ranks import agreed_seed, chain_seed
 
 
 def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractContextManager[None]]:
-    """A function of a transformation and a chain's global number: the context in which ``init`` makes that chain's state."""
+    """Make the context in which ``init`` makes the state of a chain.
+
+    Args:
+        chains: the :class:`bayesopt_chain.loop.parallel.Parallel`.
+        seed: the seed; ``None`` draws one on the first rank of a mesh, and leaves the global generator alone without a mesh.
+
+    Returns:
+        A function of the chain's transformation and of its number among the chains of all ranks, which returns the context.
+    """
     if seed is None and chains.mesh is None:
         return lambda tx, number: nullcontext()
     data = getattr(getattr(chains.step, "ranks", None), "mesh", None)
@@ -22,10 +30,10 @@ def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractC
 
 @contextmanager
 def _seeded(tx: Any, seed: int) -> Iterator[None]:
-    """Seed torch's global generator of the CPU, from which keys are drawn, and restore it at the end.
+    """Seed torch's global generator of the CPU, from which keys are drawn, and restore its state at the end.
 
     Raises:
-        ValueError: a link with a generator of its own.
+        ValueError: a link of ``tx`` has a generator of its own.
     """
     tx = getattr(tx, "transformation", tx)
     if any(getattr(link, "generator", None) is not None for link in getattr(tx, "links", ())):

@@ -1,4 +1,4 @@
-"""What went wrong first: the check of a step's loss and gradient, and the words for what it finds."""
+"""The check of ``make_step(..., check_finite=True)``, whose error names the first values that were NaN or infinite."""
 
 from __future__ import annotations
 
@@ -14,16 +14,29 @@ from bayesopt_chain.trees import all_finite, found_finite
 
 
 class FiniteCheck:
-    """Refuse a step whose loss or gradient is not finite, before anything is written. Calls are counted for the message."""
+    """Raises before anything is written if a step's loss or gradient is not finite.
+
+    Attributes:
+        calls: the number of calls so far, which the message gives.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, params: Any, state: Any, batch: Any, grads: Any, loss: Tensor) -> Tensor:
-        """Whether loss and gradient are finite, 0-d; raises where that can be looked at.
+        """Check the loss and the gradient of a step.
+
+        Args:
+            params, state, batch: the arguments of the step, which are searched for the cause.
+            grads: the gradient, a tree like the parameters.
+            loss: the loss, 0-d.
+
+        Returns:
+            Whether loss and gradient are finite, a 0-d tensor of bools.
 
         Raises:
-            FloatingPointError: naming the step, the leaf, and what was not finite before.
+            FloatingPointError: they are not, and the value can be read (it cannot under capture or vmap). The message names the
+                call, the leaf, and what was not finite before the step.
         """
         self.calls += 1
         leaves: list[Any] = optree.tree_leaves(grads)
@@ -44,7 +57,7 @@ class FiniteCheck:
 
 
 def _bad(what: str, tree: Any) -> list[str]:
-    """The leaves of a tree that hold NaN or infinities, and in how many entries."""
+    """Describe each leaf of a tree that holds NaN or infinities, and count these entries."""
     found = []
     for path, x in zip(optree.tree_paths(tree), optree.tree_leaves(tree)):
         x = local(x)

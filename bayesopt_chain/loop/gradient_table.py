@@ -1,12 +1,13 @@
-r"""A table of the data's gradients at a reference, seen along a few directions: what stored control variates and herding need.
+r"""A table of single-datum gradients at a reference, projected onto a few directions, for stored control variates and herding.
 
-With per-datum losses ``l_i`` and their mean over ``N`` data,
+With the losses ``l_i`` of ``N`` data and the reference ``theta*``, the table holds
 
-    z_i = Q^T grad l_i(theta*),        Q [P, r] orthonormal,   z [N, r] less its mean over the data.
+    z_i = Q^T grad l_i(theta*),        Q [P, r] orthonormal,   z [N, r] minus its mean over the data.
 
-Column ``j`` of ``z`` is the derivative of all ``l_i`` along ``q_j``: one forward-mode product, about as dear as two forward
-passes over the data. The directions are those along which the gradients of batches differ most at ``theta*``: ``r``
-combinations of the rows ``R`` of centred batch gradients, by the eigenvectors of ``R R^T``.
+Column ``j`` of ``z`` is the derivative of all ``l_i`` along the direction ``q_j``. It is one forward-mode product, which costs
+about as much as two forward passes over the data. The directions are those along which the gradients of batches vary most at
+``theta*``: ``r`` combinations of the rows of ``R``, the matrix of centred batch gradients, by the leading eigenvectors of
+``R R^T``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from bayesopt_chain.data.epochs import Epochs
 from bayesopt_chain.loop.loss import Loss, gradient, value
 from bayesopt_chain.trees import combine, flatten, gram, unflatten, wide
 
-CHUNK = 1024  # data that one forward-mode product goes through at once
+CHUNK = 1024  # number of data that one forward-mode product takes at once, which bounds its memory
 
 
 class GradientTable(NamedTuple):
-    """What :func:`gradient_table` made.
+    """The result of :func:`gradient_table`.
 
     Attributes:
-        directions: orthonormal, a tree of leaves ``[r, *leaf.shape]``.
-        numbers: ``z``, ``[N, r]``, with mean zero over the data; rows that the epochs leave out are zero.
+        directions: ``Q``, orthonormal, as a tree of leaves ``[r, *leaf.shape]``.
+        numbers: ``z``, ``[N, r]``, with mean zero over the data. The rows of data that the epochs leave out are zero.
         reference: the parameters ``theta*``.
     """
 
@@ -45,22 +46,21 @@ def gradient_table(
     """Tabulate the gradients of single data at a reference, along the directions of largest batch noise.
 
     Args:
-        loss: ``loss(params, batch)``, the mean over the batch of what each datum adds; it is evaluated for single data under
-            ``torch.vmap``.
+        loss: ``loss(params, batch)``, a mean over the data of the batch. It is evaluated for single data under ``torch.vmap``.
         data: ``bc.epochs(...)`` over a tree of tensors.
         reference: parameters ``theta*``, near a minimum of the loss.
-        rank: number of directions ``r``; the table takes ``N r`` numbers, the directions ``P r``.
-        directions: take these, leaves ``[r, *leaf.shape]`` that are linearly independent, in the place of those of largest
-            noise.
-        max_batches: batches whose gradients the directions are made from; so many copies of the parameters are held.
+        rank: number of directions ``r``. The table takes ``N r`` numbers, and the directions ``P r``. Default 8.
+        directions: linearly independent directions, a tree of leaves ``[r, *leaf.shape]``. Default: those of largest noise.
+        max_batches: number of batches from whose gradients the directions are computed. As many copies of the parameters are
+            held in memory. Default 100.
 
     Returns:
         :class:`GradientTable`.
 
     Raises:
-        TypeError: data that are not ``bc.epochs(...)`` over tensors.
-        ValueError: data that differ from chain to chain; ``rank`` below 1; directions that are not independent.
-        RuntimeError: a model that draws (dropout) or whose operations know no forward-mode derivative, from torch.
+        TypeError: ``data`` are not ``bc.epochs(...)`` over tensors.
+        ValueError: the data differ from chain to chain; ``rank`` is below 1; the directions are not independent.
+        RuntimeError: from torch, if the model draws (dropout), or if one of its operations has no forward-mode derivative.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -91,13 +91,21 @@ def gradient_table(
 
 
 def gradient_table_correction(table: GradientTable, rows: Tensor) -> Any:
-    """``Q (mean of z over these rows)``, a tree like the parameters, whose mean over all data is zero."""
+    """Return the correction ``Q (mean of z over these rows)``, whose mean over all data is zero.
+
+    Args:
+        table: from :func:`gradient_table`.
+        rows: the numbers of the data of a batch, int64 ``[b]``.
+
+    Returns:
+        A tree like the parameters.
+    """
     mean = table.numbers[rows.to(table.numbers.device)].mean(0)
     return combine(mean, table.directions)
 
 
 def _along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
-    """The derivatives of single-datum losses along the directions, ``[n, r]``, in forward mode."""
+    """Compute the derivatives of single-datum losses along the directions, ``[n, r]``, in forward mode."""
     leaves, spec = batches.flatten(batch)
     points, structure = optree.tree_flatten(reference)
 
@@ -112,7 +120,7 @@ def _along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
 
 
 def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> Any:
-    """The orthonormal directions of largest batch noise, fewer than ``rank`` where the noise has fewer."""
+    """Return the ``rank`` orthonormal directions of largest batch noise, or fewer if the noise has a lower rank."""
     found = [gradient(loss, reference, part)[0] for part, _ in zip(data.parts(shuffled=True), range(most))]
     if len(found) < 2:
         raise ValueError("gradient_table: the data make one batch, which has no noise; take smaller batches")
@@ -127,7 +135,7 @@ def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> 
 
 
 def _orthonormal(directions: Any, like: Any) -> Any:
-    """The same span with orthonormal rows."""
+    """Orthonormalise directions; raise ValueError if they are not linearly independent."""
     matrix = flatten(directions, like)
     Q, R = torch.linalg.qr(matrix.mT)
     if matrix.ndim != 2 or not bool((R.diagonal().abs() > 1e-6 * R.diagonal().abs().amax()).all()):

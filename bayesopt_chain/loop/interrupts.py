@@ -1,26 +1,27 @@
-"""Ctrl-C between steps: a step that overwrites parameters and state is not left half written."""
+"""Hold back Ctrl-C while a step overwrites parameters and state, so that no step is left half written."""
 
 from __future__ import annotations
 
-import _signal as signal  # pyright: ignore[reportMissingImports]  # what the module signal wraps: its enumerations take ten times as long as the calls
+# the module signal wraps these functions, and converts to enumerations, which takes ten times as long as the calls
+import _signal as signal  # pyright: ignore[reportMissingImports]
 import threading
 from types import FrameType
 from typing import Any
 
 
 class uninterrupted:
-    """Hold back ``SIGINT`` (Ctrl-C) until the block ends, then hand it to whoever handles it.
+    """Hold back ``SIGINT`` (Ctrl-C) until the block ends, and then call the handler that was in place before.
 
-    Only the main thread gets signals, so that elsewhere, and where Python does not handle this one, nothing is done. While the
-    block's own handler is in place it raises nothing: the interrupt comes before it or when it is over. Not for long
-    work: it waits. Entering and leaving takes about 1 microsecond.
+    Python runs signal handlers in the main thread only. In other threads, and where the signal has no Python handler, this
+    block does nothing. It is meant for short work, since Ctrl-C waits for the end of the block. Entering and leaving takes
+    about 1 microsecond.
 
     Example:
         >>> with uninterrupted():
         ...     pass  # write
     """
 
-    __slots__ = ("came", "old")
+    __slots__ = ("came", "old")  # the arguments of the handler if the signal came, and the handler from before
 
     def __enter__(self) -> None:
         self.old: Any = None

@@ -1,4 +1,4 @@
-"""The gradient of a loss at one point, and what a step reports of it."""
+"""The gradient of a loss at one point, and the report of a step (:class:`Info`)."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ _NO_GRADIENT = (
 
 
 def no_gradient() -> str:
-    """Why a loss has no gradient, and what to do."""
+    """Return the message for a loss without a gradient: the reason, and what to do."""
     if torch.is_inference_mode_enabled():
         return "make_step: a step takes a gradient, and torch.inference_mode() is on, which records none; call it outside of it"
     return _NO_GRADIENT
 
 
-PLAIN = (Tensor, torch.nn.Parameter)  # neither DTensors nor other subclasses, which may have rules of their own
+# classes that need no further checks; DTensors and other subclasses may override operations
+PLAIN = (Tensor, torch.nn.Parameter)
 _HAS_RANKS = dist.is_available()
 
 
 class Info(NamedTuple):
-    """What a step reports.
+    """The report of a step.
 
     Attributes:
         loss: the loss at the parameters that the step started from, 0-d and detached.
-        aux: the auxiliary output of the loss, detached; ``()`` where it returns none.
-        finite: from ``make_step(..., check_finite=True)``, whether loss and gradient are finite, 0-d; else ``()``.
-        gradient_norm: from ``make_step(..., monitor=True)``, the Euclidean norm of the gradient over all leaves, before the
+        aux: the auxiliary output of the loss, detached; ``()`` if the loss returns none.
+        finite: with ``make_step(..., check_finite=True)``, whether loss and gradient are finite, 0-d; else ``()``.
+        gradient_norm: with ``make_step(..., monitor=True)``, the Euclidean norm of the gradient over all leaves, before the
             transformation, 0-d; else ``()``.
-        temperature: from ``make_step(..., monitor=True)``, the temperature of this step, 0-d, and 0 where nothing is
-            sampled; else ``()``.
-        weight: how much the parameters that the step started from count in means over draws, 0-d, from a chain whose draws
-            have weights (:func:`bayesopt_chain.samplers.samadams`); ``()`` where all count the same.
+        temperature: with ``make_step(..., monitor=True)``, the temperature of this step, 0-d, and 0 for a chain that does not
+            sample; else ``()``.
+        weight: the weight, in means over draws, of the parameters that the step started from, 0-d, for a chain whose draws
+            have weights (:func:`bayesopt_chain.samplers.samadams`); ``()`` if all draws have equal weights.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -64,13 +65,13 @@ class Info(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What a :class:`GradientSource` found.
+    """The result of a :class:`GradientSource`.
 
     Attributes:
-        grads: the gradient that ``tx.update`` receives.
-        info: the report.
-        extra: the further keywords of ``tx.update``.
-        carried: what the source carries to the next step: a module's buffers, the reference of control variates, or
+        grads: the gradient that ``tx.update`` receives, a tree like the parameters.
+        info: the report of the step.
+        extra: further keywords of ``tx.update``, by name.
+        carried: the value that the source gets in the next step: the buffers of a module, the memory of an estimator, or
             ``None``.
     """
 
@@ -81,23 +82,26 @@ class Evaluation(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """Where a step's gradient comes from: :class:`LossGradient` and those of :mod:`bayesopt_chain.loop.sources`."""
+    """Computes the gradient of a step: :class:`LossGradient`, and the classes of :mod:`bayesopt_chain.loop.sources`."""
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Evaluate at ``params``.
 
         Args:
-            params: where the step starts.
-            state: of the transformation.
-            batch: as the step was given it.
-            carried: what the last evaluation carried to this one.
+            params: the parameters before the step.
+            state: the state of the transformation.
+            batch: the batch of the step.
+            carried: ``carried`` of the last evaluation.
+
+        Returns:
+            The gradient, the report, further keywords, and the value to carry to the next step.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LossGradient:
-    """The gradient of ``loss(params, batch)``, or of ``loss(params, batch, buffers)`` where buffers are carried."""
+    """The gradient of ``loss(params, batch)``, or of ``loss(params, batch, buffers)`` if ``carried`` holds buffers."""
 
     loss: Loss
 
@@ -123,10 +127,10 @@ class LossGradient:
 
 
 def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
-    """Differentiate ``loss(params, batch)`` in its parameters.
+    """Differentiate ``loss(params, batch)`` with respect to the parameters.
 
-    Reverse mode through autograd; inside a ``torch.func`` transformation (many chains by ``vmap``) through ``torch.func``,
-    since autograd cannot see through its wrappers.
+    The gradient is taken in reverse mode by autograd. Inside of a ``torch.func`` transformation (many chains under ``vmap``) it
+    is taken by ``torch.func``, since autograd cannot differentiate through the wrapped tensors there.
 
     Args:
         loss: returns a scalar, or ``(scalar, aux)``.
@@ -134,11 +138,12 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         batch: passed on to the loss.
 
     Returns:
-        A tree like the parameters, zero where the loss does not use one, and :class:`Info`. Both are detached.
+        The gradient, a tree like the parameters with zeros for parameters that the loss does not use, and :class:`Info`. Both
+        are detached.
 
     Raises:
-        TypeError: a leaf of the parameters that is no real floating-point tensor.
-        ValueError: a loss that is no scalar or depends on none of the parameters; a sparse gradient.
+        TypeError: a leaf of the parameters is no real floating-point tensor.
+        ValueError: the loss is no scalar, or depends on none of the parameters; a gradient is sparse.
     """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     if not all([type(p) in PLAIN and p.is_floating_point() for p in leaves]):
@@ -166,7 +171,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
 
 
 def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> list[Tensor]:
-    """The gradients, with zeros for parameters that the loss does not use; refuses a loss that uses none."""
+    """Fill in zeros for parameters that the loss does not use; raise ValueError if it uses none."""
     found = found or [None] * len(points)
     shards.require_reached(points, found)
     if all(g is None for g in found):
@@ -175,7 +180,7 @@ def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> lis
 
 
 def _among(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
-    """Put one tensor in the place of each leaf that is not ``None``."""
+    """Replace each leaf that is not ``None`` by the next of the given tensors."""
     if len(given) == len(leaves):
         return given
     one_by_one = iter(given)
@@ -183,8 +188,8 @@ def _among(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
 
 
 def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Tensor]) -> tuple[list[Tensor], Info]:
-    """The gradient of a function ``at`` of tensors, through ``torch.func``."""
-    kept: list[Any] = []  # torch.func refuses what is no tensor in aux, so that it goes around it
+    """Compute the gradient, value and auxiliary output of a function ``at`` of tensors, by ``torch.func``."""
+    kept: list[Any] = []  # entries of aux that are no tensors, which torch.func does not return
 
     def checked(points: list[Tensor]) -> tuple[Tensor, Any]:
         out, aux = at(points)
@@ -198,10 +203,13 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
 
 
 def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
-    """Evaluate a loss: its scalar, and its auxiliary output (``()`` for none).
+    """Evaluate a loss.
+
+    Returns:
+        The scalar, and the auxiliary output (``()`` if there is none).
 
     Raises:
-        ValueError: it returned no real scalar.
+        ValueError: the loss returned no real scalar.
     """
     if _HAS_RANKS and dist.is_initialized():
         with refusing_replicated(loss):
@@ -222,19 +230,19 @@ def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
 
 
 def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
-    """Differentiate the loss of every datum on its own.
+    """Differentiate the loss of each datum.
 
     Args:
-        loss: ``loss(params, batch)``; it sees batches of one datum.
+        loss: ``loss(params, batch)``, which is called with batches of one datum.
         params: a tree of tensors.
-        batch: every tensor has one entry a datum on axis 0.
+        batch: a batch of ``B`` data, which are on axis 0 of every tensor.
 
     Returns:
         A tree of leaves ``[B, *leaf.shape]``, and :class:`Info` with the mean loss; the tensors of ``aux`` have the data on
         axis 0.
 
     Raises:
-        ValueError: tensors of the batch that disagree on how many data there are.
+        ValueError: the tensors of the batch have no axis 0, or axes 0 of different lengths.
     """
     leaves, spec = batches.flatten(batch)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -256,27 +264,27 @@ def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info
 
 def detach(tree: Any) -> Any:
     """Detach the tensors of a tree; anything else stays as it is."""
-    if type(tree) is tuple and not tree:  # what most losses return as aux: not worth a walk
+    if type(tree) is tuple and not tree:  # the aux of most losses, for which walking a tree would be slow
         return tree
     return optree.tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, tree)  # pyright: ignore[reportArgumentType]
 
 
 def split(aux: Any) -> tuple[list[Tensor], list[Any]]:
-    """Part the tensors of a tree from the rest of it; :func:`joined` puts both together again."""
+    """Separate the tensors of a tree from its structure and its other leaves, for :func:`joined`."""
     leaves, structure = optree.tree_flatten(aux, none_is_leaf=True)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return tensors, [structure, *[None if isinstance(x, Tensor) else (x,) for x in leaves]]
 
 
 def joined(tensors: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    """Put together what :func:`split` parted."""
+    """Rebuild the tree that :func:`split` separated."""
     structure, *places = rest
     given = iter(tensors)
     return structure.unflatten([next(given) if place is None else place[0] for place in places])
 
 
 def _described(out: Any) -> str:
-    """Say what a loss returned, in short."""
+    """Describe the types that a loss returned, for a message."""
     if isinstance(out, tuple):
         return f"a tuple of {len(out)}: ({', '.join(type(x).__name__ for x in out)})"
     return type(out).__name__

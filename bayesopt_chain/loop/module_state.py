@@ -1,4 +1,4 @@
-"""The state of a step over a module: the transformation's, the module's buffers, and a stream for what the module draws."""
+"""The state of a step of a module: the state of the transformation, the module's buffers, and its random stream."""
 
 from __future__ import annotations
 
@@ -14,33 +14,48 @@ from bayesopt_chain.random.stream import new_key
 
 
 class Memory(Protocol):
-    """What a step remembers besides the transformation's state: the buffers of a module, or the reference of an estimator.
+    """Makes the state of a step that holds more than the state of the transformation.
+
+    :class:`ModuleMemory` adds the buffers of a module, and :class:`bayesopt_chain.loop.gradients.EstimatorMemory` the reference
+    of a gradient estimator.
 
     Attributes:
-        kind: the class of the step's state. It has the fields ``inner``, the transformation's state, and ``carried``, what
-            the gradient source carries from step to step, and a method ``advanced``.
-        option: the argument of ``make_step`` that asked for it.
+        kind: the class of the step's state. It has the attributes ``inner``, the transformation's state, and ``carried``, which
+            the gradient source gets and renews in every step, and a method ``advanced`` that makes the next state.
+        option: the argument of ``make_step`` that asked for it, for messages.
     """
 
     kind: ClassVar[type]
     option: ClassVar[str]
 
     def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> Any:
-        """Make the first state of the step around that of the transformation."""
+        """Make the first state of the step.
+
+        Args:
+            inner: the first state of the transformation.
+            params: the parameters to start from.
+            like: a state to take the memory from, or ``None``.
+            generator: source of a key (default: torch's global generator).
+        """
         ...
 
 
 class Stream(NamedTuple):
-    """What the module's random draws follow: ``key`` and ``step``, the number of steps so far, both 0-d int64."""
+    """The random stream of a module: its draws are a function of ``key`` and of the count ``step`` of steps, both 0-d int64."""
 
     key: Tensor
     step: Tensor
 
 
 class ModuleState(NamedTuple):
-    """``inner``: the state of the transformation; ``buffers``: the module's, by name; ``stream``: for what it draws.
+    """The state of a step that was made with ``buffers=``.
 
-    Pass ``state.inner`` to whatever reads the transformation's state, such as ``swag.posterior(state.inner, params)``.
+    Functions that read the state of a transformation take ``state.inner``, as ``swag.posterior(state.inner, params)``.
+
+    Attributes:
+        inner: the state of the transformation.
+        buffers: the module's buffers, by name.
+        stream: the random stream of the module, for dropout and the like.
     """
 
     inner: Any
@@ -49,7 +64,7 @@ class ModuleState(NamedTuple):
 
     @property
     def carried(self) -> dict[str, Tensor]:
-        """The buffers, as the loss receives them."""
+        """The buffers, which the loss gets as its third argument."""
         return self.buffers
 
     def advanced(self, inner: Any, carried: Mapping[str, Tensor], skipped: Tensor | None, inplace: bool) -> ModuleState:
@@ -58,9 +73,12 @@ class ModuleState(NamedTuple):
         Args:
             inner: the transformation's new state.
             carried: the new buffers.
-            skipped: the number of steps that :func:`skip_nonfinite` had left out before this one; a step that it leaves out
+            skipped: the number of steps that :func:`skip_nonfinite` had left out before this step; a step that it leaves out
                 changes neither buffers nor stream. ``None`` for any other transformation.
             inplace: whether to write into this state's tensors.
+
+        Returns:
+            The new state; with ``inplace`` it holds this state's tensors.
         """
         made: Any = 1
         if skipped is not None:
@@ -76,14 +94,14 @@ class ModuleState(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """A module's buffers, from which each state starts with copies of its own."""
+    """The buffers of a module, which each new state copies; see :class:`Memory`."""
 
     kind: ClassVar[type] = ModuleState
     option: ClassVar[str] = "buffers="
     buffers: Mapping[str, Tensor] = field(compare=False)
 
     def start(self, inner: Any, params: Any, like: Any, generator: torch.Generator | None) -> ModuleState:
-        """Copy the buffers (those of ``like``, where it has some), draw a key, and count from zero."""
+        """Make a state with copies of the buffers (of ``like``, if it has buffers), a new key and a count of zero."""
         buffers = like.buffers if isinstance(like, ModuleState) else self.buffers
         leaves: list[Any] = optree.tree_leaves(params)
         key = new_key(generator, leaves[0].device if leaves else torch.device("cpu"))
@@ -92,15 +110,15 @@ class ModuleMemory:
 
 
 def is_keyed(entry: Any) -> bool:
-    """Whether it is a state with a random stream."""
+    """Whether an entry of a state has a random stream, with the fields ``key`` and ``step``."""
     return {"key", "step"} <= set(getattr(entry, "_fields", ())) and isinstance(entry.key, Tensor)
 
 
 def keyed(tree: Any) -> list[Any]:
-    """The states in a tree that have a random stream, or many of them stacked."""
+    """List the entries of a tree that have a random stream; an entry may hold the streams of several chains, stacked."""
     return [entry for entry in optree.tree_leaves(tree, is_leaf=is_keyed) if is_keyed(entry)]
 
 
 def buffers_of(state: Any) -> dict[str, Tensor]:
-    """The module's buffers in a step's state; none where it has none."""
+    """Return the module's buffers in the state of a step; an empty dictionary if it has none."""
     return state.buffers if isinstance(state, ModuleState) else {}

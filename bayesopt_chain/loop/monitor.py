@@ -1,4 +1,4 @@
-"""What ``make_step(..., monitor=True)`` reports: the norm of the gradient, and the temperature in force."""
+"""The values that ``make_step(..., monitor=True)`` adds to the report of a step: gradient norm and temperature."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from bayesopt_chain.schedules import now, scalar
 
 
 def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
-    """Fill in the norm and the temperature.
+    """Fill in the norm of the gradient and the temperature of a report.
 
     Args:
-        info: the report; one without places for them (that of a variational family) is returned as it is.
-        grads: the gradient before the transformation.
+        info: the report. A report without these fields, as that of a variational family, is returned unchanged.
+        grads: the gradient before the transformation, a tree.
         tx: the transformation.
-        state: of the transformation, before the step.
+        state: the state of the transformation before the step.
+
+    Returns:
+        The report with both.
     """
     if "gradient_norm" not in info._fields:
         return info
@@ -30,10 +33,15 @@ def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
 
 
 def temperature(tx: Any, state: Any, like: Tensor) -> Tensor:
-    """Read the temperature of a chain at the state's count.
+    """Evaluate the temperature of a chain at the count of steps in its state.
+
+    Args:
+        tx: the transformation.
+        state: its state.
+        like: a tensor with the dtype and device of the result.
 
     Returns:
-        A tensor of the dtype and device of ``like``: 0-d, or one entry for each link that samples where there are several.
+        A 0-d tensor, which is 0 if no link samples; one entry per link if several links sample.
     """
     links = getattr(getattr(tx, "transformation", tx), "links", ())
     found = [
