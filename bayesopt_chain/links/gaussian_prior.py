@@ -1,17 +1,18 @@
-r"""A Gaussian prior as a link: ``u + Lambda (theta - m) / N``, the gradient of ``-log N(theta; m, Lambda^-1) / N``.
+r"""A Gaussian prior as a link: ``u <- u + Lambda (theta - m) / N``, with mean ``m``, precision ``Lambda`` and ``N`` data.
 
-With the loss a mean over N data, ``loss - log prior / N`` is the negative log posterior per datum, and what is sampled at
-temperature ``1 / N`` is the posterior under this prior, exactly for quadratic losses. A number ``lambda`` is weight decay of
-``lambda / N``. With the posterior of the last task for a prior, learning task after task is a chain: for models that are
-linear with Gaussian noise, ``Lambda_k = Lambda_(k-1) + X_k^T X_k / sigma^2`` and its mean are those of all data together.
+This adds the gradient of ``-log N(theta; m, Lambda^-1) / N``. If the loss is a mean over ``N`` data, ``loss - log prior / N``
+is the negative log posterior per datum, up to a constant, and a chain of temperature ``1 / N`` samples the posterior under
+this prior. If ``m = 0`` and ``Lambda`` is a number ``lambda``, the prior is weight decay of ``lambda / N``.
 
-With ``scale="fan_in"`` the precision of a weight is ``lambda f``, ``f`` the number of inputs that a unit adds up:
-then a unit whose
-inputs are of size one has a sum of variance ``1 / lambda`` whatever its width, where ``N(0, 1 / lambda)`` on each
-weight gives it
-``f / lambda`` (Neal, 1996). A leaf of shape ``[out, ...]`` has ``f = numel / out``.
+The posterior of one task can be the prior of the next. In a linear model with Gaussian noise of variance ``sigma^2`` and
+inputs ``X_k`` in task ``k``, ``Lambda_k = Lambda_(k-1) + X_k^T X_k / sigma^2`` is then the precision for the data of all tasks
+together.
 
-The prior belongs to the loss, so it stands in front of everything that changes what gradients mean.
+With ``scale="fan_in"`` the precision of a weight is ``lambda f``, where ``f`` is the number of inputs of its unit (Neal 1996).
+The weighted sum of inputs of size one then has the prior variance ``1 / lambda`` for every ``f``. If each weight had the
+precision ``lambda``, that variance would be ``f / lambda``. A leaf of shape ``[out, ...]`` has ``f = numel / out``.
+
+The prior is a part of the loss, so that it must stand in front of every link that scales or accumulates gradients.
 """
 
 from __future__ import annotations
@@ -39,21 +40,26 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @runtime_checkable
 class HasPrecision(Protocol):
-    """A Gaussian: what every posterior of this library is."""
+    """A Gaussian distribution over parameters, such as every posterior of this library."""
 
     @property
     def mean(self) -> Any:
-        """A tree like the parameters."""
+        """The mean, a tree like the parameters."""
         ...
 
     @property
     def precision(self) -> Precision:
-        """Over that tree."""
+        """The precision over that tree."""
         ...
 
 
 class PriorState(NamedTuple):
-    """Of a prior without correlations: mean and precision of each leaf."""
+    """The state of a prior without correlations.
+
+    Attributes:
+        mean: the mean of each leaf; it broadcasts to the leaf.
+        precision: the precision of each element of each leaf; it broadcasts to the leaf.
+    """
 
     mean: tuple[Tensor, ...]
     precision: tuple[Tensor, ...]
@@ -61,7 +67,13 @@ class PriorState(NamedTuple):
 
 @dataclass(frozen=True)
 class Prior(Link):
-    """What both links share: the data count, and where they may stand."""
+    """What all links of a Gaussian prior share.
+
+    Attributes:
+        n: the number of data that the loss is a mean over.
+        mean: the mean of the prior.
+        precision: the precision of the prior.
+    """
 
     n: float
     mean: Any = field(hash=False)
@@ -82,10 +94,10 @@ class Prior(Link):
     __hash__ = Link.__hash__
 
     def require_first(self, context: LinkContext) -> None:
-        """Refuse a place behind anything that changes what a gradient is.
+        """Refuse a place behind a link that scales or accumulates gradients, since it would change the prior.
 
         Raises:
-            ValueError: naming the link in front.
+            ValueError: such a link stands in front; the message names it.
         """
         for link in context.scope.before:
             response = link.response
@@ -99,7 +111,7 @@ class Prior(Link):
 
 @dataclass(frozen=True)
 class AddDiagonalPrior(Prior):
-    """The link behind :func:`add_gaussian_prior` for a prior without correlations."""
+    """The link that :func:`add_gaussian_prior` returns for a prior without correlations."""
 
     __eq__ = Prior.__eq__
     __hash__ = Link.__hash__
@@ -128,7 +140,7 @@ class AddDiagonalPrior(Prior):
 
 @dataclass(frozen=True)
 class AddFanInPrior(Prior):
-    """The link behind :func:`add_gaussian_prior` with ``scale="fan_in"``: one precision for each leaf."""
+    """The link that :func:`add_gaussian_prior` returns with ``scale="fan_in"``; each leaf has one precision."""
 
     traits = Traits(
         needs_params=True,
@@ -153,7 +165,7 @@ class AddFanInPrior(Prior):
 
 @dataclass(frozen=True)
 class AddGaussianPrior(Prior):
-    """The link behind :func:`add_gaussian_prior` for a Gaussian, which may couple all parameters."""
+    """The link that :func:`add_gaussian_prior` returns for a Gaussian that may couple all parameters."""
 
     traits = Traits(
         needs_params=True,
@@ -190,36 +202,38 @@ class AddGaussianPrior(Prior):
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
+    """Whether two trees of numbers and tensors have the same structure and entries."""
     (a, spec_a), (b, spec_b) = flattened(mine), flattened(theirs)
     return spec_a == spec_b and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b))
 
 
 def _params(context: LinkContext, op: TensorOps) -> list[Tensor]:
+    """The parameters; in place detached, since otherwise autograd would record the gradient that they are written into."""
     return [p.detach() if op.inplace and p.requires_grad else p for p in context.params]
 
 
 def fan_in(module: nn.Module) -> dict[str, float]:
-    """Count, for each parameter of a module, the inputs that a unit adds up: what a prior's precision is scaled by.
+    """Count, for each parameter of a module, the inputs of a unit, by which the precision of a prior can be scaled.
 
-    ``add_gaussian_prior({name: precision * f for name, f in fan_in(module).items()}, n=N)`` is a prior by name for
-    the parameters
-    of ``bc.make_functional(module)``; and for ``bc.optim``, whose prior is ``weight_decay = precision / N`` of a group, one
-    group for each parameter.
+    ``add_gaussian_prior({name: precision * f for name, f in fan_in(module).items()}, n=N)`` is the scaled prior for the
+    parameters of ``bc.make_functional(module)``. In ``bc.optim`` the prior of a parameter group is
+    ``weight_decay = precision / N``, so that there every parameter needs a group of its own.
 
     Args:
         module: any module.
 
     Returns:
-        A number for each name of ``named_parameters()``. Linear layers, convolutions, recurrent layers and
-        attention: the product
-        of all axes but the first, which is the number of inputs (of a group, times the kernel). Transposed
-        convolutions: the inputs
-        that reach one output on average, channels of a group times kernel over stride. Embeddings: 1, for one row is
-        taken at a time.
-        Biases, norms and everything else of one axis or none: 1.
+        A number for each name of ``named_parameters()``.
+
+        * For linear layers, convolutions, recurrent layers and attention: the product of all axes but the first. This is the
+          number of input channels of a group, times the size of the kernel.
+        * For transposed convolutions: the number of inputs that reach one output on average, which is the number of input
+          channels of a group, times the size of the kernel over the product of the strides.
+        * For embeddings: 1, because an output is one row.
+        * For parameters with at most one axis, such as biases and the weights of normalisation layers: 1.
 
     Raises:
-        TypeError: no module.
+        TypeError: ``module`` is not a module.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -241,6 +255,7 @@ def fan_in(module: nn.Module) -> dict[str, float]:
 
 
 def _fan_in(layer: nn.Module, name: str, p: Tensor) -> float:
+    """The number of inputs of a unit of one layer, for its parameter ``p`` of this name."""
     if p.ndim < 2 or not p.numel() or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return 1.0
     if isinstance(layer, TRANSPOSED) and name == "weight":
@@ -250,37 +265,38 @@ def _fan_in(layer: nn.Module, name: str, p: Tensor) -> float:
 
 
 def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None = None) -> Chain:
-    """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``: the loss then is a posterior's.
+    """Add the gradient of a Gaussian prior, ``Lambda (params - mean) / n``.
 
-    Write it first in a chain, before clipping or behind it. What is sampled at temperature ``1 / n`` is ``likelihood x prior``.
-    It is the prior of :func:`bayesopt_chain.links.add_decayed_weights` (``weight_decay = precision / n``) with any mean and any
-    precision; where the loss itself has a prior already, both count.
+    Write it first in a chain, in front of clipping or behind it. At the temperature ``1 / n`` the chain then samples
+    ``likelihood x prior``. Unlike :func:`bayesopt_chain.links.add_decayed_weights`, which is the prior of mean 0 and precision
+    ``n * weight_decay``, it takes any mean and any precision. If the loss has a prior already, the densities of both are
+    multiplied.
 
-    Learning task after task: take the Laplace posterior of the last task as ``prior=`` here, for the mean, and in
-    ``laplace().posterior(state, params, prior=...)``, for the precision. For linear models with Gaussian noise both
-    then are those of all data together, up to rounding; elsewhere as good as the Gaussian is.
+    To learn one task after another, give the Laplace posterior of the last task here as ``prior=``, so that the mean is right,
+    and to ``laplace().posterior(state, params, prior=...)``, so that the precision is right. In linear models with Gaussian
+    noise mean and precision are then those for the data of all tasks together, up to rounding. In other models they are as
+    accurate as the Gaussian approximation.
 
     Args:
-        prior: the precision of a prior around zero, as a number or as a tree of numbers and tensors that broadcast to
-            the parameters (or a prefix of their tree); or a Gaussian: the posterior of :func:`bayesopt_chain.laplace`,
-            ``swag``, ``vi`` or ``ekf``, or :class:`bayesopt_chain.Gaussian`, with a precision of any structure.
-        n: number of data that the loss is a mean over; 1 for a loss that is a sum.
-        scale: ``"fan_in"`` multiplies the precision, then a number, by the number of inputs of a unit: by the
-            product of all axes but
-            the first of each leaf with two axes or more, right for linear layers, convolutions, recurrent layers and
-            attention. Leaves
-            of one axis or none (biases, norms) keep it. A tree does not say which leaf is an embedding or a
-            transposed convolution:
-            for those give a tree made with :func:`fan_in`. Default: every element alike.
+        prior: a precision or a Gaussian. The precision of a prior of mean 0 is a number, or a tree of numbers and of tensors
+            that broadcast to the parameters, or a prefix of such a tree. A Gaussian is a :class:`bayesopt_chain.Gaussian` with
+            a precision of any structure, for example the posterior of :func:`bayesopt_chain.laplace`, ``swag``, ``vi`` or
+            ``ekf``.
+        n: the number of data that the loss is a mean over; 1 for a loss that is a sum.
+        scale: ``None`` (default), or ``"fan_in"``: the precision, then a number, is multiplied by the number of inputs of a
+            unit. That is the product of all axes but the first of a leaf with two axes or more, and 1 for other leaves (biases,
+            normalisation layers). This is right for linear layers, convolutions, recurrent layers and attention. For
+            embeddings and transposed convolutions give a tree made with :func:`fan_in`, because a tree does not tell which
+            leaf belongs to such a layer.
 
     Returns:
-        A link. Its state holds mean and precision of a prior without correlations; a coupled Gaussian stays in the link.
+        A link. If the prior has no correlations, the state has its mean and precision; otherwise the link has them.
 
     Raises:
-        TypeError: neither a precision nor a Gaussian.
-        ValueError: a precision that is negative or not finite; ``n`` not positive; at ``init``, a tree that does not fit the
-            parameters, or a link in front that would change the prior; at ``update``, missing parameters, or a missing gradient
-            beside a coupled Gaussian.
+        TypeError: ``prior`` is neither a precision nor a Gaussian.
+        ValueError: a precision that is negative or not finite, or ``n`` is not positive; at ``init``, a tree that does not fit
+            the parameters, or a link in front that would change the prior; at ``update``, missing parameters, or a missing
+            gradient if the prior has correlations.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -323,6 +339,7 @@ def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None 
 
 
 def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
+    """Make the link for a Gaussian prior, the elementwise one if its precision is diagonal."""
     precision: Any = prior.precision
     if not isinstance(precision, Precision):
         raise TypeError(
@@ -331,6 +348,7 @@ def _of_gaussian(prior: HasPrecision, n: float) -> Prior:
     known: list[Tensor] = [*optree.tree_leaves(prior.mean), *optree.tree_leaves(precision.diag())]
     if not all(bool(x.isfinite().all()) for x in known):
         raise ValueError("add_gaussian_prior: the prior's mean or precision has NaN or infinite entries")
+    # The update multiplies by the precision and never solves with it, so that it needs no factorised form.
     precision = precision.unfactorised() if isinstance(precision, Woodbury) else precision
     if isinstance(precision, Diagonal):
         return AddDiagonalPrior(n, prior.mean, precision.values)

@@ -1,8 +1,9 @@
-r"""``inject_langevin_noise``: the link that turns an optimizer into a sampler.
+r"""``inject_langevin_noise``: the link whose noise makes a chain sample ``exp(-loss / temperature)``.
 
-Its noise is matched to the chain around it (:mod:`bayesopt_chain.matching.noise_inputs`), so that the parameters sample
-``exp(-loss / temperature)``. The state holds the key and step count of the random stream, the draws that the next step
-still needs and, where they change with time, the temperature and gains of the last step and the noise's surplus.
+The noise is matched to the chain (:mod:`bayesopt_chain.matching.noise_inputs`). Its state has the key and the step count of the
+random stream, and the draws that the next step still needs. If the temperature or a learning rate can change, the state also
+has their values at the last step, because the rule for schedules
+(:func:`bayesopt_chain.matching.law.scheduled_noise`) compares two steps.
 """
 
 from __future__ import annotations
@@ -38,28 +39,43 @@ from bayesopt_chain.schedules import ScalarOrSchedule, is_zero
 from bayesopt_chain.schedules import now as value_at
 from bayesopt_chain.tracing import is_plain, is_readable
 
-LOW = (torch.bfloat16, torch.float16)
-CONDITIONS = 5  # numbers that are remembered for each leaf where rates or temperature change
+LOW = (torch.bfloat16, torch.float16)  # dtypes in which a step's noise can be lost to rounding
+CONDITIONS = 5  # how many numbers are remembered for each leaf if rates or the temperature can change
 
 
 class LangevinNoiseState(NamedTuple):
-    """``key`` and ``step`` (0-d, int64) of the stream; the remembered draws of each leaf, stacked on axis 0.
+    """The state of the noise.
 
-    ``conditions`` holds, where temperature or gains can change (else it is empty), float64 ``[leaves, 5]``: the last step's
-    temperature, the product of its changing gains (negative if the step moved nothing; then that of the last one that did),
-    those in front of the noise, and the surplus of each branch (:func:`bayesopt_chain.matching.law.scheduled_noise`).
+    Attributes:
+        key: the key of the random stream, 0-d int64.
+        step: how many updates were made, 0-d int64.
+        memory: for each leaf the remembered tensors, ``[remembered, *leaf.shape]``.
+        conditions: one tensor, float64 ``[leaves, 5]``; empty if neither the temperature nor a gain can change. A row has the
+            temperature of the last step; the product of its changing gains; the product of those in front of the noise; and the
+            surplus of each of two branches. If the last step did not move the parameters, the second number is negative, and
+            its magnitude is the product at the last step that did.
+        begins_anew: whether ``init(params, like=...)`` makes this state new; true, since the noise belongs to its own chain.
     """
 
     key: Tensor
     step: Tensor
     memory: tuple[Tensor, ...]
     conditions: tuple[Tensor, ...]
-    begins_anew = True  # at a warm start: the noise is matched to its own chain
+    begins_anew = True
 
 
 @dataclass(frozen=True)
 class LangevinNoise(Keyed):
-    """The link behind :func:`inject_langevin_noise`: its temperature, order and kind of increments. The chain does the rest."""
+    """The link that :func:`inject_langevin_noise` returns.
+
+    It has no ``update`` of its own. The chain calls :class:`LangevinInjection`, and adds the noise where it has to enter.
+
+    Attributes:
+        temperature: the temperature, in units of the loss.
+        order: 2 for matched noise, 1 for white noise.
+        noise: the distribution of the draws: ``"gaussian"``, ``"three_point"`` or ``"rademacher"``.
+        room: the part of the noise that is left to the minibatches; ``None`` for none.
+    """
 
     temperature: ScalarOrSchedule
     order: int = 2
@@ -68,7 +84,7 @@ class LangevinNoise(Keyed):
 
     @property
     def is_static(self) -> bool:
-        """Whether the temperature is a number."""
+        """Whether the temperature is a number, so that it never changes."""
         return isinstance(self.temperature, (int, float))
 
     @property
@@ -79,7 +95,16 @@ class LangevinNoise(Keyed):
         return Noise(self.order, temperature)
 
     def injection(self, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]) -> Injection:
-        """Make what draws the noise of these noise inputs, in a chain of these links over leaves of this layout."""
+        """Make the object that draws the noise.
+
+        Args:
+            noise_inputs: where in the chain this noise enters.
+            layout: the leaves of the chain.
+            links: the links of the chain.
+
+        Raises:
+            ValueError: the noise leaves room for minibatches, and the report was made for another chain or other parameters.
+        """
         if self.room is not None:
             _check_room(self.room, self, noise_inputs, layout, links)
         return LangevinInjection(self, noise_inputs, layout)
@@ -91,7 +116,18 @@ class LangevinNoise(Keyed):
 def _check_room(
     room: Room, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout, links: Sequence[Any]
 ) -> None:
-    """Refuse a chain or parameters for which the room was not measured."""
+    """Refuse a chain or parameters for which the noise of minibatches was not measured.
+
+    Args:
+        room: the part of the noise that is left to the minibatches.
+        link: the noise link.
+        noise_inputs: where in the chain the noise enters.
+        layout: the leaves of the chain.
+        links: the links of the chain.
+
+    Raises:
+        ValueError: the chain or the parameters are others than those of the report.
+    """
     who = "inject_langevin_noise: room_for"
     if any(noise_input.changes for noise_input in noise_inputs):
         raise ValueError(
@@ -110,6 +146,7 @@ def _check_room(
 
 
 def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) -> str:
+    """The ``repr`` of a noise link, with the arguments that differ from their defaults."""
     words = [checks.show(link.temperature), *([f"order={order}"] if order != 2 else []), *more]
     words += [f"noise={link.noise!r}"] if link.noise != "gaussian" else []
     words += [f"stream={link.stream!r}"] if link.stream is not None else []
@@ -118,7 +155,12 @@ def _shown(link: LangevinNoise | ExplicitLangevinNoise, order: int, *more: str) 
 
 @dataclass(frozen=True)
 class ExplicitLangevinNoise(FilteredNoise):
-    """Noise matched to the learning rate and momentum that its caller states, where its neighbours cannot be seen."""
+    """Noise for plain ``torchopt.chain``, in which the links cannot see each other.
+
+    Attributes:
+        lr: the learning rate of the chain, as its caller states it.
+        momentum: the momentum of the chain, as its caller states it.
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -132,6 +174,7 @@ class ExplicitLangevinNoise(FilteredNoise):
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
         state = super().init(leaves, context)
+        # ``gain`` times the scale bounds by how much one step's noise moves a parameter.
         scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
         for j, leaf in zip(context.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
@@ -144,40 +187,64 @@ class ExplicitLangevinNoise(FilteredNoise):
 
 
 class Strength(NamedTuple):
-    """What is known of a step before anything is drawn: the temperature; for each noise input the coefficients and the velocity
-    scale of each leaf; and the conditions that the step leaves behind."""
+    """The coefficients of one step's noise, which are computed before anything is drawn or changed.
+
+    Attributes:
+        temperature: the temperature of this step, a number or 0-d.
+        by_input: for each noise input, the coefficients of each leaf; the factor by which the velocity of each leaf is
+            multiplied before the step, or ``None``; and the conditions ``[leaves, 5]`` for the next step, or ``None`` if
+            nothing changes with time.
+    """
 
     temperature: float | Tensor
     by_input: list[tuple[Sequence[Any], Sequence[Tensor | float] | None, Tensor | None]]
 
 
 def constant(i: int, leaves: Sequence[int]) -> Tensor:
-    """The rates of a chain in which none changes."""
+    """The default of the argument ``rates``, for a chain without changing gains, where it is never called."""
     raise NotImplementedError
 
 
 class LangevinInjection:
-    """A noise link with its noise inputs, and the places of their leaves in its state: input by input, leaf by leaf."""
+    """A noise link in one chain: it draws the noise of every noise input.
+
+    A leaf of two noise inputs gets two independent noises, and has two entries in the state, one behind the other.
+
+    Attributes:
+        link: the noise link.
+        noise_inputs: where in the chain the noise enters.
+        rows: for each noise input, the place of each of its leaves in the state.
+        leaves: the leaf of each entry of the state.
+        by_leaf: the same, by the fields of the state that it applies to.
+        processes: the process that makes the noise of each entry.
+        level: the factor of the draws if the noise is white and the only one, ``None`` otherwise. The draws are then multiplied
+            by it while they are made, which saves a pass over them.
+        variables: the random variables of one step.
+    """
 
     def __init__(self, link: LangevinNoise, noise_inputs: Sequence[NoiseInput], layout: Layout) -> None:
-        self.link, self.noise_inputs, known = link, noise_inputs, keyed_stream.leaf_numbers(layout.paths)
+        self.link, self.noise_inputs, leaf_numbers = link, noise_inputs, keyed_stream.leaf_numbers(layout.paths)
         places = sorted((j, n) for n, noise_input in enumerate(noise_inputs) for j in noise_input.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in noise_input.leaves] for n, noise_input in enumerate(noise_inputs)]
-        numbers = tuple([keyed_stream.draw_number(known[j], 2 * n) for j, n in places])
+        # Every noise input has numbers of its own in the stream, so that the noises of one leaf are independent.
+        numbers = tuple([keyed_stream.draw_number(leaf_numbers[j], 2 * n) for j, n in places])
         self.leaves: Sequence[int] = [j for j, _ in places]
         self.by_leaf: Mapping[str, Sequence[int]] = {"memory": self.leaves}
         runs = None if layout.pieces is None else tuple([layout.pieces[j] for j in self.leaves])
         self.processes = [noise_inputs[n].process for _, n in places]
         each = tuple([process.draws for process in self.processes])
         lone = noise_inputs[0].process if len(noise_inputs) == 1 and not noise_inputs[0].changes else None
-        # of white noise, which is scaled while it is drawn
         self.level = lone.c[0] if isinstance(lone, Filtered) and not lone.memory else None
         scale = 1.0 if self.level is None else self.level
         self.variables = keyed_stream.Variables(numbers, each, link.noise, link.stream, scale, runs)
 
     def start(self, params: Sequence[Any]) -> LangevinNoiseState:
-        """The first state, for the parameters of all leaves."""
+        """Make the first state, with a new key.
+
+        Args:
+            params: the parameters, one for each leaf of the chain.
+        """
         device = params[self.leaves[0]].device if self.leaves else torch.device("cpu")
         memory = [params[j].new_zeros((p.memory, *params[j].shape)) for j, p in zip(self.leaves, self.processes)]
         changes = any(noise_input.changes for noise_input in self.noise_inputs)
@@ -186,7 +253,16 @@ class LangevinInjection:
         return LangevinNoiseState(key, torch.zeros_like(key), tuple(memory), conditions)
 
     def strength(self, state: LangevinNoiseState, rates: Rates = constant) -> Strength:
-        """That of this step; refuses a temperature out of range before anything is changed."""
+        """Compute the coefficients of this step's noise.
+
+        Args:
+            state: the state of the noise.
+            rates: returns the gains of a link at this step, for given leaves.
+
+        Raises:
+            ValueError: a temperature that is negative or not finite; a state of a chain in which nothing changed with time, or
+                of a version of this package whose state was another.
+        """
         if not state.conditions and any(noise_input.changes for noise_input in self.noise_inputs):
             raise ValueError(
                 "state: its temperature and lr were constant, here one changes; call init(params, like=state)"
@@ -213,10 +289,21 @@ class LangevinInjection:
     def draw(
         self, state: LangevinNoiseState, strength: Strength, g: Sequence[Any], op: TensorOps
     ) -> tuple[list[Injected], LangevinNoiseState]:
-        """Draw the noise of every noise input. A leaf without a gradient keeps its memory.
+        """Draw the noise of every noise input.
+
+        Args:
+            state: the state of the noise.
+            strength: the coefficients of this step.
+            g: the gradients, one for each leaf of the chain, ``None`` where a leaf has none. Such a leaf gets no noise, and its
+                entries of the state stay as they are.
+            op: the operations of this update.
 
         Returns:
             The noise, and the next state.
+
+        Raises:
+            ValueError: a missing gradient although the noise leaves room for minibatches; gradients with an axis of ``vmap``
+                that the key lacks.
         """
         key, step = state.key, state.step
         checks.own_key(key, [x for x in g if x is not None])
@@ -227,7 +314,8 @@ class LangevinInjection:
                     "inject_langevin_noise: with room_for= every leaf needs a gradient, since the directions of the batches' "
                     "noise couple them"
                 )
-            xi = [list(of) for of in zip(*[self.link.room.leave(one) for one in zip(*xi)])]
+            # ``leave`` takes one draw of all leaves, while ``xi`` has for each leaf all of its draws.
+            xi = [list(draws) for draws in zip(*[self.link.room.leave(draw) for draw in zip(*xi)])]
         is_positive_temperature = None if isinstance(strength.temperature, float) else strength.temperature != 0
         out: list[Injected] = []
         memory, conditions = list(state.memory), list(state.conditions)
@@ -235,7 +323,7 @@ class LangevinInjection:
             live = [n for n, j in enumerate(noise_input.leaves) if g[j] is not None]
             e: Leaves = []
             for n in live:
-                if self.level is not None:
+                if self.level is not None:  # white noise: the draw is the noise
                     e += xi[rows[n]]
                     continue
                 kept = memory[rows[n]]
@@ -252,9 +340,13 @@ class LangevinInjection:
         return out, LangevinNoiseState(key, op.next_count(step), tuple(memory), tuple(conditions))
 
     def started(self, state: LangevinNoiseState, update: Update) -> None:
-        """Say so where the first step's noise is smaller than half the spacing of the parameters' numbers.
+        """Warn if the noise of the first step is so small that adding it to the parameters would round to no change.
 
-        Learned preconditioners are not known yet and count as one.
+        Only float16 and bfloat16 are checked. Preconditioners that learn are not known yet, and are taken to be 1.
+
+        Args:
+            state: the first state of the noise.
+            update: the update that ``init`` uses to ask for rates and preconditioners.
         """
         leaves = update.params or []
         for noise_input, (coefficients, _, after) in zip(
@@ -262,12 +354,13 @@ class LangevinInjection:
         ):
             low = [(n, j) for n, j in enumerate(noise_input.leaves) if leaves[j].dtype in LOW and is_plain(leaves[j])]
             for n, j in low[:1]:
+                # The noise of a draw of 1 for every variable and a memory of 0 has about the size of the first step's noise.
                 ones = [torch.ones((), device="cpu").double() for _ in range(noise_input.process.draws)]
                 e, _ = noise_input.process.step(
                     ones, [torch.zeros((), device="cpu").double()] * noise_input.process.memory, coefficients[n]
                 )
                 (e,) = update.apply_powers(noise_input, [j], [e.float().expand(leaves[j].shape).clone()])
-                # what a unit of noise moves in one step
+                # By how much noise of size 1 at its place of entry moves a parameter in the same step.
                 gain = noise_input.transfer.b[0] / noise_input.transfer.a[0] / noise_input.transfer.head
                 behind = 1.0 if after is None else float((after[n, 1] / after[n, 2]).abs().nan_to_num())
                 if _rounds_away(j, leaves[j], float(e.float().abs().mean()) * gain * behind):
@@ -275,7 +368,13 @@ class LangevinInjection:
 
 
 def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
-    """Whether a step's noise of this size is smaller than half the spacing of a leaf's numbers; then with a warning."""
+    """Whether adding noise of this size to a leaf would round to no change; if so, warn.
+
+    Args:
+        j: the number of the leaf, for the warning.
+        leaf: the parameters.
+        step: by how much the noise of one step moves a parameter.
+    """
     size = float(leaf.detach().abs().float().mean())
     if not 0 < step < torch.finfo(leaf.dtype).eps * size / 2:
         return False
@@ -288,20 +387,29 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
 
 
 def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rates: Rates) -> Any:
-    """By leaf, the weights of its noise and the velocity's scale; and the conditions that this step leaves behind.
+    """Compute the coefficients of one noise input for which the temperature or a gain can change.
 
-    In numbers where all can be read for nothing, once for leaves whose numbers are the same; else in tensors.
+    Args:
+        noise_input: the noise input.
+        temperature: the temperature of this step.
+        before: the conditions of the last step, ``[leaves, 5]``.
+        rates: returns the gains of a link at this step, for given leaves.
+
+    Returns:
+        The coefficients of each leaf; the factor by which the velocity of each leaf is multiplied before the step, or
+        ``None``; and the conditions of this step, ``[leaves, 5]``.
     """
     n = len(noise_input.leaves)
     gains = [[rates(i, noise_input.leaves) for i in part] for part in noise_input.rates]
-    told = [before, *gains[0], *gains[1], *([temperature] if isinstance(temperature, Tensor) else [])]
-    if all([is_readable(x) and not x.requires_grad for x in told]):
-        heat, known = float(temperature), dict[tuple[float, ...], Any]()
+    inputs = [before, *gains[0], *gains[1], *([temperature] if isinstance(temperature, Tensor) else [])]
+    if all([is_readable(x) and not x.requires_grad for x in inputs]):
+        # On a CPU arithmetic on Python numbers is faster than on 0-d tensors, and most leaves have equal numbers.
+        now, known = float(temperature), dict[tuple[float, ...], Any]()
         last = before.T.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         rows: list[tuple[float, ...]] = list(zip(*_products(gains, n), *last))  # pyright: ignore[reportUnknownArgumentType]
         for row in rows:
             if row not in known:
-                known[row] = _one_leaf(noise_input.process, heat, *row)
+                known[row] = _one_leaf(noise_input.process, now, *row)
         values, scales, after = zip(*(known[row] for row in rows))
         scale = None if all([x is None or x == 1.0 for x in scales]) else scales
         return values, scale, torch.tensor(after, dtype=torch.float64, device="cpu")
@@ -315,25 +423,46 @@ def _coefficients(noise_input: NoiseInput, temperature: Any, before: Tensor, rat
 
 
 def _products(gains: Sequence[Sequence[Tensor]], n: int) -> list[list[float]]:
-    """The product of the gains in front of the noise, and behind it, of each of ``n`` leaves."""
+    """For each of ``n`` leaves, the product of the gains in front of the noise, and the product of the gains behind it."""
     parts: Any = [[gain.tolist() for gain in part] for part in gains]  # pyright: ignore[reportUnknownMemberType]
     return [[math.prod(x) for x in zip(*part)] if part else [1.0] * n for part in parts]
 
 
 def _one_leaf(
-    process: Process, heat: Any, front: Any, behind: Any, last_heat: Any, last_rate: Any, last_front: Any, *surplus: Any
+    process: Process,
+    temperature: Any,
+    front: Any,
+    behind: Any,
+    last_temperature: Any,
+    last_rate: Any,
+    last_front: Any,
+    *surplus: Any,
 ) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The same for the numbers of one leaf, or for tensors of all; the rest are the conditions that the last step left."""
-    rate, known = front * behind, abs(last_rate)
+    """Compute the coefficients of one leaf from numbers, or those of all leaves from tensors ``[leaves]``.
+
+    Args:
+        process: the process that makes the noise.
+        temperature, front, behind: of this step, the temperature, the product of the gains in front of the noise, and the
+            product of those behind it.
+        last_temperature, last_rate, last_front, surplus: the conditions that the last step left, in the order of
+            :attr:`LangevinNoiseState.conditions`.
+
+    Returns:
+        The coefficients, the factor of the velocity or ``None``, and the conditions of this step.
+    """
+    rate, last_moved = front * behind, abs(last_rate)
     moves = rate != 0
-    rate = pick(moves, rate, known)
-    if process.velocity:  # behind a gain of 0 a velocity would go on moving: the chain stops, and begins anew
+    rate = pick(moves, rate, last_moved)
+    # A gain of 0 in front of the momentum stops the gradients but not the velocity, so that the sampler stops here and begins
+    # anew when the gain is positive again. A rate of 0 tells that to the next step.
+    if process.velocity:
         rate = pick(front != 0, rate, 0.0)
-    now = Conditions(heat, rate, front, moves)
-    values, scale, left = process.coefficients(now, Conditions(last_heat, known, last_front, last_rate >= 0, surplus))
-    if scale is not None:  # at temperature 0 the velocity is the optimizer's own, and is not rescaled
-        scale = pick((heat != 0) | (last_heat != 0), scale, 1.0)
-    after = heat, pick(moves, rate, -rate), pick(front != 0, front, last_front), *left, *surplus[len(left) :]
+    now = Conditions(temperature, rate, front, moves)
+    before = Conditions(last_temperature, last_moved, last_front, last_rate >= 0, surplus)
+    values, scale, left = process.coefficients(now, before)
+    if scale is not None:  # at the temperature 0 the velocity is that of the optimizer, and is not rescaled
+        scale = pick((temperature != 0) | (last_temperature != 0), scale, 1.0)
+    after = temperature, pick(moves, rate, -rate), pick(front != 0, front, last_front), *left, *surplus[len(left) :]
     return values, scale, after
 
 
@@ -351,47 +480,50 @@ def inject_langevin_noise(
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
-    Compose with ``bc.chain``: inside plain ``torchopt.chain`` no link sees another, and what stands beside the noise there,
-    other than ``lr=`` and ``momentum=`` say, changes what is sampled without anybody noticing.
+    Compose it with ``bc.chain``. In plain ``torchopt.chain`` the links cannot see each other, and a link whose effect is not
+    told by ``lr=`` and ``momentum=`` changes what is sampled without a message.
 
-    With a loss that is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; an unnormalised
-    loss takes ``temperature = 1``. The noise is derived from the links around it when ``init`` is called, so the
-    position among linear links does not matter; it must stand behind non-linear ones (clipping, Adam's scaling). Along a
-    learning rate that falls it is exact on quadratic losses at every step, at a rise it is not (docs/theory.md).
+    If the loss is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; if it is a sum,
+    ``temperature = 1`` does. The noise is computed from the other links when ``init`` is called, so that its position among
+    linear links does not matter. It must stand behind non-linear links, such as clipping and Adam's scaling. On quadratic
+    losses the noise is exact at constant learning rates and at every step of a learning rate that falls, and it has an error
+    where the learning rate rises (docs/theory.md).
 
     Args:
-        temperature: number, 0-d tensor (read at every update) or schedule ``count -> temperature``. The number 0 makes
-            this the identity, without state or draw; a tensor or schedule that is 0 leaves the gradient's bits alone.
-        order: 2 (default): exact for quadratic losses at every stable lr, bias of second order in lr otherwise. 1: white
-            noise of the same level (SGLD, SGHMC), bias of first order.
-        lr: only inside plain ``torchopt.chain``, whose links cannot see each other: the chain's learning rate. The
-            noise then acts where it is written, which must be before the momentum.
-        momentum: likewise, the momentum that follows; to be given with ``lr``, 0 where none follows.
-        generator: source of the stream's key, drawn once by ``init`` (default: torch's global generator).
-        noise: ``"gaussian"``; ``"three_point"`` (0 or +-sqrt(3), keeps order 2); or ``"rademacher"`` (signs,
-            cheapest, keeps order 1; with ``order=2`` still exact in mean and covariance on quadratic losses).
-        stream: ``"philox"`` draws counter-based noise on every device, the same in eager, compiled, captured and stacked
-            steps, a function of each leaf's path; Gaussian noise then costs about a third of torch's generator where a C++
-            compiler is found, and many times as much where none is. ``"generator"`` is torch's (CPU only): leaves draw one
-            after the other, and the engine keeps 32 bits of each step's seed, so that among a million steps (of all chains
-            together) about a hundred pairs draw the same normals; take ``"philox"`` for so many. Default: the generator on a
-            CPU, Philox elsewhere.
-        room_for: a report of :func:`bayesopt_chain.diagnostics.heating`, made for this chain without ``room_for``. The draws
-            then leave room for the noise that minibatches bring, of the order, size and strength that the report is of: the
-            variance is that of full gradients, in the directions looked at. It costs ``4 r P`` operations a step for ``r``
-            directions. Batches of another order or size make the variance wrong. At temperature 0 nothing is drawn, and it
-            does nothing.
+        temperature: in units of the loss, a number, a 0-d tensor that is read at every update, or a schedule
+            ``count -> temperature``. The number 0 makes this link the identity, without state or draws. Where a tensor or a
+            schedule is 0, the gradient keeps its bits.
+        order: 2 (default) samples quadratic losses exactly at every stable learning rate, and other losses with a bias of
+            second order in the learning rate. 1 is white noise, as in SGLD and SGHMC, with a bias of first order.
+        lr: the learning rate of a plain ``torchopt.chain``; not to be given elsewhere. The noise is then added where the link
+            is written, which must be in front of the momentum.
+        momentum: the momentum behind the noise in a plain ``torchopt.chain``, 0 if there is none; needed with ``lr``.
+        generator: the source of the random key, which ``init`` draws once (default: torch's global generator).
+        noise: the distribution of the draws. ``"gaussian"`` (default); ``"three_point"``, the values 0 and +-sqrt(3), which
+            keeps order 2; or ``"rademacher"``, the values +-1, which is the cheapest and keeps order 1. With ``order=2`` it
+            keeps the exact mean and covariance on quadratic losses.
+        stream: how the draws follow from key and step (default: ``"generator"`` on a CPU, ``"philox"`` elsewhere).
+            ``"philox"`` is counter-based: a draw depends on the key, the step and the path of the leaf, and is the same on
+            every device and in eager, compiled, captured and stacked steps. Gaussian draws take about a third of the time of
+            torch's generator if there is a C++ compiler, and many times as long if there is none. ``"generator"`` is torch's
+            generator, on a CPU only. Its leaves draw one after the other, and it uses 32 bits of each step's seed: among a
+            million steps of all chains together, about a hundred pairs of steps have the same draws.
+        room_for: a report of :func:`bayesopt_chain.diagnostics.heating` that was made for this chain without ``room_for``.
+            The noise is then reduced by the noise of the minibatches, so that the variance in the directions of the report is
+            that of full gradients. This takes ``4 r P`` operations a step for ``r`` directions and ``P`` parameters. The
+            batches must have the order and size of the report, since otherwise the variance is wrong. At the temperature 0 the
+            report is not used.
 
     Returns:
-        A link. With ``order=2`` its state holds one draw for each parameter, or none where heavy-ball momentum (of 1/16
-        and more) follows at constant lr and temperature: there the velocity carries the half of the noise that acts in
+        A link. With ``order=2`` its state has one draw for each parameter. It has none if heavy-ball momentum of at least 1/16
+        follows at a constant learning rate and temperature, since then the velocity keeps the part of the noise that acts in
         the next step.
 
     Raises:
-        TypeError: ``room_for`` that is no report.
-        ValueError: negative, NaN or infinite temperature; an order other than 1 or 2; a report that found too much noise to
-            leave room for, or noise whose directions change between two draws. At ``init``, a report for another chain, a
-            learning rate or temperature that is no number, or groups of parameters.
+        TypeError: ``room_for`` is not a report.
+        ValueError: a temperature that is negative or not finite; an order other than 1 or 2; a report in which the minibatches
+            alone bring too much noise, or noise whose directions change between two draws. At ``init`` with ``room_for``, a
+            report for another chain, a learning rate or temperature that is not a number, or groups of parameters.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -402,8 +534,8 @@ def inject_langevin_noise(
             scale_by_neg_lr(0.1),
         )
     """
-    named = isinstance(noise, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not named or noise not in ("gaussian", "rademacher", "three_point"):
+    known_noise = isinstance(noise, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not known_noise or noise not in ("gaussian", "rademacher", "three_point"):
         raise ValueError(
             f"inject_langevin_noise: noise must be 'gaussian', 'three_point' or 'rademacher', got {noise!r}"
         )
@@ -417,8 +549,8 @@ def inject_langevin_noise(
         checks.momentum("inject_langevin_noise: momentum", momentum)
     elif momentum is not None:
         raise ValueError("inject_langevin_noise: momentum= goes with lr=, both for plain torchopt.chain only")
-    known = isinstance(stream, str) and stream in STREAMS  # pyright: ignore[reportUnnecessaryIsInstance]
-    if stream is not None and not known:
+    known_stream = isinstance(stream, str) and stream in STREAMS  # pyright: ignore[reportUnnecessaryIsInstance]
+    if stream is not None and not known_stream:
         raise ValueError(f"inject_langevin_noise: stream must be one of {STREAMS} or None, got {stream!r}")
     room = room_of(room_for)
     if room is not None and lr is not None:
@@ -432,7 +564,7 @@ def inject_langevin_noise(
     if is_zero(temperature):
         return Chain(())
     c, _ = law.noise_filter(law.spectrum((lr,), (1.0, -momentum)), (lr,), order)
-    told = ExplicitLangevinNoise(
+    link = ExplicitLangevinNoise(
         temperature, c[:1], c[1:], noise=noise, lr=lr, momentum=momentum, generator=generator, stream=stream
     )
-    return Chain((told,))
+    return Chain((link,))

@@ -1,13 +1,14 @@
-r"""Matched noise that leaves room for the noise that minibatches bring by themselves.
+r"""Matched noise that is reduced by the noise of the minibatch gradients, so that both together have the right variance.
 
-In coordinates in which every element of the parameters has gain one (:mod:`bayesopt_chain.diagnostics.heating`) let ``Q``
-``[r, P]`` be orthonormal directions in which the batches' noise and the curvature are known. A draw ``xi`` of the chain becomes
+The equation holds in coordinates in which every element of the parameters has the gain one
+(:mod:`bayesopt_chain.diagnostics.heating`). Let the rows of ``Q`` ``[r, P]`` be orthonormal directions in which the covariance
+of the minibatch gradients and the curvature were measured. A draw ``xi`` of the chain becomes
 
-    xi  <-  xi - Q^T (I - E^(1/2)) Q xi,
+    xi  <-  xi - Q^T (I - E^(1/2)) Q xi.
 
-white noise whose covariance is ``E`` in the span of ``Q`` and the identity outside: ``4 r P`` operations a step. With ``E`` as
-:func:`bayesopt_chain.diagnostics.heating` solves it the batches bring what is missing, and the chain's covariance is that
-of full gradients.
+This is white noise whose covariance is ``E`` in the span of ``Q`` and the identity outside. It takes ``4 r P`` operations a
+step. The report of :func:`bayesopt_chain.diagnostics.heating` has the ``E`` for which the chain samples, with minibatches, the
+covariance that it would sample with full gradients.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ from bayesopt_chain.trees import combine, project
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """What a report of :func:`bayesopt_chain.diagnostics.heating` leaves to the batches.
+    """The part of a chain's noise that is left to the minibatches, as :func:`bayesopt_chain.diagnostics.heating` computed it.
 
     Attributes:
         directions: ``Q``, for each leaf of the parameters the rows ``[r, *leaf.shape]``.
         root: ``E^(1/2)``, float64 ``[r, r]``.
-        missing: ``I - E^(1/2)`` where the directions lie: a captured step cannot copy from the host.
-        cooling: ``A``, float64 ``[r, r]``: maps draws of the chain without room onto what it would sample on full gradients.
-        scales: roots of the gains, like each leaf.
-        left: by how much the covariance differs with room from that on full gradients, relative, in the worst direction.
-        overlap: share of the noise at a second place that lies in the span; ``None`` where it was not looked at.
-        excess: by how much it differs without room, in the worst direction.
-        order, steps_per_epoch: of the batches.
-        tolerance: how much of ``left`` is accepted.
-        links: of the chain that the report was made for.
-        paths: of the leaves of the parameters that the report was made at, in their order.
+        missing: ``I - E^(1/2)`` ``[r, r]``, on the device of the directions, since a captured step cannot copy from the host.
+        cooling: ``A``, float64 ``[r, r]``. It maps the draws of a chain whose noise is not reduced to draws of the covariance
+            that the chain would sample with full gradients.
+        scales: the root of the gain of each element, of the shape of each leaf.
+        left: the relative error of the covariance with reduced noise, in the worst direction.
+        overlap: the share of the minibatch noise at a second draw that lies in the span of ``Q``; ``None`` if it was not
+            measured.
+        excess: the relative error of the covariance without reduced noise, in the worst direction.
+        order: the order of the batches, ``"fixed"``, ``"reshuffled"`` or ``"independent"``, for example.
+        steps_per_epoch: the number of batches in an epoch.
+        tolerance: the largest ``left`` that is accepted.
+        links: the links of the chain for which the report was made.
+        paths: the paths of the leaves at which the report was made, in their order.
     """
 
     directions: tuple[Tensor, ...]
@@ -63,11 +67,11 @@ class Room:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Sixty bits of a hash of directions, root, order and steps an epoch: how a saved run knows its room."""
-        told = hashlib.sha256(repr((self.order, self.steps_per_epoch, self.paths)).encode())
+        """A hash of 60 bits of directions, root, order and steps per epoch, by which a saved run recognises its report."""
+        digest = hashlib.sha256(repr((self.order, self.steps_per_epoch, self.paths)).encode())
         for x in chain(self.directions, (self.root,)):
-            told.update(x.detach().double().cpu().numpy().tobytes())
-        return int.from_bytes(told.digest()[:8], "big") >> 4
+            digest.update(x.detach().double().cpu().numpy().tobytes())
+        return int.from_bytes(digest.digest()[:8], "big") >> 4
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Room):
@@ -82,18 +86,28 @@ class Room:
         return f"room for {self.order} batches in {len(self.root)} directions"
 
     def leave(self, xi: Sequence[Tensor]) -> list[Tensor]:
-        """One draw of all leaves, less what the batches bring."""
+        """Reduce one draw by the noise of the minibatches.
+
+        Args:
+            xi: one draw of the noise, of the shape of each leaf.
+
+        Returns:
+            ``xi - Q^T (I - E^(1/2)) Q xi``.
+        """
         inside: Tensor = project(list(self.directions), list(xi))
         back = combine(inside @ self.missing.to(inside), list(self.directions))
         return [x - y for x, y in zip(xi, back)]
 
     def require_leaves(self, who: str, paths: Sequence[str], leaves: Sequence[tuple[Any, torch.dtype]]) -> None:
-        """Refuse parameters of other names, shapes or dtypes than those that the report was made at.
+        """Refuse parameters of other names, shapes or dtypes than those at which the report was made.
 
         Args:
-            who: what is refused, in messages.
-            paths: of the leaves, in their order.
-            leaves: the shape and the dtype of each.
+            who: the caller, for the message.
+            paths: the paths of the leaves, in their order.
+            leaves: the shape and the dtype of each leaf.
+
+        Raises:
+            ValueError: the parameters are others.
         """
         shapes = [tuple(rows.shape[1:]) for rows in self.directions]
         theirs = [None if shape is None else tuple(shape) for shape, _ in leaves]
@@ -112,7 +126,14 @@ class Room:
             )
 
     def cool(self, draws: Any) -> Any:
-        """Draws of all leaves ``[n, *leaf.shape]``, mapped about their mean."""
+        """Correct the covariance of draws of a chain whose noise was not reduced, by ``A`` about their mean.
+
+        Args:
+            draws: a tree like the parameters, with ``n`` draws ``[n, *leaf.shape]`` in each leaf.
+
+        Returns:
+            The corrected draws, a tree of the same shapes.
+        """
         leaves, structure = optree.tree_flatten(draws)
         centred = [x - x.mean(0) for x in leaves]
         inside: Tensor = project(list(self.directions), [x / s.to(x) for x, s in zip(centred, self.scales)])
@@ -121,7 +142,14 @@ class Room:
         return structure.unflatten([x + s.to(x) * y.to(x) for x, s, y in zip(leaves, self.scales, moved)])
 
     def require_steady(self, who: str) -> None:
-        """Refuse noise whose directions change from draw to draw, or were looked at in one place only."""
+        """Refuse a report if the directions of the minibatch noise change between draws, or were measured at one draw only.
+
+        Args:
+            who: the caller, for the message.
+
+        Raises:
+            ValueError: less than 80 % of the noise at a second draw lies in the directions, or it was not measured.
+        """
         if self.overlap is None:
             raise ValueError(
                 f"{who}: whether the directions of the batches' noise stay where they are was not looked at; take the noise at "
@@ -135,7 +163,15 @@ class Room:
             )
 
     def require_batches(self, batches: Any) -> None:
-        """Refuse ``bc.epochs(...)`` and loaders of another order or length; other batches are for their maker to know."""
+        """Refuse batches of another order or number per epoch than those of the report.
+
+        Args:
+            batches: the result of ``bc.epochs(...)`` or a ``DataLoader``. Other iterables are not checked, because they do not
+                tell their order.
+
+        Raises:
+            ValueError: the order or the number of batches is another.
+        """
         if hasattr(batches, "order") and hasattr(batches, "steps_per_epoch"):
             known = (batches.order, batches.steps_per_epoch)
         else:
@@ -150,9 +186,19 @@ class Room:
             )
 
     def require_of(self, links: Sequence[Any], noise: Any, who: str = "inject_langevin_noise") -> None:
-        """Refuse another chain than that of the report; ``who`` has it, in messages."""
+        """Refuse another chain than that of the report.
+
+        Args:
+            links: the links of the chain.
+            noise: the noise link, or an object with its attributes ``temperature``, ``order`` and ``noise``.
+            who: the caller, for the message.
+
+        Raises:
+            ValueError: the chain is another, or it has a preconditioner that learns.
+        """
+        # Noise links are compared by some of their fields only, since the report was made for a chain without ``room_for``.
         mine, known = ([x for x in some if not isinstance(x.response, Noise)] for some in (links, self.links))
-        told = [x for x in self.links if isinstance(x.response, Noise)]
+        known_noises = [x for x in self.links if isinstance(x.response, Noise)]
         if learns := [x for x in links if isinstance(x.response, Preconditioner) and x.response.learns]:
             raise ValueError(
                 f"{who}: room_for: {learns[0].shown} learns its preconditioner, and how much room there is was "
@@ -160,7 +206,9 @@ class Room:
                 "for that chain"
             )
         words = ("temperature", "order", "noise")
-        same = len(told) == 1 and all(getattr(noise, word) == getattr(told[0], word, None) for word in words)
+        same = len(known_noises) == 1 and all(
+            getattr(noise, word) == getattr(known_noises[0], word, None) for word in words
+        )
         if mine != known or not same:
             raise ValueError(
                 f"{who}: the report of room_for= was made for the chain "
@@ -170,10 +218,21 @@ class Room:
 
 
 def of_loader(loader: Any) -> tuple[str, float] | None:
-    """The order of a DataLoader's batches, and how many are an epoch; ``None`` where that is not known.
+    """The order of a DataLoader's batches and their number in an epoch.
+
+    Args:
+        loader: any object.
+
+    Returns:
+        The order (``"fixed"``, ``"independent"`` or ``"reshuffled"``) and the number of batches; ``None`` if ``loader`` is not
+        a ``DataLoader``, or has a sampler whose order is not known.
 
     Raises:
-        ValueError: the last batch of an epoch is shorter than the others, and brings more noise than they do.
+        ValueError: the last batch of an epoch is shorter than the others, so that its gradient has more noise.
+
+    Example:
+        >>> of_loader(DataLoader(list(range(6)), batch_size=2, shuffle=True))
+        ('reshuffled', 3.0)
     """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:  # pyright: ignore
         return None
@@ -194,21 +253,36 @@ def of_loader(loader: Any) -> tuple[str, float] | None:
 
 
 def _words(dtypes: Sequence[torch.dtype]) -> str:
-    """The dtypes, each named once."""
+    """The names of the dtypes, each once, as text for a message."""
     return ", ".join(dict.fromkeys([str(x).removeprefix("torch.") for x in dtypes]))
 
 
 def room_in(links: Sequence[Any]) -> Room | None:
-    """The room that a noise link among these leaves to the batches; ``None`` where none does."""
+    """The room of the first of these links that has one.
+
+    Args:
+        links: the links of a chain.
+
+    Returns:
+        The room, or ``None`` if no link leaves noise to the minibatches.
+    """
     return next((room for link in links if (room := getattr(link, "room", None)) is not None), None)
 
 
 def room_of(report: Any, who: str = "inject_langevin_noise") -> Room | None:
-    """The room in a report; ``who`` asks for it, in messages.
+    """The room in a report.
+
+    Args:
+        report: a report of :func:`bayesopt_chain.diagnostics.heating`, or ``None``.
+        who: the caller, for the message.
+
+    Returns:
+        The room, or ``None`` without a report.
 
     Raises:
-        TypeError: what is no report of :func:`bayesopt_chain.diagnostics.heating`.
-        ValueError: a report that does not say how much room to leave, or leaves too much heat.
+        TypeError: ``report`` is not such a report.
+        ValueError: the report has no room, the directions of the minibatch noise change between draws, or the variance would
+            still be wrong by more than the tolerance.
     """
     if report is None:
         return None
