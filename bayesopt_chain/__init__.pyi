@@ -24,6 +24,7 @@ from bayesopt_chain.ensemble.call import posterior_ensemble
 from bayesopt_chain.fitting import fit_laplace
 from bayesopt_chain.links.langevin_noise import inject_langevin_noise
 from bayesopt_chain.links.learning_rate import scale_by_neg_lr
+from bayesopt_chain.links.master_weights import with_master_weights
 from bayesopt_chain.links.momentum import add_momentum
 from bayesopt_chain.links.preconditioner import scale_by_preconditioner
 from bayesopt_chain.links.skip_nonfinite import skip_nonfinite
@@ -122,6 +123,7 @@ __all__ = [
     "testing",
     "unstack",
     "vi",
+    "with_master_weights",
     "with_response",
     "with_stream",
     "write_back",

@@ -469,6 +469,11 @@ CALLS = {
         lambda **k: bc.with_response(**k) and None,
         lambda: {"link": bc.sgd(0.1), "response": bc.add_momentum(0.9).links[0].response, "name": None, "rescale": None},
     ),
+    "with_master_weights": (lambda **k: bc.with_master_weights(**k).init(params()), lambda: {"tx": bc.sgd(0.1)}),
+    "MasterWeights.masters": (
+        bc.with_master_weights(bc.sgd(0.1)).masters,
+        lambda: {"state": bc.with_master_weights(bc.sgd(0.1)).init(params()), "params": params()},
+    ),
     "with_stream": (lambda **k: bc.with_stream(**k) and None, lambda: {"tx": TX, "stream": "philox"}),
     # Gaussian posteriors
     "fit_laplace": (
@@ -983,9 +988,12 @@ def missing():
 
 
 def code(of, method):
-    """The code of a method, which classes that inherit it share."""
+    """The code of a method, which classes that inherit it share.
+
+    Once an optimizer was made, its class has a wrapper of ``step`` of its own, which torch writes there.
+    """
     function = inspect.getattr_static(of, method)
-    return getattr(function, "__func__", function).__code__
+    return inspect.unwrap(getattr(function, "__func__", function)).__code__
 
 
 def returned():

@@ -43,7 +43,8 @@ from bayesopt_chain.core.state import State
 from bayesopt_chain.data.index_stream import Order
 from bayesopt_chain.distributed import shards
 from bayesopt_chain.links.langevin_noise import LangevinNoise
-from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
+from bayesopt_chain.links.master_weights import MasterWeights
+from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop.loss import gradient
 from bayesopt_chain.matching import law
 from bayesopt_chain.matching.response import Decay, Linear, Noise, Preconditioner, Rate, SelfContainedSampler
@@ -617,10 +618,15 @@ def _learns(response: Any) -> bool:
 
 
 def _unwrapped(tx: Any, state: Any) -> tuple[Any, Any]:
-    """The chain inside :func:`bayesopt_chain.skip_nonfinite`, and its state."""
-    if isinstance(tx, SkipNonfinite):
-        tx = tx.transformation
-    return tx, state.inner if hasattr(state, "inner") and not isinstance(state, State) else state
+    """The chain inside wrappers, such as that of :func:`bayesopt_chain.skip_nonfinite`, and its state."""
+    if isinstance(tx, MasterWeights):
+        raise TypeError(
+            "Thermometer: tx is with_master_weights(...), whose parameters move by their rounding as well; read the "
+            "temperature of the same chain with float32 parameters"
+        )
+    while hasattr(state, "inner") and not isinstance(state, State):
+        state = state.inner
+    return unwrapped(tx), state
 
 
 def _count(params: Any) -> int:

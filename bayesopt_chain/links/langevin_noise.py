@@ -380,7 +380,7 @@ def _rounds_away(j: int, leaf: Tensor, step: float) -> bool:
         return False
     warnings.warn(
         f"inject_langevin_noise: leaf {j} is {leaf.dtype} with entries near {size:.2g}, and a step's "
-        f"noise of about {step:.2g} would round away; keep float32 master parameters",
+        f"noise of about {step:.2g} would round away; wrap the chain, bc.with_master_weights(tx), or keep float32 parameters",
         stacklevel=4,
     )
     return True

@@ -22,7 +22,7 @@ from torchopt.base import GradientTransformation
 
 from bayesopt_chain import tracing
 from bayesopt_chain.distributed.shards import everywhere, local
-from bayesopt_chain.links.foreign import keywords_of
+from bayesopt_chain.links.wrapper import Wrapper
 from bayesopt_chain.trees import all_finite, flattened
 
 
@@ -38,42 +38,17 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
-class SkipNonfinite(GradientTransformation):
+class SkipNonfinite(Wrapper):
     """The transformation that :func:`skip_nonfinite` returns.
 
     Attributes:
         transformation: the transformation whose updates are skipped.
     """
 
-    transformation: GradientTransformation
-
-    def __new__(cls, transformation: GradientTransformation) -> SkipNonfinite:
+    @classmethod
+    def _around(cls, transformation: GradientTransformation) -> Any:
         skip = _Skip(transformation)
-        self = super().__new__(cls, init=skip.init, update=skip.update)
-        self.transformation = transformation
-        return self
-
-    @property
-    def extra_kwargs(self) -> frozenset[str]:
-        """The keywords that ``update`` takes and passes on to the transformation."""
-        return keywords_of(self.transformation)
-
-    @property
-    def required_kwargs(self) -> frozenset[str]:
-        """The keywords without which the transformation refuses an update."""
-        return getattr(self.transformation, "required_kwargs", frozenset())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SkipNonfinite) and self.transformation == other.transformation
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((SkipNonfinite, self.transformation))
-
-    def __reduce__(self) -> Any:
-        return SkipNonfinite, (self.transformation,)
+        return skip.init, skip.update
 
     def __repr__(self) -> str:
         return f"skip_nonfinite({self.transformation!r})"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torchopt.base import GradientTransformation
 
-from bayesopt_chain.links.skip_nonfinite import SkipNonfinite
+from bayesopt_chain.links.wrapper import state_inside, unwrapped
 
 
 class Weighted:
@@ -21,11 +21,11 @@ def weight_of(tx: GradientTransformation, state: Any) -> Tensor:
     """The weight, 0-d, of the parameters from which the last update of a chain started.
 
     Args:
-        tx: a chain with one link that is :class:`Weighted`, or such a chain in ``skip_nonfinite``.
-        state: the state after that update; of ``skip_nonfinite``, the state inside.
+        tx: a chain with one link that is :class:`Weighted`, or a wrapper of such a chain.
+        state: the state of ``tx`` after that update.
 
     Returns:
         A copy, which later updates in place do not change.
     """
-    links: Any = getattr(tx.transformation if isinstance(tx, SkipNonfinite) else tx, "links", ())
-    return next(entry.weight for link, entry in zip(links, state) if isinstance(link, Weighted)).clone()
+    entries: Any = zip(getattr(unwrapped(tx), "links", ()), state_inside(tx, state))
+    return next(entry.weight for link, entry in entries if isinstance(link, Weighted)).clone()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bayesopt_chain.distributed.ranks import agreed_seed, chain_seed
+from bayesopt_chain.links.wrapper import unwrapped
 
 
 def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractContextManager[None]]:
@@ -35,8 +36,7 @@ def _seeded(tx: Any, seed: int) -> Iterator[None]:
     Raises:
         ValueError: a link of ``tx`` has a generator of its own.
     """
-    tx = getattr(tx, "transformation", tx)
-    if any(getattr(link, "generator", None) is not None for link in getattr(tx, "links", ())):
+    if any(getattr(link, "generator", None) is not None for link in getattr(unwrapped(tx), "links", ())):
         raise ValueError(
             "parallel: tx has a generator of its own, from which chains on different ranks would draw the same keys; "
             "build it without generator=, and give the seed to chains.init(tx, params, seed=...)"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain.distributed.shards import whole
+from bayesopt_chain.links.wrapper import state_inside, unwrapped
 from bayesopt_chain.schedules import now, scalar
 
 
@@ -43,10 +44,10 @@ def temperature(tx: Any, state: Any, like: Tensor) -> Tensor:
     Returns:
         A 0-d tensor, which is 0 if no link samples; one entry per link if several links sample.
     """
-    links = getattr(getattr(tx, "transformation", tx), "links", ())
+    links = getattr(unwrapped(tx), "links", ())
     found = [
         scalar(now(link.temperature, entry.step), like.device).to(like.dtype)
-        for link, entry in zip(links, getattr(state, "inner", state))
+        for link, entry in zip(links, state_inside(tx, state))
         if hasattr(link, "temperature") and isinstance(getattr(entry, "step", None), Tensor)
     ]
     return found[0] if len(found) == 1 else torch.stack(found) if found else like.new_zeros(())

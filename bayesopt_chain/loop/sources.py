@@ -12,7 +12,7 @@ wraps the one below it:
         WithKeywords        ``loss=``, ``curvature=`` and whatever else ``update`` takes, at the same parameters
           AtDraws           at the samples of a draw that a link asks for (variational inference)
           AtParticles       at each of the particles that a link moves together
-            Unskipped       for a transformation inside ``skip_nonfinite``
+            Inside          for a transformation inside wrappers, such as ``skip_nonfinite``
               Watched       shown to a heat guard
 """
 
@@ -33,6 +33,7 @@ from bayesopt_chain.core.link import ANY
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.room import room_in
+from bayesopt_chain.links.wrapper import state_inside
 from bayesopt_chain.loop.gradients import GradientEstimator, watched
 from bayesopt_chain.loop.loss import (
     Evaluation,
@@ -193,14 +194,15 @@ class AtDraws:
 
 
 @dataclass(frozen=True)
-class Unskipped:
-    """A source for the transformation inside ``skip_nonfinite``, whose state lies inside that of the wrapper."""
+class Inside:
+    """A source for the transformation inside wrappers, whose state is inside the wrappers' states."""
 
     source: GradientSource
+    tx: GradientTransformation
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Evaluate with the inner state."""
-        return self.source(params, state.inner, batch, carried)
+        return self.source(params, state_inside(self.tx, state), batch, carried)
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ def source_of(
 
     Args:
         loss: as :func:`bayesopt_chain.make_step` takes it.
-        tx: the transformation, not inside ``skip_nonfinite``.
+        tx: the transformation inside all wrappers.
         functions: what is evaluated for further keywords of ``tx.update``.
         buffers: the module's, or ``None``.
         microbatches: parts of a batch.

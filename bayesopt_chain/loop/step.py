@@ -28,8 +28,10 @@ from bayesopt_chain.distributed import shards
 from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.fused import lower
 from bayesopt_chain.fused import sgd as fused
-from bayesopt_chain.links.skip_nonfinite import SkipNonfinite, SkipState
+from bayesopt_chain.links.master_weights import MasterState
+from bayesopt_chain.links.skip_nonfinite import SkipState
 from bayesopt_chain.links.weighted import Weighted, weight_of
+from bayesopt_chain.links.wrapper import unwrapped
 from bayesopt_chain.loop import sources
 from bayesopt_chain.loop.finite import FiniteCheck
 from bayesopt_chain.loop.gradients import EstimatedState, EstimatorMemory, GradientEstimator
@@ -212,7 +214,7 @@ class WeightedStep(Step):
         skipped = inner.skipped.clone() if isinstance(inner, SkipState) else None  # which a step in place overwrites
         params, state, info = super()._move(params, state, inner, found)
         after = state if self.memory is None else state.inner
-        weight = weight_of(self.tx, after.inner if isinstance(after, SkipState) else after)
+        weight = weight_of(self.tx, after)
         if skipped is not None:  # one that was left out counts nothing: the next starts from the same parameters
             weight = torch.where(after.skipped == skipped, weight, 0.0)
         return params, state, info._replace(weight=weight)
@@ -329,7 +331,7 @@ def make_step(
         if not callable(getattr(heat_guard, "watch", None)):
             raise ValueError(f"make_step: heat_guard must be a bc.diagnostics.HeatGuard or None, got {heat_guard!r}")
         heat_guard.require(tx)
-    chain = tx.transformation if isinstance(tx, SkipNonfinite) else tx
+    chain = unwrapped(tx)
     ranks = None if mesh is None else DataParallel(mesh)
     source = sources.source_of(
         loss,
@@ -345,7 +347,7 @@ def make_step(
         memory = EstimatorMemory(loss)
     elif buffers is not None:
         memory = ModuleMemory(buffers)
-    source = source if chain is tx else sources.Unskipped(source)
+    source = source if chain is tx else sources.Inside(source, tx)
     weighted = any([isinstance(link, Weighted) for link in getattr(chain, "links", ())])
     return (WeightedStep if weighted else Step)(
         source if heat_guard is None else sources.Watched(source, heat_guard, tx),
@@ -364,7 +366,7 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
     """Find the key and the count that the model's draws follow: the module's own, else the first among the links' states."""
     if isinstance(state, ModuleState):
         return state.stream
-    if isinstance(state, SkipState | EstimatedState):
+    if isinstance(state, SkipState | MasterState | EstimatedState):
         return stream_of(state.inner)
     if isinstance(state, tuple):
         for entry in (state, *state):

@@ -355,9 +355,9 @@ def test_a_link_that_is_none_is_a_type_error():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_noise_that_would_round_away_is_warned_of(dtype):
-    with pytest.warns(UserWarning, match="float32 master"):
+    with pytest.warns(UserWarning, match="with_master_weights"):
         bc.sghmc(1e-3, temperature=1e-6).init({"w": torch.ones(4, dtype=dtype)})
-    with pytest.warns(UserWarning, match="float32 master"):
+    with pytest.warns(UserWarning, match="with_master_weights"):
         small = bc.chain(bc.scale_by_preconditioner([1e-6]), bc.sgld(0.1, temperature=1.0))
         small.init([torch.ones(4, dtype=dtype)])
     with warnings.catch_warnings():

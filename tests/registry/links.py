@@ -79,6 +79,11 @@ LINKS = (
         lambda: torchopt.sgd(0.1, momentum=0.9),
     ),
     Transform(
+        "with_master_weights",
+        lambda t: bc.with_master_weights(bc.sghmc(0.1, temperature=t)),
+        lambda: torchopt.sgd(0.1, momentum=0.9),
+    ),
+    Transform(
         "delay",
         lambda t: bc.links.delay(),
         namespace="links",

@@ -1,0 +1,71 @@
+"""Wrappers: transformations around a whole chain, whose state holds the chain's state as ``inner``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from torchopt.base import GradientTransformation
+
+from bayesopt_chain.links.foreign import keywords_of
+
+
+class Wrapper(GradientTransformation):
+    """A transformation around another one.
+
+    Attributes:
+        transformation: the one inside.
+    """
+
+    transformation: GradientTransformation
+
+    def __new__(cls, transformation: GradientTransformation) -> Self:
+        init, update = cls._around(transformation)
+        self = super().__new__(cls, init=init, update=update)
+        self.transformation = transformation
+        return self
+
+    @classmethod
+    def _around(cls, transformation: GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Make the functions ``init`` and ``update`` of the wrapper.
+
+        Args:
+            transformation: the one inside.
+        """
+        raise NotImplementedError
+
+    @property
+    def extra_kwargs(self) -> frozenset[str]:
+        """The keywords that ``update`` passes on."""
+        return keywords_of(self.transformation)
+
+    @property
+    def required_kwargs(self) -> frozenset[str]:
+        """The keywords without which the transformation inside refuses."""
+        return getattr(self.transformation, "required_kwargs", frozenset())
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.transformation == other.transformation
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.transformation))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.transformation,)
+
+
+def unwrapped(tx: GradientTransformation) -> GradientTransformation:
+    """The transformation inside all wrappers; ``tx`` itself if it is none."""
+    while isinstance(tx, Wrapper):
+        tx = tx.transformation
+    return tx
+
+
+def state_inside(tx: GradientTransformation, state: Any) -> Any:
+    """The state of :func:`unwrapped` ``(tx)``, from a state of ``tx``."""
+    while isinstance(tx, Wrapper):
+        tx, state = tx.transformation, state.inner
+    return state
