@@ -1,4 +1,7 @@
-r"""``parallel``: many chains at once, stacked on axis 0, each with its own noise key."""
+r"""Run many chains of a step at once (``parallel``), with their parameters and states stacked on axis 0.
+
+Each chain has a noise key of its own. The module also has the functions that stack, unstack and fork states.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,27 @@ Gathered = TypeVar("Gathered", bound="Gatherable")
 
 
 class Gatherable(Protocol):
-    """Draws of some chains, which know how to join those of other ranks."""
+    """The draws of some chains, with a method that collects the draws of all ranks."""
 
     def gather(self: Gathered, mesh: Any) -> Gathered:
-        """The draws of all ranks of a mesh."""
+        """Return the draws of all ranks of a mesh, on every rank."""
         ...
 
 
 class Parallel:
-    """``n`` chains of one step, which is called like the step itself. :meth:`init` makes the states to start from.
+    """``n`` chains of one step, called like the step itself. :meth:`init` makes the states to start from.
 
     Attributes:
         n: the number of chains on this rank.
-        numbers: their numbers among the chains of all ranks.
+        numbers: the numbers of these chains among those of all ranks.
         total: the number of chains on all ranks.
-        mesh: the ranks that share out the chains; ``None`` for one process.
+        mesh: the DeviceMesh over whose ranks the chains are distributed; ``None`` for one process.
+        rows: the entries of a batch's chain axis that belong to these chains; ``None`` for all of them.
+        step: the step of one chain; with ``each``, a function of its keywords that returns the step.
+        batch_dim, each, chunk: as in :func:`parallel`.
+        run: the function that makes the step of several chains: under vmap, or one chain after the other.
+        watched: whether chains are known not to share statistics of BatchNorm. A loop over several chains tests this in its
+            first step.
     """
 
     def __init__(
@@ -60,30 +69,38 @@ class Parallel:
         self.mesh = mesh
         self.numbers = range(n) if numbers is None else numbers
         self.total = n if total is None else total
-        self.rows = rows  # the entries of a batch's chain axis that belong to these chains; None for all of them
+        self.rows = rows
         self.step = step
         self.batch_dim = batch_dim
         self.each = dict(each)
         self.chunk = chunk
         self.run = _loop if loop else _stacked
-        # whether it is known that chains share no statistics of BatchNorm; a loop over several finds out in its first step
         self.watched = not loop or n == 1
 
     def init(self, tx: Any, params: Any, *, seed: int | None = None) -> Any:
         """Make the states of this rank's chains, each with a key of its own.
 
         Args:
-            tx: the transformation, or, with ``each``, the function of its keywords that makes a chain's.
-            params: of this rank's chains, stacked on axis 0.
-            seed: where it is given, or on a mesh, everything that ``init`` draws for a chain is a function of the seed and of
-                the chain's number among those of all ranks. On a mesh the first rank draws the seed if none is given.
+            tx: the transformation; with ``each``, a function of its keywords that returns the transformation of a chain.
+            params: the parameters of this rank's chains, stacked on axis 0.
+            seed: makes all draws of ``init`` for a chain a function of the seed and of the chain's number among those of all
+                ranks. Default: no seed without a mesh, so that keys are drawn from torch's global generator; on a mesh, a seed
+                that the first rank draws.
 
         Returns:
             The states, stacked on axis 0.
 
         Raises:
-            TypeError: a ``tx`` without ``init``; parameters that are not stacked tensors.
-            ValueError: parameters of another number of chains; a ``tx`` with a generator of its own, with a seed or on a mesh.
+            TypeError: ``tx`` has no ``init``; ``params`` are not stacked tensors.
+            ValueError: ``params`` are of another number of chains; ``tx`` has a generator of its own, and there is a seed or a
+                mesh.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> tx = bc.sghmc(0.1, temperature=0.5)
+            >>> chains = bc.parallel(bc.make_step(lambda params, batch: (params**2).sum(), tx), 3)
+            >>> chains.init(tx, torch.ones(3, 2), seed=0)[0].trace[0].shape
+            torch.Size([3, 2])
         """
         if not kinds.TX_OR_STEP.fits(tx) and not (self.each and callable(tx)):
             raise TypeError(
@@ -106,19 +123,19 @@ class Parallel:
         return stack(states)
 
     def mine(self, tree: Any) -> Any:
-        """Take this rank's chains out of a tree that has the chains of all ranks on axis 0.
+        """Select this rank's chains from a tree with the chains of all ranks on axis 0.
 
-        A use is to draw the starting points of all chains from one seed on every rank.
+        With it every rank can draw the starting points of all chains from one seed, and keep its own.
 
         Args:
-            tree: of tensors with one entry for each of the ``total`` chains on axis 0.
+            tree: a tree of tensors with one entry for each of the ``total`` chains on axis 0.
 
         Returns:
             The tree with the entries of this rank's chains.
 
         Raises:
-            TypeError: a tree of anything else.
-            ValueError: another number of chains than all ranks have.
+            TypeError: ``tree`` is no tree of tensors with axes.
+            ValueError: a leaf has another number of entries than ``total``.
         """
         kinds.require("parallel: mine", tree=(tree, _STACKED))
         if wrong := [x.shape for x in optree.tree_leaves(tree) if len(x) != self.total]:
@@ -129,7 +146,7 @@ class Parallel:
         return _take(tree, slice(self.numbers.start, self.numbers.stop))
 
     def some(self, rows: slice) -> Parallel:
-        """Take some of the chains, by their places on axis 0. They are still given the batch of all chains."""
+        """Select some of the chains by their indices on axis 0. A step of them still takes the batch of all chains."""
         each = {name: value[rows] for name, value in self.each.items()}
         numbers = self.numbers[rows]
         return Parallel(
@@ -148,33 +165,40 @@ class Parallel:
     def gather(self, draws: Gathered) -> Gathered:
         """Collect the draws of all chains on every rank of the mesh, for diagnostics.
 
+        Args:
+            draws: the draws of this rank's chains.
+
         Returns:
-            The draws of all ranks; without a mesh the draws that were given.
+            The draws of all ranks; ``draws`` itself without a mesh.
 
         Raises:
-            TypeError: what are no draws.
-            ValueError: the ranks hold draws of different leaves or steps; all of them raise.
+            TypeError: ``draws`` are no draws.
+            ValueError: the ranks hold draws of different leaves or steps. Then all ranks raise.
         """
         kinds.require("parallel: gather", draws=(draws, kinds.SAMPLED))
         return draws if self.mesh is None else draws.gather(self.mesh)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether a batch has these chains and no others, and one call makes the step of all of them."""
+        """Whether one call under vmap makes the step of all chains, and the batch has entries for these chains only."""
         return self.run is _stacked and self.rows is None
 
     def chain_axes(self, batch: Any) -> list[int | None]:
-        """The axis of the chains of every leaf of a batch; ``None`` for a leaf that all chains share."""
+        """Return the chain axis of every leaf of a batch; ``None`` for a leaf that all chains share."""
         return _broadcast(self.batch_dim, batch)
 
     def mapped(self, change: Callable[[Callable], Callable]) -> Parallel:
-        """The same chains of another step: what ``change`` makes of the step of one chain."""
+        """Return the same chains with ``change(step)`` as the step of one chain."""
         other, make = copy.copy(self), self.step
         other.step = (lambda **hyper: change(make(**hyper))) if self.each else change(make)
         return other
 
     def of_any(self, n: int) -> Callable:
-        """The step of any ``n`` chains: a function of params, state and ``(batch, values of each)``, the chains on axis 0."""
+        """Return the step of any ``n`` chains as a function.
+
+        Returns:
+            A function of params, state and ``(batch, values of each)``, all with the chains on axis 0.
+        """
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             mine, values = batch
@@ -185,7 +209,19 @@ class Parallel:
         return step
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Any:
-        """Make one step of every chain; returns ``(params, state, Info)``, stacked on axis 0."""
+        """Make one step of every chain.
+
+        Args:
+            params, state: trees with the chains on axis 0.
+            batch: the batch of all chains, with the chain axes that ``batch_dim`` gives.
+
+        Returns:
+            ``(params, state, Info)``, stacked on axis 0.
+
+        Raises:
+            ValueError: a leaf of params or state is not stacked for ``n`` chains.
+            RuntimeError: vmap refuses the step, or the model draws random numbers without a key.
+        """
         both: Any = (params, state)
         for leaf in optree.tree_leaves(both, none_is_leaf=self.run is _stacked):  # vmap takes no None
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != self.n:
@@ -209,20 +245,31 @@ class Parallel:
         return optree.tree_map(lambda *leaves: torch.cat(leaves) if torch.is_tensor(leaves[0]) else leaves[0], *blocks)
 
     def one(self, hyper: dict[str, Tensor], params: Any, state: Any, batch: Any):
-        """Make the step of one chain, with its own hyperparameters where there are any."""
+        """Make the step of one chain, whose values of ``each`` are ``hyper``."""
         step = self.step(**hyper) if hyper else self.step
         return step(params, state, batch)
 
 
 def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
-    """Make the step of the chains from ``start`` to ``stop`` under vmap; ``dims`` are the chain axes of the batch's leaves."""
+    """Make the step of the chains from ``start`` to ``stop`` under vmap.
+
+    Args:
+        chains: all chains.
+        params, state: of all chains, stacked on axis 0.
+        batch: the batch of all chains.
+        dims: the chain axis of every leaf of the batch, ``None`` for a leaf that all chains share.
+        start, stop: the indices of the chains on axis 0.
+
+    Returns:
+        ``(params, state, Info)`` of these chains, stacked on axis 0.
+    """
     leaves, spec = batches.flatten(batch)
     block = [
         x if d is None or stop - start == chains.n else x.narrow(d, start, stop - start) for x, d in zip(leaves, dims)
     ]
     rows = slice(start, stop)
     hyper = {k: v[rows] for k, v in chains.each.items()}
-    rest: list[Any] = []  # vmap returns tensors only: whatever else the step returns is put here
+    rest: list[Any] = []  # vmap returns tensors only; other results of the step are kept here
 
     def one(hyper, params, state, *leaves):
         tensors, rest[:] = split(chains.one(hyper, params, state, spec.unflatten(leaves)))
@@ -233,16 +280,14 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     try:
         tensors = torch.vmap(one, in_dims=(0, 0, 0, *dims), randomness="error")(hyper, params, state, *block)
     except RuntimeError as err:
-        if not tracing.is_plain(
-            optree.tree_leaves(params)[0]
-        ):  # under capture, whose own error names the line of the model
+        if not tracing.is_plain(optree.tree_leaves(params)[0]):  # capture's own error names the line of the model
             raise
         raise RuntimeError(_refused(str(err))) from err
     return joined(tensors, rest)
 
 
 def _refused(why: str) -> str:
-    """The message for an error under vmap: what happened, and what to do instead."""
+    """Return the message for an error under vmap: the cause, and what to do instead."""
     why = why.strip().splitlines()[0][:400]
     if "randomness error mode" in why:
         return (
@@ -270,7 +315,7 @@ def _refused(why: str) -> str:
 
 
 def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: int):
-    """Make the step of the chains from ``start`` to ``stop``, one after the other."""
+    """Make the step of the chains from ``start`` to ``stop``, one after the other; arguments as of :func:`_stacked`."""
     leaves, spec = batches.flatten(batch)
     results = []
     for i in range(start, stop):
@@ -283,11 +328,12 @@ def _loop(chains: Parallel, params, state, batch, dims: list, start: int, stop: 
 
 
 def _take(tree: Any, i: int | slice) -> Any:
+    """Index axis 0 of every leaf."""
     return optree.tree_map(lambda t: t[i], tree)
 
 
 def _broadcast(dims: Any, batch: Any) -> list[int | None]:
-    """The chain axis of every leaf of the batch, from a prefix tree."""
+    """Return the chain axis of every leaf of the batch, given an axis for all leaves or a prefix tree of axes."""
     if dims is None or isinstance(dims, int):
         leaves, _ = batches.flatten(batch)
         return [dims if isinstance(x, Tensor) else None for x in leaves]
@@ -308,22 +354,22 @@ def parallel(
 
     Args:
         step: from :func:`make_step`, not in place. With ``each``, a function of its keywords that returns a step.
-        n: number of chains, at least 1.
-        batch_dim: the axis of the batch along which the chains lie; ``None`` (default) gives every chain the same batch. A
-            tree like the batch, or a prefix of one, sets it leaf by leaf: with ``batch = (inputs, targets, rows)`` and
-            ``batch_dim=(None, None, 0)`` all chains share the data, and each takes its own rows of them.
+        n: number of chains, at least 1; with a mesh, on all ranks together.
+        batch_dim: the axis of the batch's tensors along which the chains are; ``None`` (default) gives every chain the same
+            batch. A tree like the batch, or a prefix of it, sets the axis leaf by leaf: with ``batch = (inputs, targets,
+            rows)`` and ``batch_dim=(None, None, 0)`` all chains share the data, and each takes its own rows of them.
         each: hyperparameters with one value for each chain, ``{"temperature": tensor of shape [n], ...}``. Learning rates
             and temperatures can differ. Numbers on which a shape or a branch of the program depends must be the same for all.
-        chunk: the largest number of chains to run at the same time, where all of them together exceed the memory.
+        chunk: the largest number of chains to run at the same time, to bound the memory. Default: all of them.
         loop: run one chain after the other, for models that vmap refuses (in-place operations, branches on data, the
-            dropout of fused attention or of an LSTM). It takes the same arguments and gives the same results.
-        mesh: a DeviceMesh of one axis whose ranks share out the ``n`` chains. ``chains.numbers`` says which of them this rank
-            has. Parameters, states, draws and the chain axis of a batch are those of this rank's chains; ``each`` is given for
-            all ``n``. Chain ``i`` draws the same noise on any number of ranks.
+            dropout of fused attention or of an LSTM). The arguments and results are the same. Default: False.
+        mesh: a DeviceMesh of one axis over whose ranks the ``n`` chains are distributed. ``chains.numbers`` are the numbers of
+            this rank's chains. Parameters, states, draws and the chain axis of a batch are those of this rank's chains;
+            ``each`` is given for all ``n``. Chain ``i`` draws the same noise on any number of ranks. Default: one process.
 
-    With a step that was made with ``buffers=``, each chain has its own statistics of BatchNorm; without, a module in ``train``
-    mode is refused. What the model draws follows the key of each chain, so that dropout leaves out the same units of a chain
-    whether it runs alone or among others.
+    If the step was made with ``buffers=``, each chain has its own statistics of BatchNorm; otherwise a module in ``train``
+    mode is refused. The random numbers of the model depend on the key of each chain, so that dropout leaves out the same units
+    of a chain whether it runs alone or among others.
 
     Returns:
         A function like the step, of parameters and states stacked on axis 0, with ``init(tx, params)`` for the states. Every
@@ -331,9 +377,9 @@ def parallel(
         in one call.
 
     Raises:
-        RuntimeError: at a call, a step that vmap refuses, or one that draws random numbers without a key.
-        ValueError: an argument out of range; a mesh with more ranks than chains, or of several axes; at a call, BatchNorm whose
-            statistics the chains would share.
+        RuntimeError: at a call, vmap refuses the step, or the step draws random numbers without a key.
+        ValueError: an argument is out of range; the mesh has more ranks than chains, or several axes; at a call, the chains
+            would share statistics of BatchNorm.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -389,13 +435,15 @@ def stack(trees: Sequence[Any]) -> Any:
     """Stack trees of the same structure on a new axis 0.
 
     Args:
-        trees: parameters, or states of chains. States must have keys of their own: copies of one would draw the same noise.
+        trees: parameters, or states of chains. Each state must have a key of its own: copies of one state would draw the same
+            noise.
 
     Returns:
         The tree whose leaves have a further axis 0.
 
     Raises:
-        ValueError: two states with one key.
+        TypeError: ``trees`` is no list of trees of tensors.
+        ValueError: two states have the same key.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -415,7 +463,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 def unstack(tree: Any) -> list[Any]:
-    """Cut a tree along axis 0 of its leaves into a list of trees, which undoes :func:`stack`.
+    """Split a tree along axis 0 of its leaves into a list of trees, the inverse of :func:`stack`.
 
     Args:
         tree: parameters, states, buffers or draws, stacked on axis 0.
@@ -424,7 +472,7 @@ def unstack(tree: Any) -> list[Any]:
         A list with one tree for each entry of axis 0; the tensors are views.
 
     Raises:
-        ValueError: a leaf without axis 0, or leaves of different lengths, naming two of them.
+        ValueError: a leaf has no axis 0, or leaves have axes 0 of different lengths.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -444,23 +492,23 @@ def unstack(tree: Any) -> list[Any]:
     return [structure.unflatten(list(row)) for row in rows]
 
 
-_MOST_FORKS = 1 << 24
+_MOST_FORKS = 1 << 24  # larger numbers are refused before copies fill the memory
 
 
 def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> list[Any]:
-    """Copy a state so that the copies draw different noise: each has the same velocities and averages, and a new key.
+    """Copy a state for chains that draw different noise: each copy has the same velocities and averages, and a new key.
 
     Args:
-        state: of a chain, or any tree that holds such, as ``state_dict()`` of an optimizer class.
+        state: the state of a chain, or any tree that holds such states, as ``state_dict()`` of an optimizer class.
         n: number of copies, at least 1.
         generator: source of the keys (default: torch's global generator).
 
     Returns:
-        A list of ``n`` states; the first has a new key too.
+        A list of ``n`` states. Each has a new key, the first too.
 
     Raises:
-        TypeError: a state that is no tree of tensors.
-        ValueError: ``n`` below 1.
+        TypeError: ``state`` is no tree of tensors.
+        ValueError: ``n`` is below 1.
 
     Example:
         >>> import torch, bayesopt_chain as bc

@@ -1,19 +1,20 @@
-"""Where a step's gradient comes from: one small class for each kind, put together by :func:`source_of`.
+"""The sources of a step's gradient: one small class for each kind, combined by :func:`source_of`.
 
-What a transformation asks for besides the gradient it says by the keywords that its ``update`` accepts. Each kind of source
-wraps the one below it:
+A transformation asks for more than the gradient by the keywords that its ``update`` accepts. A source computes the gradient
+and these keywords. The first five classes evaluate a loss, an estimator or a filter's observation; each class that is indented
+further wraps a source of the lines above it:
 
     LossGradient            the gradient of the mean loss of the batch
-    Microbatches            the same, of a batch that is cut into parts
-    PerDatumGradients       ``per_sample_gradients=``, the gradient of every datum
-    Observation             no gradient: a filter that reads curvature alone
-    EstimatedGradient       control variates, SVRG (:mod:`bayesopt_chain.loop.gradients`)
-      MeanOverRanks         averaged over ranks that hold different data
-        WithKeywords        ``loss=``, ``curvature=`` and whatever else ``update`` takes, at the same parameters
-          AtDraws           at the samples of a draw that a link asks for (variational inference)
-          AtParticles       at each of the particles that a link moves together
-            Inside          for a transformation inside wrappers, such as ``skip_nonfinite``
-              Watched       shown to a heat guard
+    Microbatches            the same, for a batch that is cut into parts
+    PerDatumGradients       the gradient of each datum too, as ``per_sample_gradients=``
+    Observation             no gradient, for filters, which read curvature only
+    EstimatedGradient       the gradient of an estimator (:mod:`bayesopt_chain.loop.gradients`)
+      MeanOverRanks         the mean over ranks that hold different data
+        WithKeywords        further keywords, such as ``loss=`` and ``curvature=``, at the same parameters
+          AtDraws           the gradient at draws that a link asks for (variational inference)
+          AtParticles       the gradient at each of the particles that a link moves together
+            Inside          for a transformation inside of wrappers, such as ``skip_nonfinite``
+              Watched       the same gradient, which a heat guard reads
 """
 
 from __future__ import annotations
@@ -45,21 +46,28 @@ from bayesopt_chain.loop.loss import (
 )
 from bayesopt_chain.posterior import draw as drawing
 
-Keyword = Callable[[Any, Any], Any]  # of (params, batch)
+Keyword = Callable[
+    [Any, Any], Any
+]  # a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
 
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The gradient of a batch that is cut into parts, which are gone through one after the other.
+    """The gradient of a batch that is cut into parts, which are evaluated one after the other.
 
-    With ``n_i`` data in part ``i`` it is ``sum_i n_i g_i / sum_i n_i``, in the memory of one part.
+    With ``n_i`` data and the gradient ``g_i`` in part ``i`` it is ``sum_i n_i g_i / sum_i n_i``. It takes the memory of one
+    part.
+
+    Attributes:
+        source: the source that evaluates a part.
+        parts: the number of parts.
     """
 
     source: GradientSource
     parts: int
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Take the gradients of the parts, and their mean."""
+        """Return the mean of the gradients of the parts, weighted by their numbers of data."""
         total: Any = None
         loss: Any = 0.0
         aux: list[Any] = []
@@ -77,12 +85,12 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class PerDatumGradients:
-    """The gradient of every datum, for ``per_sample_gradients=``, and their mean."""
+    """The gradient of each datum, for the keyword ``per_sample_gradients=``, and their mean."""
 
     loss: Loss
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Take the gradients of all data."""
+        """Return the mean gradient, with the gradients of the data as a keyword."""
         loss = self.loss if carried is None else _without_buffers(self.loss)
         grads, info = per_sample_gradients(loss, params, batch)
         mean = optree.tree_map(lambda g: g.mean(0), grads)
@@ -91,12 +99,16 @@ class PerDatumGradients:
 
 @dataclass(frozen=True)
 class Observation:
-    """No gradient: ``curvature(params, batch)`` is an observation that knows its own likelihood, as a filter reads it."""
+    """The source of a filter: ``curvature(params, batch)`` is an observation with a log likelihood; no gradient is taken."""
 
     curvature: Keyword
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Observe, and report the mean negative log likelihood."""
+        """Return zeros as the gradient, the observation as the keyword ``curvature``, and the mean negative log likelihood.
+
+        Raises:
+            ValueError: the function returned no observation of ``bc.ekf.observe``.
+        """
         observed = self.curvature(params, batch)
         if not hasattr(observed, "log_likelihood"):
             raise ValueError(
@@ -108,12 +120,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class EstimatedGradient:
-    """The gradient that an estimator makes of a batch and of what it remembers, which is what is carried."""
+    """The gradient of an estimator. ``carried`` holds its memory and the sums over its corrections."""
 
     estimator: GradientEstimator
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Estimate."""
+        """Return the estimate, and add its correction to the sums."""
         memory, watch = carried
         grads, info, *correction = self.estimator.estimate(params, memory, batch)
         if correction:
@@ -123,13 +135,13 @@ class EstimatedGradient:
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """The gradient and the loss of all ranks' data together, for one message a step."""
+    """The gradient and the loss of the data of all ranks, by one message per step."""
 
     source: GradientSource
     ranks: DataParallel
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Evaluate on this rank's data, and average."""
+        """Evaluate the source on this rank's data, and average over ranks."""
         found = self.source(params, state, batch, carried)
         grads, loss = self.ranks.gradient(found.grads, found.info.loss, batch)
         return found._replace(grads=grads, info=found.info._replace(loss=loss))
@@ -137,11 +149,17 @@ class MeanOverRanks:
 
 @dataclass(frozen=True)
 class WithKeywords:
-    """The further keywords of ``tx.update``, each a function of the parameters and the batch, at the same point."""
+    """A source with further keywords of ``tx.update``, which are evaluated at the same parameters.
+
+    Attributes:
+        source: the source of the gradient.
+        functions: by keyword, a function of the parameters and the batch.
+        loss: whether ``update`` takes the keyword ``loss`` too.
+    """
 
     source: GradientSource
     functions: Mapping[str, Keyword]
-    loss: bool  # whether ``update`` takes the loss too
+    loss: bool
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
         """Evaluate the source, then the functions."""
@@ -159,21 +177,27 @@ class AtParticles:
     source: GradientSource
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Evaluate at all particles at once."""
+        """Evaluate the source at all particles, under vmap."""
         grads, info, extra = torch.vmap(lambda p: tuple(self.source(p, state, batch, carried))[:3])(params)
         return Evaluation(grads, info, extra, carried)
 
 
 @dataclass(frozen=True)
 class AtDraws:
-    """The gradient at the samples of a draw that link ``index`` of a chain asks for, which goes along as ``draw=``."""
+    """The gradient at points that a link draws from its distribution, with the draw as the keyword ``draw=``.
+
+    Attributes:
+        source: the source of the gradient at one point.
+        tx: the chain.
+        index: the number of the link that draws.
+    """
 
     source: GradientSource
     tx: Any
     index: int
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Draw, evaluate at each sample, and gather what was found."""
+        """Draw, evaluate the source at each point, and collect the gradients, keywords and reports."""
         i = self.index
         with torch.no_grad():
             draw, points = drawing.drawn(self.tx, i, state, params)
@@ -195,53 +219,53 @@ class AtDraws:
 
 @dataclass(frozen=True)
 class Inside:
-    """A source for the transformation inside wrappers, whose state is inside the wrappers' states."""
+    """A source for the transformation inside of wrappers, whose state is a part of the wrappers' states."""
 
     source: GradientSource
     tx: GradientTransformation
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Evaluate with the inner state."""
+        """Evaluate the source with the state of the transformation inside."""
         return self.source(params, state_inside(self.tx, state), batch, carried)
 
 
 @dataclass(frozen=True)
 class Autocast:
-    """A loss under ``torch.autocast`` on the device of the parameters."""
+    """A loss that is evaluated under ``torch.autocast`` on the device of the parameters."""
 
     loss: Loss
     dtype: torch.dtype
 
     def __call__(self, params: Any, *rest: Any) -> Any:
-        """Evaluate the loss in the lower precision."""
+        """Evaluate the loss, with matrix products in the lower precision."""
         leaf = optree.tree_leaves(params)[0]
-        # a trace must record the casts, which the cache would leave out from the second use of a weight on
+        # a trace must record every cast of a weight, and with the cache only the first use of a weight casts it
         with torch.autocast(leaf.device.type, dtype=self.dtype, cache_enabled=tracing.is_plain(leaf)):
             return self.loss(params, *rest)
 
 
 class HeatWatch(Protocol):
-    """Looks at gradients: :class:`bayesopt_chain.diagnostics.HeatGuard`."""
+    """The methods of :class:`bayesopt_chain.diagnostics.HeatGuard` that a step calls."""
 
     def require(self, tx: Any) -> None:
-        """Refuse a transformation that it cannot read."""
+        """Raise an error for a transformation that the guard cannot read."""
         ...
 
     def watch(self, tx: Any, params: Any, state: Any, grads: Any) -> None:
-        """Look at a step, before anything moves."""
+        """Read the gradients of a step, before anything moves."""
         ...
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A gradient that is shown to a heat guard before anything moves."""
+    """A source whose gradients a heat guard reads before anything moves."""
 
     source: GradientSource
     guard: HeatWatch
     tx: GradientTransformation
 
     def __call__(self, params: Any, state: Any, batch: Any, carried: Any) -> Evaluation:
-        """Take the gradient, and show it."""
+        """Evaluate the source, and pass its gradient to the guard."""
         found = self.source(params, state, batch, carried)
         self.guard.watch(self.tx, params, state, found.grads)
         return found
@@ -257,19 +281,22 @@ def source_of(
     autocast: torch.dtype | None,
     ranks: DataParallel | None,
 ) -> GradientSource:
-    """Put together the source that a transformation asks for.
+    """Combine the classes of this module to the source that a transformation asks for.
 
     Args:
         loss: as :func:`bayesopt_chain.make_step` takes it.
-        tx: the transformation inside all wrappers.
-        functions: what is evaluated for further keywords of ``tx.update``.
-        buffers: the module's, or ``None``.
-        microbatches: parts of a batch.
-        autocast: precision of the loss, or ``None``.
-        ranks: those that average, or ``None``.
+        tx: the transformation inside of all wrappers.
+        functions: by keyword, the functions that are evaluated for ``tx.update``.
+        buffers: the buffers of the module, or ``None``.
+        microbatches: the number of parts of a batch.
+        autocast: the precision of the loss, or ``None``.
+        ranks: the ranks over which gradients are averaged, or ``None``.
+
+    Returns:
+        The source.
 
     Raises:
-        ValueError: arguments that cannot go together.
+        ValueError: the arguments contradict each other.
     """
     accepts = keywords_of(tx)
     links = tx.links if isinstance(tx, Chain) else ()
@@ -317,13 +344,16 @@ def source_of(
 def functions_of(
     tx: GradientTransformation, curvature: Keyword | None, keywords: Mapping[str, Keyword] | None
 ) -> dict[str, Keyword]:
-    """Collect what is to be evaluated for further keywords of ``tx.update``.
+    """Collect the functions for further keywords of ``tx.update``.
 
-    ``curvature`` is left out for a transformation that takes none, so that another method may take the place of one that does.
+    ``curvature`` is left out for a transformation that takes none, so that a user can change the transformation only.
+
+    Returns:
+        By keyword, the functions.
 
     Raises:
-        ValueError: no curvature for a transformation that needs it.
-        TypeError: a keyword that the transformation does not take.
+        ValueError: there is no curvature, and the transformation needs it.
+        TypeError: the transformation does not take one of the keywords.
     """
     accepts = keywords_of(tx)
     if curvature is None and "curvature" in getattr(tx, "required_kwargs", ()):
@@ -345,7 +375,7 @@ def _below(
     microbatches: int,
     autocast: torch.dtype | None,
 ) -> GradientSource:
-    """The source at the bottom, which evaluates the loss."""
+    """Make the innermost source, which evaluates the loss."""
     if isinstance(loss, GradientEstimator):
         return EstimatedGradient(loss)
     if loss is None:
@@ -357,6 +387,7 @@ def _below(
 
 
 def _check_numbers(microbatches: Any, autocast: Any) -> None:
+    """Raise ValueError for values of ``microbatches`` or ``autocast`` that :func:`make_step` does not take."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"make_step: microbatches must be a whole number, at least 1, got {microbatches!r}")
     if autocast is not None and autocast is not torch.bfloat16:
@@ -366,7 +397,12 @@ def _check_numbers(microbatches: Any, autocast: Any) -> None:
 
 
 def _check_several(several: str, microbatches: int, buffers: Mapping[str, Tensor] | None) -> None:
-    """Refuse what does not go with gradients ``several`` at a time, by datum or of particles."""
+    """Raise ValueError for options that a chain with several gradients per step cannot have.
+
+    Args:
+        several: the kind of gradients, ``"by datum"`` or ``"of particles"``.
+        microbatches, buffers: as in :func:`make_step`.
+    """
     if microbatches > 1 and several == "by datum":
         raise ValueError(
             "make_step: this chain takes gradients datum by datum, which microbatches would not save the memory of; pass "
@@ -380,7 +416,13 @@ def _check_several(several: str, microbatches: int, buffers: Mapping[str, Tensor
 
 
 def _check_only_losses(loss: Any, several: str, options: bool) -> None:
-    """Refuse what only a loss can do, where there is an estimator or nothing in its place."""
+    """Raise ValueError for options that need a loss, given an estimator or ``None`` in its place.
+
+    Args:
+        loss: the estimator, or ``None``.
+        several: the kind of gradients if the chain takes several per step, else ``""``.
+        options: whether an option was given that applies to a loss.
+    """
     if options:
         what = "and there is none" if loss is None else "and an estimator was given, which evaluates its own"
         raise ValueError(f"make_step: buffers=, microbatches= and autocast= are of a loss, {what}: leave them out")
@@ -391,7 +433,7 @@ def _check_only_losses(loss: Any, several: str, options: bool) -> None:
 
 
 def _without_buffers(loss: Loss) -> Loss:
-    """The loss of a module without buffers as a function of params and batch."""
+    """Return the loss of a module without buffers, which takes and returns ``{}``, as a function of params and batch."""
 
     def bare(params: Any, batch: Any) -> Any:
         value, _, *aux = loss(params, batch, {})
@@ -401,10 +443,13 @@ def _without_buffers(loss: Loss) -> Loss:
 
 
 def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:
-    """Cut a batch into ``n`` parts along axis 0, each with its share of the data; 0-d tensors and the like go to every part.
+    """Cut a batch into ``n`` parts along axis 0. Leaves that are 0-d or no tensors go to every part.
+
+    Yields:
+        Each part, and its share of the data.
 
     Raises:
-        ValueError: tensors of different lengths, or fewer data than parts.
+        ValueError: the tensors have different lengths, or there are fewer data than parts.
     """
     leaves, structure = batches.flatten(batch)
     cut = [isinstance(x, Tensor) and x.ndim > 0 for x in leaves]
@@ -421,7 +466,7 @@ def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:
 
 
 def _mean_precision(precisions: list[Any]) -> Any:
-    """The mean of curvature at several draws; its datum count is that of one draw."""
+    """Return the mean of the curvature at several draws, with the number of data of one draw."""
     total = precisions[0]
     for precision in precisions[1:]:
         total = total.add(precision)
@@ -429,5 +474,5 @@ def _mean_precision(precisions: list[Any]) -> Any:
 
 
 def _stacked(trees: list[Any]) -> Any:
-    """Stack trees on a new axis 0; what is no tensor is taken from the first."""
+    """Stack the tensors of trees on a new axis 0; other leaves are those of the first tree."""
     return optree.tree_map(lambda *xs: torch.stack(xs) if torch.is_tensor(xs[0]) else xs[0], *trees)

@@ -1,4 +1,4 @@
-"""The state of a chain as a flat dictionary of tensors by name, and back."""
+"""Write the state of a chain as a flat dictionary of tensors by name, and load such a dictionary into a state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from bayesopt_chain.trees import paths_of
 
 
 def state_dict(state: State) -> dict[str, Tensor]:
-    """Every tensor of a state by name: the number and kind of its link, the field, and the path of its leaf.
+    """Return every tensor of a state by name.
+
+    A name consists of the number and class of the link, the field of its state, and the path of the leaf.
 
     Args:
-        state: of a chain.
+        state: the state of a chain.
 
     Returns:
         A flat dictionary of the state's own tensors, not copies.
 
     Raises:
-        TypeError: no state of a chain.
+        TypeError: ``state`` is not the state of a chain.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -37,28 +39,32 @@ def state_dict(state: State) -> dict[str, Tensor]:
 
 
 class Difference(NamedTuple):
-    """What :func:`load_state_dict` did not write: names that only the state has, and names that only the dictionary has."""
+    """The names that :func:`load_state_dict` left out.
+
+    Attributes:
+        missing: names in the state for which the dictionary had no tensor.
+        unknown: names in the dictionary for which the state had no tensor.
+    """
 
     missing: list[str]
     unknown: list[str]
 
 
 def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool = True) -> Difference:
-    """Write the tensors of a flat dictionary into a state's own, in place.
+    """Copy the tensors of a flat dictionary into those of a state, in place.
 
     Args:
-        state: of a chain over the same leaves, as ``init`` returns it.
-        tensors: by name, as :func:`state_dict` gives them.
-        strict: the state must be of the same links. ``False`` writes what both have: a name counts without its link's number
-            where that is unique, so that a sampler takes the velocities of the optimizer it came from. Keys are not taken over
-            from another chain then.
+        state: the state of a chain over the same leaves, as ``init`` returns it.
+        tensors: tensors by name, as :func:`state_dict` returns them.
+        strict: require that both have the same names. ``False`` copies the tensors that both have. Names are then matched
+            without the number of the link if they are unique without it, so that a sampler can start from the velocities of an
+            optimizer; keys of another chain are not copied. Default: True.
 
     Returns:
-        The names that were left out, ``(missing, unknown)``; both empty if ``strict``.
+        The names that were left out, ``(missing, unknown)``; both are empty if ``strict``.
 
     Raises:
-        ValueError: if ``strict``, a name that is missing or unknown; a tensor of another shape or dtype; nothing is
-            written then.
+        ValueError: if ``strict``, a name is missing or unknown; a tensor has another shape or dtype. Nothing is written then.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -96,6 +102,7 @@ def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[st
     """Match the names of two states. Link numbers are ignored where a name is unique without them; keys are never matched."""
 
     def bare(names: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """Group names by what follows the number of the link."""
         out: dict[str, list[str]] = {}
         for name in names:
             if not name.endswith(".key"):
@@ -107,7 +114,7 @@ def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[st
 
 
 def _named_tensors(state: State) -> dict[str, Tensor]:
-    """Every tensor of a state under ``number.kind.field.path``: the tensors themselves, not copies."""
+    """Return every tensor of a state, not copies, by the name ``number.kind.field.path``."""
     layout, out = state.layout, dict[str, Tensor]()
     for i, (kind, entry, where) in enumerate(zip(layout.kinds, state, layout.where)):
         names = [layout.paths[j] for j in where]

@@ -1,12 +1,13 @@
 r"""``make_step``: loss, gradient, chain and update as one pure function of (params, state, batch).
 
-A step has three parts, each with a file of its own:
+A step has three parts:
 
-    source     where the gradient and the further keywords of ``tx.update`` come from (:mod:`bayesopt_chain.loop.sources`)
-    tx         what becomes of them
-    memory     what is remembered besides the state of ``tx``: a module's buffers, the reference of an estimator
+    source     computes the gradient and the further keywords of ``tx.update`` (:mod:`bayesopt_chain.loop.sources`)
+    tx         the chain, which turns them into an update of the parameters
+    memory     what the state holds besides that of ``tx``: the buffers of a module (:mod:`bayesopt_chain.loop.module_state`),
+               or the reference of an estimator (:mod:`bayesopt_chain.loop.gradients`)
 
-What the model itself draws (dropout) is a function of the state: :mod:`bayesopt_chain.random.model_draws`.
+The random numbers of the model itself (dropout) are a function of the state (:mod:`bayesopt_chain.random.model_draws`).
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from bayesopt_chain.random.model_draws import model_draws
 
 @dataclass(frozen=True)
 class Step:
-    """What :func:`make_step` returns: a callable that other loops (``capture``, ``parallel``) can look into.
+    """The step that :func:`make_step` returns. ``capture`` and ``parallel`` read its attributes.
 
     Attributes:
-        source: gives the gradient and whatever else the transformation asks for.
+        source: computes the gradient and the further keywords that the transformation asks for.
         tx: the transformation.
         inplace: whether parameters and state are overwritten.
-        fused: the kernels that run this chain in place, where there are some.
-        finite: the check of ``check_finite=True``.
-        memory: what is remembered besides the transformation's state.
+        fused: the kernels that run this chain in place; ``None`` if there are none.
+        finite: the check of ``check_finite=True``, or ``None``.
+        memory: makes the state of a step that holds buffers or the memory of an estimator, or ``None``.
         monitor: whether the norm of the gradient and the temperature are reported.
-        ranks: the ranks that share this chain.
-        loss: what :func:`make_step` was given, by which a run on disk knows what it samples.
+        ranks: the ranks that share this chain, or ``None``.
+        loss: the loss or estimator that :func:`make_step` was given. A run on disk compares it with that of the run it resumes.
     """
 
     source: GradientSource
@@ -70,25 +71,26 @@ class Step:
 
     @property
     def heat_guard(self) -> sources.HeatWatch | None:
-        """What looks at the gradients of this step."""
+        """The heat guard that reads the gradients of this step, or ``None``."""
         return self.source.guard if isinstance(self.source, sources.Watched) else None
 
     def init(self, params: Any, *, like: Any = None, tx: Any = None, generator: torch.Generator | None = None) -> Any:
         """Make the state to start from.
 
         Args:
-            params: where to start.
-            like: a state to start from, of an optimizer or of another temperature: what both remember is taken over, the
-                buffers included.
-            tx: another transformation than the step's own.
-            generator: source of the key for what a module draws (default: torch's global generator).
+            params: the parameters to start from.
+            like: a state of an optimizer, or of the chain at another temperature. The fields that both states have, and
+                buffers, are copied from it. Default: none.
+            tx: another transformation to use in place of the step's own. Default: the step's own.
+            generator: source of the key for the random numbers of a module (default: torch's global generator).
 
         Returns:
-            The state of ``tx.init(params)``. Where the step was given buffers, a ``ModuleState`` of it, of copies of the
-            buffers and of a key; where it follows an estimator, an ``EstimatedState`` of it and of the estimator's memory.
+            The state of ``tx.init(params)``. If the step was made with ``buffers=``, a ``ModuleState`` of that state, of copies
+            of the buffers and of a key; if it follows an estimator, an ``EstimatedState`` of that state and of the estimator's
+            memory.
 
         Raises:
-            ValueError: parameters that the transformation or the estimator cannot start from.
+            ValueError: the transformation or the estimator cannot start from these parameters.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -110,17 +112,17 @@ class Step:
         """Move the reference of the estimator that the step follows to these parameters.
 
         Args:
-            params: near which the chain is now.
-            state: of the step.
+            params: the current parameters of the chain.
+            state: the state of the step.
 
         Returns:
-            The state with another reference: for :func:`bayesopt_chain.gradients.svrg` after one gradient of all data, for
-            control variates the same.
+            The state with the new reference. For :func:`bayesopt_chain.gradients.svrg` this takes one gradient of all data;
+            control variates keep their reference.
 
         Raises:
-            TypeError: parameters that are no tensors.
-            ValueError: the step follows the gradient of a loss, which refers to nothing; a state that is not of this step, or
-                parameters of another structure or shape than its reference.
+            TypeError: ``params`` are no tree of tensors.
+            ValueError: the step follows the gradient of a loss, which has no reference; the state is not of this step; the
+                parameters have another structure or other shapes than the reference.
 
         Example:
             >>> import torch, bayesopt_chain as bc
@@ -146,18 +148,18 @@ class Step:
         """Make the step.
 
         Args:
-            params: where to start.
-            state: what :meth:`init`, ``tx.init`` or the last step returned.
+            params: the parameters, a tree of tensors.
+            state: the state, as :meth:`init`, ``tx.init`` or the last step returned it.
             batch: passed on to the loss.
 
         Returns:
-            ``(params, state, Info)``; in place the first two are those that were given.
+            ``(params, state, Info)``; with ``inplace`` the first two hold the tensors that were given.
 
         Raises:
-            ValueError: a state that is not of this step.
-            FloatingPointError: with ``check_finite``, a loss or gradient that is not finite.
+            ValueError: the state is not of this step.
+            FloatingPointError: with ``check_finite``, the loss or the gradient is not finite.
 
-        ``torch.compile`` around a step leaves it as it is, with a warning: :func:`bayesopt_chain.capture` compiles it whole.
+        ``torch.compile`` does not compile a step that it meets, and warns. :func:`bayesopt_chain.capture` compiles whole steps.
         """
         if torch.compiler.is_dynamo_compiling():
             return _compiled_by_bc_capture_only(self, params, state, batch)
@@ -176,11 +178,21 @@ class Step:
             found = found._replace(info=monitored(found.info, found.grads, self.tx, inner))
         if not self.inplace:
             return self._move(params, state, inner, found)
-        with uninterrupted():  # between two writes Ctrl-C would leave a step half made
+        with uninterrupted():  # Ctrl-C between two writes would leave parameters and state of different steps
             return self._move(params, state, inner, found)
 
     def _move(self, params: Any, state: Any, inner: Any, found: Evaluation) -> tuple[Any, Any, Info]:
-        """Update the parameters and the state."""
+        """Update the parameters and the state.
+
+        Args:
+            params: the parameters.
+            state: the state of the step.
+            inner: the state of the transformation, a part of ``state`` or the same.
+            found: the evaluation of the source.
+
+        Returns:
+            ``(params, state, Info)`` after the step.
+        """
         grads, info, extra, carried = found
         after = None if self.fused is None else self.fused.move(params, grads, inner)
         if after is not None and self.memory is None:
@@ -188,7 +200,7 @@ class Step:
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            # ``advanced`` compares the number of steps left out before and behind this one; an update in place overwrites it
+            # ``advanced`` compares the number of skipped steps before and after this step, and an update in place overwrites it
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
             swept = None
             if not self.inplace and not extra and isinstance(self.tx, Chain):
@@ -208,14 +220,14 @@ class Step:
 
 
 class WeightedStep(Step):
-    """A step of a chain whose draws have weights: it reports that of the parameters which it started from."""
+    """A step of a chain whose draws have weights. It reports the weight of the parameters that it started from."""
 
     def _move(self, params: Any, state: Any, inner: Any, found: Evaluation) -> tuple[Any, Any, Info]:
-        skipped = inner.skipped.clone() if isinstance(inner, SkipState) else None  # which a step in place overwrites
+        skipped = inner.skipped.clone() if isinstance(inner, SkipState) else None  # a step in place overwrites it
         params, state, info = super()._move(params, state, inner, found)
         after = state if self.memory is None else state.inner
         weight = weight_of(self.tx, after)
-        if skipped is not None:  # one that was left out counts nothing: the next starts from the same parameters
+        if skipped is not None:  # after a skipped step the next one starts from the same parameters and reports them
             weight = torch.where(after.skipped == skipped, weight, 0.0)
         return params, state, info._replace(weight=weight)
 
@@ -251,57 +263,64 @@ def make_step(
         loss: ``loss(params, batch)`` returns a scalar, the mean negative log posterior per datum, or ``(scalar, aux)``; ``aux``
             is any tree, of tensors or not. With ``buffers``, ``loss(params, batch, buffers)`` returns ``(scalar, buffers)`` or
             ``(scalar, buffers, aux)``, with the buffers after this batch.
-            Or an estimator of :mod:`bayesopt_chain.gradients`, whose memory travels with the state: begin with
+            Or an estimator of :mod:`bayesopt_chain.gradients`, whose memory is part of the state: start from
             ``step.init(params)``, and move its reference with ``state = step.refresh(params, state)``.
-            ``None`` for a filter with ``curvature=bc.ekf.observe(...)``, which knows its likelihood and reads no gradient.
-        tx: any gradient transformation of this library or of TorchOpt. Gradients are clipped by a link in front
-            (``bc.chain(torchopt.clip_grad_norm(1.0), bc.sghmc(...))``): a clipped force is in general the gradient of
-            no loss, so that where it clips, what is sampled is not ``exp(-loss / temperature)``.
-        curvature: ``curvature(params, batch)`` whose result ``tx.update`` receives as ``curvature=``, such as an estimator
-            of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature, so that going from one
-            method to another changes ``tx`` alone.
+            Or ``None`` for a filter with ``curvature=bc.ekf.observe(...)``, which has its own likelihood and reads no gradient.
+        tx: any gradient transformation of this library or of TorchOpt. To clip gradients, put a link in front of it
+            (``bc.chain(torchopt.clip_grad_norm(1.0), bc.sghmc(...))``). A clipped gradient is in general the gradient of
+            no loss, so that a chain whose gradients are clipped does not sample ``exp(-loss / temperature)``.
+        curvature: ``curvature(params, batch)``, whose result ``tx.update`` receives as ``curvature=``, such as an estimator
+            of :mod:`bayesopt_chain.curvature`. It is not called for a ``tx`` that takes no curvature, so that ``tx`` can be
+            replaced without other changes. Default: none.
         keywords: further keywords of ``tx.update``, each a function of ``(params, batch)``:
             ``{"gradient_variance": fn}`` for ``bc.samplers.sgfs``, where ``fn`` returns the variance of single-datum
             gradients; ``{"hessian_diagonal": fn}`` for ``bc.samplers.psgld(corrected=True)``;
-            ``{"transition_noise": lambda params, batch: 0.01 * batch["days"]}`` for a filter.
-        buffers: of the module, as :func:`make_functional` gives them (an empty dictionary is fine). They travel with the state,
-            which :meth:`Step.init` makes, so that each chain has its own; a key for what the module draws does too.
-        microbatches: cut the batch along axis 0 into so many parts, go through them one after the other, and take the mean of
-            their gradients, weighted by their sizes: a larger batch in the memory of one part. BatchNorm sees the parts.
-            Tensors of ``aux`` then have the parts on axis 0; 0-d tensors and what is no tensor belong to every part.
-        autocast: ``torch.bfloat16`` runs the loss under ``torch.autocast``; parameters and noise stay as they are.
+            ``{"transition_noise": lambda params, batch: 0.01 * batch["days"]}`` for a filter. Default: none.
+        buffers: the buffers of the module, as :func:`make_functional` returns them (possibly an empty dictionary). They become
+            part of the state that :meth:`Step.init` makes, together with a key for the module's random numbers, so that each
+            chain has its own. Default: none.
+        microbatches: the number of parts into which the batch is cut along axis 0. The parts are evaluated one after the other,
+            in the memory of one part, and their gradients are averaged with their sizes as weights. BatchNorm sees single
+            parts. Tensors of ``aux`` have the parts on axis 0. Every part gets the 0-d tensors and other leaves of the batch.
+            Default 1.
+        autocast: ``torch.bfloat16`` evaluates the loss under ``torch.autocast``. Parameters and noise keep their dtype.
+            Default: none.
         inplace: overwrite ``params`` and ``state`` instead of returning new ones. The tensors stay the same objects, except
-            in states where a posterior accumulates (Laplace, SWAG, the filters), which are new ones at every step. The
+            in the states of posteriors that accumulate (Laplace, SWAG, the filters), which are new at every step. The
             common chains (SGD, momentum, Nesterov, weight decay, matched noise, all of constant lr and temperature) then
             run fused; their values agree with ``update`` to one unit in the last place for each operation. Ctrl-C waits
-            for the writes (not for the gradient), so that no step is left half made.
-        check_finite: refuse a step whose loss or gradient is not finite, before anything is written. Where values cannot be
-            looked at (captured, under :func:`parallel`) nothing is raised: ``info.finite`` says it. On a device it waits for
-            the result. To leave such steps out instead, wrap the transformation: :func:`skip_nonfinite`.
-        monitor: report the norm of the gradient and the temperature in force too, for one pass over the gradients.
-        heat_guard: a :class:`bayesopt_chain.diagnostics.HeatGuard`, which looks at the gradients as they pass and warns once if
-            minibatches heat the chain. It asks for steps that run one by one: not captured, not under :func:`parallel`.
-        mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data: the gradient and the
-            loss are those of all of it, for one message a step. Every tensor of the batch has one entry a datum on axis 0.
-            All ranks start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which the
-            first step compares; ``aux`` stays each rank's own.
+            for the end of the writes, but not of the gradient. Default: False.
+        check_finite: raise before anything is written if the loss or the gradient is not finite. If values cannot be
+            read (in captured steps and under :func:`parallel`) nothing is raised, and ``info.finite`` holds the result. On an
+            accelerator each step waits for the result. To skip such steps instead, wrap the transformation with
+            :func:`skip_nonfinite`. Default: False.
+        monitor: report the norm of the gradient and the current temperature too, which takes one pass over the gradients.
+            Default: False.
+        heat_guard: a :class:`bayesopt_chain.diagnostics.HeatGuard`, which reads the gradients of each step and warns once if
+            the noise of minibatches raises the temperature. It cannot be used with captured steps or :func:`parallel`.
+            Default: none.
+        mesh: a DeviceMesh of one axis whose ranks share this chain and call the step with different data. The gradient and the
+            loss are averaged over all data, by one message per step. Every tensor of the batch has the data on axis 0.
+            All ranks have to start from the same parameters and state (:func:`bayesopt_chain.distributed.broadcast`), which
+            the first step compares. ``aux`` is not averaged. Default: one process.
 
     Returns:
         ``step(params, state, batch) -> (params, state, Info(loss, aux))``, detached. Parameters that the loss does not
-        use have gradient zero. The state alone determines the noise, so that the same arguments give the same result; where
-        it has a key (at a temperature, or with ``buffers``) it determines what the model draws too, dropout for one, and
-        torch's global generator is left as it was.
-        Where ``tx`` draws (variational inference), ``loss`` is the mean over its draws, tensors of ``aux`` have the draws
-        on axis 0 if there are several, and the families of :mod:`bayesopt_chain.posterior.vi` report ``negative_elbo`` besides.
+        use have gradient zero. The noise is a function of the state, so that the same arguments give the same result. If the
+        state has a key (at a temperature, or with ``buffers``), the model's own random numbers, such as dropout, are a function
+        of the state too, and torch's global generator does not change.
+        If ``tx`` draws the parameters (variational inference), ``loss`` is the mean over its draws, tensors of ``aux`` have the
+        draws on axis 0 if there are several, and the report of the families of :mod:`bayesopt_chain.posterior.vi` has a
+        ``negative_elbo`` too.
 
     Raises:
-        ValueError: a ``tx`` that cannot do without curvature, and none is given; two links that draw; arguments at odds; with
+        ValueError: ``tx`` needs curvature, and none is given; two links draw; arguments contradict each other; with
             ``mesh``, a ``tx`` that asks for more than gradient and loss, buffers, or a mesh of several axes; at the first
             step, ranks that are no replicas, a loss that is not a scalar or depends on none of ``params``, or a sparse
             gradient.
-        TypeError: ``tx`` is no gradient transformation; ``loss`` is neither a function nor an estimator; a keyword that ``tx``
-            does not take; at the first step, params with a leaf that is no tensor.
-        FloatingPointError: with ``check_finite``, a loss or gradient that is not finite, naming call and leaf.
+        TypeError: ``tx`` is no gradient transformation; ``loss`` is neither a function nor an estimator; ``tx`` does not take
+            one of the keywords; at the first step, a leaf of params is no tensor.
+        FloatingPointError: with ``check_finite``, the loss or the gradient is not finite; the message names call and leaf.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -363,7 +382,11 @@ def make_step(
 
 
 def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
-    """Find the key and the count that the model's draws follow: the module's own, else the first among the links' states."""
+    """Find the key and the count on which the model's own random numbers depend.
+
+    Returns:
+        Those of the module if the state has buffers, else the first among the states of the links; ``None`` if there are none.
+    """
     if isinstance(state, ModuleState):
         return state.stream
     if isinstance(state, SkipState | MasterState | EstimatedState):
@@ -377,7 +400,7 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
-    """Add updates to parameters; unlike ``torchopt.apply_updates`` it takes parameter trees with ``None``."""
+    """Add updates to parameters. Unlike ``torchopt.apply_updates`` this takes DTensors, and trees with ``None`` as a leaf."""
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
     if not all([type(p) in PLAIN for p in leaves]):
@@ -390,7 +413,7 @@ def apply(params: Any, updates: Any, inplace: bool) -> Any:
 
 
 def _writable(grads: Any) -> Any:
-    """Copy the gradients of which overwriting one would change another."""
+    """Copy gradients that share memory, since an update in place of one would change the other."""
     leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
     mine = owned([shards.local(x) for x in leaves])
     return optree.tree_unflatten(spec, [shards.like(x, y) for x, y in zip(leaves, mine)])
@@ -398,7 +421,10 @@ def _writable(grads: Any) -> Any:
 
 @_torch.uncompiled
 def _compiled_by_bc_capture_only(step: Step, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info]:
-    """A step in the middle of what ``torch.compile`` compiles: dynamo can follow neither its transformations nor its draws."""
+    """Make a step inside of code that ``torch.compile`` compiles, uncompiled, and warn.
+
+    Dynamo can trace neither the ``torch.func`` transformations of a step nor its random numbers.
+    """
     warnings.warn(
         "make_step: torch.compile leaves this step as it is, and compiles only what stands around it; "
         "bc.capture(step, params, state, batch) compiles the whole step",
@@ -408,7 +434,7 @@ def _compiled_by_bc_capture_only(step: Step, params: Any, state: Any, batch: Any
 
 
 def _require(memory: Memory, state: Any) -> None:
-    """Refuse the state of another step."""
+    """Raise ValueError if a state has another class than the states of this step."""
     if not isinstance(state, memory.kind):
         raise ValueError(
             f"step: it was made with {memory.option}, so its state is what step.init(params) returns, not "
