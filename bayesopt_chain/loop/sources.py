@@ -46,9 +46,8 @@ from bayesopt_chain.loop.loss import (
 )
 from bayesopt_chain.posterior import draw as drawing
 
-Keyword = Callable[
-    [Any, Any], Any
-]  # a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
+# a function of (params, batch) whose result is passed to ``tx.update`` by a keyword
+Keyword = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
