@@ -1,4 +1,4 @@
-"""A whole step as one program: ``capture`` it once, replay it without Python."""
+"""Record a whole step as one program (``capture``), and replay it without running the Python code of the step."""
 
 from bayesopt_chain.loop.capture.buffers import Steps
 from bayesopt_chain.loop.capture.build import capture

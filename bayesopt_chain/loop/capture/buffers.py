@@ -1,6 +1,7 @@
 """Static buffers: the tensors that a captured step reads and writes at every replay.
 
-A recorded program works on flat lists of tensors at fixed addresses, and its caller has trees. Here one becomes the other.
+A recorded program works on flat lists of tensors at fixed addresses, while its caller uses trees. The classes of this module
+convert between the two.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from bayesopt_chain.loop.loss import Info
 
 
 class Steps(NamedTuple):
-    """What a captured run of several steps reports, stacked on axis 0.
+    """The report of several captured steps, stacked on axis 0. A field that a step does not report is ``()``.
 
-    ``draws`` is ``()`` unless asked for; ``finite`` is, unless the step checks (``make_step(..., check_finite=True)``);
-    ``negative_elbo`` is, unless the step is variational; ``gradient_norm`` and ``temperature`` are, unless it monitors them;
-    ``weight`` is, unless the draws of the chain have weights: each is that of the parameters its step started from.
+    Attributes:
+        loss: the losses, ``[steps, ...]``.
+        aux: the auxiliary output of the loss, a tree.
+        draws: the parameters after every step, with ``capture(..., draws=True)``.
+        finite: whether loss and gradient were finite, with ``make_step(..., check_finite=True)``.
+        negative_elbo: the negative evidence lower bound of a variational step.
+        gradient_norm, temperature: with ``make_step(..., monitor=True)``.
+        weight: the weights of the parameters that the steps started from, if the draws of the chain have weights.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -44,7 +50,15 @@ class Steps(NamedTuple):
 
 
 class Slots:
-    """Static buffers for the leaves of one tree. Leaves that are the same tensor share one buffer."""
+    """Static buffers for the leaves of one tree. Leaves that are the same tensor share one buffer.
+
+    Attributes:
+        spec: the structure of the tree.
+        index: for each leaf, the index of its buffer.
+        buffers: the buffers.
+        leaves: for each leaf, its buffer.
+        own: the buffers as a tree, if the tree consists of tuples only; else ``None``.
+    """
 
     def __init__(self, tree: Any) -> None:
         leaves, self.spec = optree.tree_flatten(tree)
@@ -61,22 +75,26 @@ class Slots:
         unique = {i: leaf for i, leaf in zip(self.index, leaves)}
         self.buffers = [unique[i].detach().clone() for i in range(len(unique))]
         self.leaves = [self.buffers[i] for i in self.index]
-        # a tree of tuples cannot change under its holder, so that one tree of the buffers serves every call
+        # a tree of tuples cannot be changed by its user, so that every call can return the same tree
         self.own = self.tree(self.buffers) if _is_immutable(tree) else None
 
     def tree(self, buffers: Sequence[Tensor]) -> Any:
-        """The tree with these tensors, one for each buffer, as its leaves."""
+        """Return the tree with these tensors, one for each buffer, as its leaves."""
         return optree.tree_unflatten(self.spec, [buffers[i] for i in self.index])
 
     def as_tree(self) -> Any:
-        """The buffers as a tree. If the tree consists of tuples only, the same object is returned at every call."""
+        """Return the buffers as a tree. If the tree consists of tuples only, it is the same object at every call."""
         return self.own if self.own is not None else optree.tree_unflatten(self.spec, self.leaves)
 
     def copy_in(self, tree: Any, what: str) -> None:
-        """Copy the values of ``tree`` into the buffers; what :meth:`as_tree` returned has them already.
+        """Copy the values of a tree into the buffers, unless its leaves are the buffers.
+
+        Args:
+            tree: the tree.
+            what: its name in messages.
 
         Raises:
-            ValueError: another structure, shape, dtype or device, where ``what`` names the tree.
+            ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
         if self.own is None or tree is not self.own:
             leaves, spec = optree.tree_flatten(tree)
@@ -84,10 +102,14 @@ class Slots:
                 self.load(leaves, spec, what)
 
     def new_values(self, tree: Any, what: str) -> list[Tensor]:
-        """The next value of each buffer, from a tree that the step returned.
+        """Return the next value of each buffer, from a tree that the step returned.
+
+        Args:
+            tree: the tree.
+            what: its name in messages.
 
         Raises:
-            CaptureError: another structure, shape or dtype than the step was given, where ``what`` names the tree.
+            CaptureError: the tree has another structure, or a leaf another shape or dtype, than the step was given.
         """
         out: list[Tensor | None] = [None] * len(self.buffers)
         leaves, spec = optree.tree_flatten(tree)
@@ -109,10 +131,10 @@ class Slots:
         return [x for x in out if x is not None]
 
     def load(self, leaves: list, spec: Any, what: str) -> None:
-        """Copy the user's leaves into the buffers.
+        """Copy the leaves of a tree with a structure into the buffers.
 
         Raises:
-            ValueError: another structure, shape, dtype or device than was captured; nothing is written then.
+            ValueError: structure, shape, dtype or device differ from those that were captured. Nothing is written then.
         """
         if spec != self.spec:
             raise ValueError(f"capture: {what} have the structure {spec}, captured was {self.spec}; capture again")
@@ -126,24 +148,31 @@ class Slots:
             if i in written and written[i] is not x and not torch.equal(written[i], x):
                 raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
             written[i] = x
-        copies = {
-            i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]
-        }  # a clone of each first: x may be a view of another buffer, which would change under it
+        # clones first, since a leaf may be a view of another buffer, which the copies overwrite
+        copies = {i: x.detach().clone() for i, x in written.items() if x is not self.buffers[i]}
         with uninterrupted():
             for i, x in copies.items():
                 self.buffers[i].copy_(x)
 
 
 class Batch:
-    """What a batch must look like, and the tensors of a batch in the form that the recorded program reads.
+    """Checks batches against the first one, and returns their tensors in the form that the recorded program reads.
 
-    The program relies on the strides of the first batch, and on batches that share no memory with what it overwrites.
+    The program reads tensors with the strides of the first batch, which must not share memory with the static buffers.
+
+    Attributes:
+        leaves, spec: the leaves and the structure of the first batch.
+        dim: the axis of its tensors that counts steps, or ``None``.
+        written: the addresses of the memory of the static buffers.
+        strides: the strides of the tensors of the first batch; ``None`` for other leaves.
+        immutable: whether the batch consists of tuples only.
+        last: the last batch, its leaves, and its tensors if the program can read them without copies.
     """
 
     def __init__(self, batch: Any, steps: int, dim: int | None, static: Sequence[Tensor]) -> None:
         self.leaves, self.spec = batches.flatten(batch)
         self.dim = dim
-        self.written = {x.untyped_storage().data_ptr() for x in static}  # memory that the step overwrites
+        self.written = {x.untyped_storage().data_ptr() for x in static}
         if dim is not None:
             for n, x in enumerate(self.leaves):
                 if torch.is_tensor(x) and x.shape[dim] != steps:
@@ -154,14 +183,14 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the example batch; a batch may hold numbers and other constants besides."""
+        """The tensors of the first batch, without numbers and other constants."""
         return [x for x in self.leaves if torch.is_tensor(x)]
 
     def tensors_of(self, batch: Any) -> list[Tensor]:
-        """The tensors of ``batch``, checked to look like the first one; the last batch, given again, is not checked again.
+        """Check a batch against the first one, and return its tensors. The batch of the last call is not checked again.
 
         Raises:
-            ValueError: another structure, shape, dtype, device or constant.
+            ValueError: the batch has another structure, or a leaf another shape, dtype, device or value of a constant.
         """
         seen, leaves, tensors = self.last
         if not (self.immutable and batch is seen):
@@ -174,11 +203,11 @@ class Batch:
         return tensors if tensors is not None else self.with_strides(leaves)
 
     def fits(self, x: Tensor, stride: tuple[int, ...]) -> bool:
-        """Whether the program may read this tensor where it lies."""
+        """Whether the program can read a tensor without a copy: it has these strides, and is in no static buffer."""
         return x.stride() == stride and x.untyped_storage().data_ptr() not in self.written
 
     def with_strides(self, leaves: list) -> list[Tensor]:
-        """The tensors of a batch, copied with the strides of the first batch if they have others or lie in a static buffer."""
+        """Return the tensors of a batch, with copies of those that the program cannot read."""
         return [
             x
             if self.fits(x, stride)
@@ -188,10 +217,11 @@ class Batch:
         ]
 
     def check(self, leaves: list, spec: Any) -> None:
-        """Refuse a batch that does not look like the first one.
+        """Compare a batch with the first one.
 
         Raises:
-            ValueError: naming the first leaf that differs.
+            ValueError: they differ in structure, shape, dtype, device, layout or a constant; the message names the first leaf
+                that differs.
         """
         if spec != self.spec:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
@@ -207,7 +237,7 @@ class Batch:
                 )
 
     def has_shapes_of(self, batch: Any) -> bool:
-        """Whether a batch looks like the first one."""
+        """Whether :meth:`check` accepts a batch."""
         leaves, spec = batches.flatten(batch)
         try:
             self.check(leaves, spec)
@@ -216,7 +246,7 @@ class Batch:
         return True
 
     def differs_in_lengths(self, batch: Any) -> bool:
-        """Whether a batch looks like the first one but for the lengths of its tensors."""
+        """Whether a batch differs from the first one at most in the lengths of the axes of its tensors."""
         leaves, spec = batches.flatten(batch)
         return spec == self.spec and all(
             [
@@ -228,17 +258,17 @@ class Batch:
         )
 
     def of_step(self, tensors: Sequence[Tensor], k: int) -> Sequence[Tensor]:
-        """The tensors that step ``k`` of a call sees: slice ``k`` along the axis of steps, or the whole batch."""
+        """Return the tensors of step ``k`` of a call: slice ``k`` along the axis of steps, or the whole batch."""
         return tensors if self.dim is None else [x.select(self.dim, k) for x in tensors]
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """The batch with these tensors in the place of its own."""
+        """Return the first batch with these tensors in place of its own."""
         given = iter(tensors)
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
 
 
 def _looks(x: Tensor) -> tuple[Any, ...]:
-    """What of a tensor a program is recorded for."""
+    """Return the properties of a tensor that a recorded program depends on."""
     return x.shape, x.dtype, x.device, x.layout
 
 
@@ -250,7 +280,15 @@ def _is_immutable(tree: Any) -> bool:
 
 
 class Body:
-    """The step as a function of flat lists of tensors, with the slots and the batch that translate lists and trees."""
+    """The step as a function of flat lists of tensors.
+
+    Attributes:
+        step: the step, a function of trees.
+        steps: the number of steps in a call.
+        draws: whether the report holds the parameters after every step.
+        params, state: the static buffers.
+        batch: the first batch.
+    """
 
     def __init__(self, step, params, state, batch, steps: int, batch_dim: int | None, draws: bool) -> None:
         self.step, self.steps, self.draws = step, steps, draws
@@ -258,7 +296,7 @@ class Body:
         self.batch = Batch(batch, steps, batch_dim, self.static)
 
     def with_batch(self, batch: Any) -> Body:
-        """The same step on the same static buffers, for batches like this one."""
+        """Return the same step on the same static buffers for batches like this one."""
         other = copy.copy(self)
         other.batch = Batch(batch, self.steps, self.batch.dim, self.static)
         return other
@@ -271,7 +309,16 @@ class Body:
     def advance(
         self, static: Sequence[Tensor], batch: Sequence[Tensor], step: Callable | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run one step: new values of the static buffers, and the tensors of its report (loss, aux, perhaps a draw)."""
+        """Run one step.
+
+        Args:
+            static: the values of the static buffers before the step.
+            batch: the tensors of the step's batch.
+            step: a step to run in place of the body's.
+
+        Returns:
+            The new values of the static buffers, and the tensors of the report (loss, aux, and the like).
+        """
         n = len(self.params.buffers)
         params, state, info = (step or self.step)(
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
@@ -289,8 +336,8 @@ class Body:
     def write(self, static: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         """Write new values into the static buffers.
 
-        A new value may share memory with a buffer: the step kept an old value, or exchanged two. Those are copied before
-        anything is written.
+        A new value may share memory with a buffer, if the step kept an old value or exchanged two of them. Such values are
+        copied before anything is written.
         """
         mine = {_torch.storage_of(buffer) for buffer in static}
         values = [x if x is b or _torch.storage_of(x) not in mine else kept(x) for b, x in zip(static, new)]
@@ -299,13 +346,13 @@ class Body:
                 buffer.copy_(value)
 
     def together(self, reports: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The reports of all steps, stacked on axis 0; of a single step only its draws are stacked."""
+        """Stack the reports of all steps on axis 0. The report of a single step is not stacked, except for its draws."""
         if len(reports[0]) == self._single:
             return reports[0]
         return [xs[0] if i < self._single else torch.stack(xs) for i, xs in enumerate(zip(*reports))]
 
     def info(self, tensors: Sequence[Tensor]) -> Info | Steps:
-        """The report as its caller knows it: these tensors, and the constants that the step reported beside them."""
+        """Return the report as a tree of these tensors and of the constants that the step reported."""
         leaves: list[Any] = list(tensors)
         for i, constant in self._constants.items():
             leaves.insert(i, constant)
@@ -315,10 +362,14 @@ class Body:
 
 @torch.library.custom_op("bayesopt_chain::kept", mutates_args=())
 def kept(x: Tensor) -> Tensor:
-    """Copy a tensor by an operation of our own: inductor drops the clone of an input even if the input is overwritten later."""
+    """Copy a tensor by a custom operation.
+
+    Inductor removes ``clone`` of an input, also if the input is overwritten later; it does not remove this operation.
+    """
     return x.clone()
 
 
 @kept.register_fake
 def _(x):
+    """Return an empty result of the right shape, for tracing."""
     return torch.empty_like(x)

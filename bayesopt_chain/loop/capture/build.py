@@ -1,14 +1,14 @@
-r"""``capture``: the whole step (gradient, chain, update) as one program over static buffers, replayed without Python.
+r"""``capture``: record the whole step (gradient, chain, update) as one program over static buffers.
 
-The step is traced once with fake tensors into a graph of ATen operations. Every tensor it closes over (a temperature, a
-learning rate, a model's buffers, data) becomes an input of the graph, so that a change made in place is seen by the next
-replay. New parameters and states are copied into the static buffers at the end of the graph. Then
+The step is traced once with fake tensors into a graph of ATen operations. Every tensor that it closes over (a temperature, a
+learning rate, a model's buffers, data) becomes an input of the graph, so that the next replay sees a change made in place.
+New parameters and states are copied into the static buffers at the end of the graph. What is replayed depends on the device:
 
-* on a CUDA device the step is recorded as a CUDA graph;
-* on a CPU the graph of one step is compiled by inductor, which fuses update and copy into the kernels of the step, draws
-  into buffers of its own, and is called once for each of several steps; 256 chains or more of small matrices run in lanes and
-  blocks (:mod:`bayesopt_chain.loop.capture.lanes`);
-* where no C++ compiler is found the operations of that graph run one after the other, said once.
+* On a CUDA device the step is recorded as a CUDA graph.
+* On a CPU inductor compiles the graph of one step, and fuses update and copy into the kernels of the step. The noise is drawn
+  into further buffers. A call with several steps calls the program once for each. 256 chains or more of small matrices run in
+  blocks, with the chains as the last axis in memory (:mod:`bayesopt_chain.loop.capture.lanes`).
+* On a CPU without a C++ compiler the operations of the graph run one after the other. A warning says so once.
 """
 
 from __future__ import annotations
@@ -55,41 +55,44 @@ def capture(
     backend: Backend | None = None,
     signatures: int = 1,
 ) -> Captured:
-    """Capture a step: same arguments, same results, none of Python's time.
+    """Record a step as a program with the same arguments and results, which runs without the step's Python code.
 
-    Results agree with the step's to rounding (one unit in the last place for each operation; sums over a batch may be
-    ordered differently); the random stream is the step's. On a CPU the noise of a chain :func:`with_stream` ``"philox"`` costs
-    about a third of what torch's generator asks.
+    Results agree with those of the step to rounding (one unit in the last place for each operation; sums over a batch may be
+    ordered differently), and the random numbers are the same. On a CPU the noise of a chain :func:`with_stream` ``"philox"``
+    takes about a third of the time that torch's generator takes.
 
-    What is recorded stays as it is: Python numbers and branches on them, which tensor a name is bound to, the modules' mode (a
-    replay in another is refused), autocast and default dtype. Tensors are read anew at every replay: write into them
-    (``temperature.fill_(0.1)``), or capture again.
+    The recording fixes Python numbers and branches on them, the tensor objects that names refer to, the mode of modules (a
+    replay in another mode is refused), autocast and the default dtype. The values of tensors are read at every replay: to
+    change one, write into it (``temperature.fill_(0.1)``), or capture again.
 
     Args:
         step: from :func:`make_step` or :func:`parallel`, or any pure function ``(params, state, batch) -> (params,
             state, Info)``.
-        params, state, batch: examples; none of them is changed. The replay continues from whatever it is given: passing
-            back what it returned costs nothing, anything else of the same structure and shapes is copied in. A ``batch`` that
-            is a :func:`bayesopt_chain.epochs` is taken as the source: every step makes its next batch inside the program, and
-            moves its position on. The step is then called with it: ``fast(params, state, data)``.
-        steps: steps for each call; the loss and aux are then stacked on axis 0 (:class:`Steps`).
+        params, state, batch: examples with the structure and shapes of later arguments; none of them is changed. Arguments of
+            a replay are copied into the static buffers, unless they are the trees that the last call returned. If ``batch`` is
+            a :func:`bayesopt_chain.epochs`, every step makes the next batch of it inside the program, and its position moves
+            on. The captured step is then called with it: ``fast(params, state, data)``.
+        steps: number of steps in each call. With more than one, loss and aux are stacked on axis 0 (:class:`Steps`). Default 1.
         batch_dim: with ``steps``, the axis of the batch's tensors that counts steps; ``None`` (default) gives every step the
             whole batch.
-        draws: return the parameters after every step, stacked on axis 0, as ``info.draws``.
-        clone: return copies. By default params and state *alias static buffers that the next call overwrites*, and the step
-            belongs to the thread that calls it first.
-        backend: ``"cuda"``, ``"inductor"`` or ``"eager"`` (default: the first that is possible here).
-        signatures: how many shapes of batches are recorded, each when it comes first: 2 for a loader whose last batch of an
-            epoch is short. All programs work on the same static buffers. Default 1: other shapes are refused.
+        draws: return the parameters after every step, stacked on axis 0, as ``info.draws``. Default: False.
+        clone: return copies. By default params and state *are static buffers, which the next call overwrites*, and only the
+            thread that calls the step first may call it.
+        backend: ``"cuda"``, ``"inductor"`` or ``"eager"``. Default: the first of these that this machine and the device of the
+            parameters allow.
+        signatures: the number of shapes of batches that may be recorded, each at its first call: 2 for a loader whose last
+            batch of an epoch is short. All programs use the same static buffers. Default 1: other shapes are refused.
 
     Returns:
-        A callable with the step's interface. Temperatures and learning rates that are tensors or schedules may change
-        between calls without a new capture; the state it returns resumes exactly, here or in the eager step.
+        A callable with the interface of the step. Temperatures and learning rates that are tensors or schedules may change
+        between calls without a new capture. A run can be continued exactly from the state that it returns, with the captured
+        step or with the step itself.
 
     Raises:
-        CaptureError: the step reads a number off a tensor, branches on one, or makes shapes that depend on values.
-        ValueError: a later call with another structure, shape, dtype or device.
-        At a later call also CaptureError: a module in another mode, a second thread without ``clone``.
+        CaptureError: the step reads the value of a tensor as a Python number, branches on it, or makes shapes that depend on
+            values; at a later call, a module is in another mode, or a second thread calls without ``clone``.
+        TypeError: an argument has a wrong type; params or state hold anything but dense tensors.
+        ValueError: an argument is out of range; a later call has another structure, shape, dtype or device.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -124,6 +127,7 @@ def capture(
     chosen = backend or _best(body)
 
     def recorded(body: Body) -> Program:
+        """Trace the step for one shape of batches, and make its replay."""
         modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
         with modes.watching():
             graph, closed_over = trace(together)
@@ -141,15 +145,15 @@ def capture(
 
 
 def _pure(step: Any) -> Callable:
-    """The step without writes of its own: the program copies new values into the static buffers."""
+    """Return the step without in-place updates, since the program itself copies new values into the static buffers."""
     return replace(step, inplace=False, fused=None) if isinstance(step, Step) and step.inplace else step
 
 
 def _in_place(step: Any) -> Callable:
-    """The step that moves the static buffers in place, by the fused kernels if it has them.
+    """Return the step that updates the static buffers in place, by fused kernels if there are some.
 
-    Only if every link is this library's own: a foreign link may have kept the parameters it was shown, which would change
-    under it.
+    If a link is not of this library, the pure step is returned: such a link may have kept the parameters that it got, which an
+    update in place would change.
     """
     if not isinstance(step, Step) or not isinstance(step.tx, Chain):
         return _pure(step)
@@ -159,7 +163,7 @@ def _in_place(step: Any) -> Callable:
 
 
 def _best(body: Body) -> Backend:
-    """The fastest back end that is possible here; a missing compiler is warned of once."""
+    """Return the fastest backend for the device of the parameters; warn once if there is no C++ compiler."""
     if body.static and body.static[0].device.type == "cuda":
         return "cuda"
     if compiler_found():
@@ -173,4 +177,4 @@ def _best(body: Body) -> Backend:
     return "eager"
 
 
-_said = False  # whether the missing compiler was mentioned
+_said = False  # whether the warning of a missing compiler was given

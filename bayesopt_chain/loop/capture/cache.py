@@ -1,12 +1,14 @@
-"""Programs that inductor compiled once: found again by another process that captures the same step on a machine like this.
+"""Let another process that captures the same step on a machine of the same kind find the program that inductor compiled.
 
 torch keeps compiled graphs on disk (``torch._inductor.config.fx_graph_cache``, in ``$TORCHINDUCTOR_CACHE_DIR``), by a hash of
-the graph, the inputs' shapes, torch's version and its settings. It does so only for a graph that is compiled under a shape
-environment, and its hash does not say for which instruction set the code was generated. The tag of :func:`keyed_cache` does,
-with the number of threads and the versions of Python, torch and this library: programs for another processor are not found.
+the graph, the shapes of the inputs, the version of torch and its settings. It does so only for graphs that are compiled under a
+shape environment, and the hash does not contain the instruction set for which the code was generated. :func:`keyed_cache`
+provides the shape environment, and adds the instruction set, the number of threads and the versions of Python, torch and this
+library to the hash, so that programs for another processor are not found.
 
-torch's other cache, of what stands around a compiled graph, is left out: a program that it finds comes inside torch's wrappers,
-which cost more than a small step, and not as the generated function that :mod:`.replays` calls.
+torch's other cache, of the wrappers around a compiled graph (``enable_autograd_cache``), is switched off. A program from that
+cache comes inside of torch's wrappers, which take longer than a small step, and not as the generated function that
+:mod:`.replays` calls.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from bayesopt_chain.version import __version__
 
 @contextmanager
 def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """A context for ``compile_fx`` in which it finds and keeps programs by :func:`tag`.
+    """Make a context in which ``compile_fx`` finds and keeps programs by a hash that contains :func:`tag`.
 
-    Returns:
-        A function that makes the inputs to compile with: of the same shapes, strides and devices, without memory.
+    Yields:
+        A function that makes the inputs to compile with: fake tensors of the same shapes, strides and devices.
     """
     from torch._functorch import config as wrappers
     from torch._guards import TracingContext, tracing
@@ -45,7 +47,7 @@ def keyed_cache() -> Iterator[Callable[[Sequence[Tensor]], list[Tensor]]]:
 
 
 def tag() -> str:
-    """What a compiled program depends on besides its graph: processor, threads, versions.
+    """Return a string of everything on which a compiled program depends besides its graph: processor, threads, versions.
 
     Example:
         >>> tag() == tag()

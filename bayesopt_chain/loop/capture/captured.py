@@ -1,4 +1,4 @@
-"""A captured step as its caller sees it: it replays the recorded program, and refuses calls that a replay would get wrong."""
+"""The callable that ``capture`` returns: it replays the recorded program, and refuses calls that a replay would get wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ Backend = Literal["cuda", "inductor", "eager"]
 
 
 class Program(NamedTuple):
-    """What was recorded for one shape of batches; the bodies of all programs of a step share their static buffers."""
+    """The recording of a step for one shape of batches.
+
+    Attributes:
+        body: the step on flat lists of tensors. The bodies of all programs of a step share their static buffers.
+        modes: the train or eval mode of the modules that the step called.
+        replay: runs the program: a function of the tensors of a batch that returns those of the report.
+    """
 
     body: Body
     modes: Modes
@@ -33,11 +39,12 @@ class Captured:
     """A captured step; made by :func:`capture` and called like the step.
 
     All calls share one set of static buffers. With ``clone=True`` every call returns copies, and calls from several threads
-    wait for each other. Without, the buffers themselves are returned, and a call from another thread would change them in the
-    hands of the first; so the step belongs to the first thread that calls it, as long as that thread lives.
+    wait for each other. With ``clone=False`` the buffers themselves are returned. A call from a second thread would overwrite
+    them while the first thread uses them, so that only the first thread that calls the step may call it, as long as that thread
+    is alive.
 
     Attributes:
-        step: what was captured.
+        step: the step that was captured.
         backend: ``"cuda"``, ``"inductor"`` or ``"eager"``.
     """
 
@@ -52,32 +59,34 @@ class Captured:
         data: Epochs | None = None,
     ) -> None:
         self.step = step
-        self._data = data  # where the step takes its batches from, if it does
+        self._data = data  # the epochs from which the step takes its batches, or None
         self.backend: Backend = backend
-        self._program = program  # the last one that was called
+        self._program = program  # the program of the last call
         self._programs = [program]
         self._record, self._signatures = record, signatures
         self._clone = clone
         self._lock = threading.Lock()
-        self._owner: threading.Thread | None = None  # whose call is running or, without clone, whose step this is
+        # the thread whose call is running; without clone, the only thread that may call
+        self._owner: threading.Thread | None = None
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
         """Replay the step.
 
         Args:
-            params, state: of the structure, shapes, dtypes and devices that were captured; copied into the static buffers
-                unless they are what the last call returned.
-            batch: the ``bc.epochs`` that was captured, whose position moves on. Else a batch like the one that was captured,
-                or with other lengths while ``signatures`` allows: such a batch is recorded when it comes first.
+            params, state: trees with the structure, shapes, dtypes and devices that were captured. They are copied into the
+                static buffers, unless they are the trees that the last call returned.
+            batch: the ``bc.epochs`` that was captured, whose position moves on. Otherwise a batch like the one that was
+                captured, or one with other lengths, if ``signatures`` allows it; the step is then recorded for these lengths
+                once.
 
         Returns:
-            ``(params, state, info)``. Parameters and state alias the static buffers, which the next call overwrites, unless
-            ``clone`` was asked for; the info is the call's own.
+            ``(params, state, info)``. Parameters and state are the static buffers, which the next call overwrites, or with
+            ``clone=True`` copies of them. ``info`` is not overwritten.
 
         Raises:
-            CaptureError: a module's mode is another than when the step was captured; a call from within a call or, without
+            CaptureError: a module is in another mode than when the step was captured; a call is made during a call or, without
                 ``clone``, from a second thread.
-            ValueError: another structure, shape, dtype or device.
+            ValueError: an argument has another structure, shape, dtype or device.
         """
         thread = threading.current_thread()
         if self._owner is not thread:
@@ -93,6 +102,7 @@ class Captured:
             self._lock.release()
 
     def _refuse_a_second(self, thread: threading.Thread) -> None:
+        """Raise CaptureError if another living thread holds the static buffers."""
         owner = self._owner
         if not self._clone and owner is not None and owner.is_alive():
             raise CaptureError(
@@ -101,6 +111,7 @@ class Captured:
             )
 
     def _run(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Info | Steps]:
+        """Copy the arguments into the static buffers, replay, and collect the results."""
         self._program.modes.check()
         if self._data is not None:
             if batch is not self._data:
@@ -125,10 +136,14 @@ class Captured:
         return *made, info
 
     def _of_another_shape(self, batch: Any, refusal: ValueError) -> list[Tensor]:
-        """The tensors of a batch that the last program does not take, for the program that does: an old one, or a new one.
+        """Choose or record a program for a batch of another shape, and return the tensors of the batch.
+
+        Args:
+            batch: the batch, which the last program does not take.
+            refusal: the error of the last program.
 
         Raises:
-            ValueError: ``refusal``, where the batch differs by more than lengths, or as many shapes were recorded already.
+            ValueError: ``refusal``, if the batch differs in more than lengths, or if ``signatures`` shapes were recorded.
         """
         for program in self._programs:
             if program is not self._program and program.body.batch.has_shapes_of(batch):

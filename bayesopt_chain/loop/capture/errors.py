@@ -33,16 +33,16 @@ def describe(x: Any) -> str:
 
 
 def first_line(err: Exception) -> str:
-    """The first line of an error's message: torch's go on for pages."""
+    """Return the first line of an error's message, since torch's messages can be pages long."""
     return str(err).strip().split("\n")[0][:200] or type(err).__name__
 
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree))
-_HERE = str(Path(__file__).parent.parent)  # the loop itself
+_HERE = str(Path(__file__).parent.parent)  # the folder of this package's loop
 
 
 def users_line(err: BaseException) -> str | None:
-    """File, number and text of the innermost line of the traceback that is not in torch, optree or this package's loop."""
+    """Return file, number and text of the innermost line of a traceback outside of torch, optree and this package's loop."""
     frames = traceback.extract_tb(err.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith((*_LIBRARIES, _HERE)):
@@ -51,9 +51,9 @@ def users_line(err: BaseException) -> str | None:
 
 
 def is_about_values(err: BaseException) -> bool:
-    """Whether an error says that tracing met a value or a shape that only a running step knows.
+    """Whether an error means that tracing met a value or a shape that is known only when the step runs.
 
-    Some of torch's errors for it have no type of their own, so that their words are looked for.
+    Some of these errors of torch have no type of their own, so that their messages are searched for certain words.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

@@ -1,4 +1,4 @@
-"""Tracing: one step as a graph of ATen operations, with every tensor that the step closes over among its inputs."""
+"""Trace one step into a graph of ATen operations whose inputs include every tensor that the step closes over."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """Trace one step.
 
     Returns:
-        Its graph, a function of (static buffers, batch, closed-over tensors) that writes the buffers; and the closed-over
-        tensors.
+        The graph, a function of (static buffers, batch, closed-over tensors) that writes the static buffers; and the
+        closed-over tensors.
 
     Raises:
-        CaptureError: the step needs a value or a shape that is known only when it runs, or draws by other numbers than the
-            state's key.
+        CaptureError: the step needs a value or a shape that is known only when it runs, or it has random numbers that are no
+            function of the state's key.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     n = len(body.static)
-    batch = [x.detach() for x in body.batch.of_step(body.batch.tensors, 0)]  # a tensor given twice is two inputs
+    # detach makes two inputs of a tensor that is in the batch twice
+    batch = [x.detach() for x in body.batch.of_step(body.batch.tensors, 0)]
     mutations = _Mutations()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols: a value or shape it does not know is an error
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols, so that an unknown value or shape is an error
 
     def function(*flat):
         with mutations:
@@ -64,7 +65,10 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
 
 def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
-    """Refuse operations that draw by torch's own generator, since a replay would draw other numbers than the step."""
+    """Raise CaptureError for operations that use torch's own generator in a step whose state has a key.
+
+    A replay would draw other numbers than the step.
+    """
     drawing = [node for node in graph.graph.nodes if _draws(node)]
     if drawing and keyed(body.state.as_tree()):
         raise CaptureError(
@@ -75,8 +79,10 @@ def _require_keyed_draws(graph: torch.fx.GraphModule, body: Body) -> None:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operation draws by torch's own generator. Fused attention is marked as one that does, and at ``dropout_p=0``
-    draws nothing."""
+    """Whether an operation uses torch's own generator.
+
+    Fused attention has the tag of such operations, but does not use the generator at ``dropout_p=0``.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     operation: Any = node.target
@@ -86,7 +92,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 class _Mutations(TorchDispatchMode):
-    """Remembers closed-over tensors before the traced step writes them, such as BatchNorm's statistics, to put them back."""
+    """Copies closed-over tensors before the traced step writes them (BatchNorm's statistics, say), to restore them later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +107,7 @@ class _Mutations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def undo(self) -> None:
+        """Restore all tensors that were written."""
         with torch.no_grad():
             for x, old in self.before.values():
                 x.copy_(old)
@@ -120,7 +127,7 @@ def _lift_constants(graph: torch.fx.GraphModule) -> list[Tensor]:
 
 
 def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.Node:
-    """A further input of a graph, behind the others."""
+    """Add an input to a graph, after its other inputs, with the metadata of a node that it replaces."""
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None):
         placeholder = graph.graph.placeholder(name)
@@ -129,11 +136,19 @@ def new_input(graph: torch.fx.GraphModule, name: str, meta: dict) -> torch.fx.No
 
 
 def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[Tensor], list[Callable[[], None]]]:
-    """Have normals drawn into further inputs of the graph: these buffers, and what fills them before the graph runs.
+    """Replace the normal draws of a graph by further inputs.
 
-    A draw that allocates its result costs page faults in every call, which for large leaves take as long as the draw. Where
-    key and count are static buffers, which stay where they are, the kernel is called with their addresses before the graph:
-    torch's way to an operation costs more than the normals of a small step. Other draws stay in the graph.
+    A draw that allocates its result causes page faults in every call, which for large leaves take as long as the draw itself.
+    Drawing into a buffer avoids them. If the key and the count of a draw are static buffers, whose addresses do not change,
+    the kernel is called before the graph, since torch's dispatch of an operation takes longer than the draws of a small step.
+    Otherwise the graph draws into the buffer by an operation.
+
+    Args:
+        graph: the graph, which is changed.
+        static: the static buffers, which are its first inputs.
+
+    Returns:
+        The buffers, one for each new input, and the functions that draw into some of them before the graph runs.
     """
     buffers, fills = list[Tensor](), list[Callable[[], None]]()
     ops = torch.ops.bayesopt_chain
@@ -159,14 +174,14 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
 
 
 def _origin(node: Any) -> Any:
-    """Find the node that made a tensor which a node returns under another name."""
+    """Return the node whose tensor a node returns, without ``detach`` and ``alias`` in between."""
     while node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = node.args[0]
     return node
 
 
 def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[Tensor]:
-    """The closed-over tensors whose memory the step writes."""
+    """List the closed-over tensors whose memory the step writes."""
     written = set()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -183,19 +198,20 @@ def overwritten(graph: torch.fx.GraphModule, closed_over: list[Tensor]) -> list[
 
 
 def check_devices(graph: torch.fx.GraphModule, body: Body) -> None:
-    """Refuse tensors on the CPU, which a CUDA graph would read when it is recorded and never again.
+    """Check that all inputs of a graph are on the device of the parameters.
 
-    Literals in the code of the step are constants anyway, and may be there.
+    A CUDA graph would read a tensor on the CPU only once, when it is recorded. Literals in the code of the step are constants,
+    so that they may be on the CPU.
 
     Raises:
-        CaptureError: naming the tensor.
+        CaptureError: an input is on another device; the message describes it.
     """
     device = body.static[0].device
     placeholders = graph.graph.find_nodes(op="placeholder")
     first = len(body.static) + len(body.batch.tensors)
     for n, node in enumerate(placeholders):
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-        if not node.users:  # what the state keeps for absent parameters stays as it is
+        if not node.users:  # the state of absent parameters, which no step reads
             continue
         if node.meta["val"].device != device and not (n >= first and literal):
             what = (

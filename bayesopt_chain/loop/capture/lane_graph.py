@@ -1,8 +1,8 @@
-"""The graph of a step of many small chains, made fit to run with neighbouring chains as neighbouring lanes.
+"""Rewrite the graph of a step of many small chains, so that one vector instruction computes several chains.
 
-A product of matrices of each chain's own (``bmm``) is a call for all of them that computes each with its own few columns. With
-the chains last in memory it is a multiplication and a sum over axes before the chains', which inductor fuses with what
-stands around it and computes for as many chains at a time as a vector has lanes.
+A batched product of small matrices, one for each chain (``bmm``), uses few columns at a time. If the chains are the last axis
+in memory (:mod:`bayesopt_chain.loop.capture.lane_kernels`), the product is a multiplication and a sum over axes before that of
+the chains. Inductor fuses both with the neighbouring operations, and computes as many chains at a time as a vector has lanes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from bayesopt_chain.random.philox_cpu import normals_kernel
 aten: Any = torch.ops.aten
 _normals: Any = torch.ops.bayesopt_chain.philox_normals.default
 
-SMALL = (
-    1 << 10
-)  # multiplications of a chain's product up to which lanes are faster; of 12,800 they took 1.13 of the time
+# the largest number of multiplications in the product of one chain for lanes; with 12,800 they took 1.13 times as long as bmm
+SMALL = 1 << 10
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-_NAMES = (  # beside what torch tags as pointwise: what inductor computes in any layout, and what cannot fail for a value
+_NAMES = (  # operations, besides pointwise ones, that inductor computes in any layout, and that fail for no value
     "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy _unsafe_view alias amax amin any arange "
     "bmm cat clone copy_ detach empty empty_like expand fill_ full full_like getitem lift_fresh_copy logsumexp mean new_zeros "
     "ones_like permute philox_normals prod reshape scalar_tensor select slice split split_with_sizes squeeze stack sum t "
@@ -37,7 +36,13 @@ _DIVISIONS = {"div", "divide", "floor_divide", "fmod", "remainder"}
 
 
 class Rows:
-    """Which inputs of a graph are row numbers of each chain's own, and which are tables for all chains."""
+    """Finds operations ``table[rows]`` in a graph, with a table for all chains and row numbers for each chain.
+
+    Attributes:
+        places: the index of each input of the graph.
+        chains: the number of chains.
+        own: for each input, whether its axis 0 is that of the chains.
+    """
 
     def __init__(self, graph: GraphModule, chains: int, own: Sequence[bool]) -> None:
         inputs = graph.graph.find_nodes(op="placeholder")
@@ -45,7 +50,7 @@ class Rows:
         self.chains, self.own = chains, own
 
     def found(self, node: Node) -> tuple[int, int] | None:
-        """The places of table and rows of ``table[rows]``, or ``None`` for anything else."""
+        """Return the indices of the inputs table and rows if a node is ``table[rows]``, else ``None``."""
         args: Any = node.args
         if node.target is not aten.index.Tensor or len(args[1]) != 1:
             return None
@@ -63,7 +68,7 @@ class Rows:
         return (table, rows) if whole and value.shape[0] == self.chains else None
 
     def place(self, node: Any) -> int | None:
-        """The place of the input that a node is, perhaps under other names."""
+        """Return the index of the input that a node is equal to; ``None`` if it is no input."""
         while node not in self.places:
             same = node.target in (aten.detach.default, aten.alias.default) or (
                 node.target is aten.permute.default and list(node.args[1]) == [*range(len(node.args[1]))]
@@ -75,13 +80,16 @@ class Rows:
 
 
 def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
-    """Whether lanes are the faster way for this step, and as safe: small products of matrices of each chain's own, and
-    besides them only what cannot fail for a value, and what inductor computes in any layout.
+    """Whether a step is faster in lanes, and safe there.
+
+    It is faster if it has products of matrices, one for each chain, that are all small. It is safe if every other operation is
+    one that inductor computes in any layout, and that cannot fail for a value: blocks of chains run one after the other, and a
+    failure in a later block would leave the earlier blocks moved.
 
     Args:
-        graph: of one step of all chains.
-        chains: how many.
-        own: for each input of the graph whether its axis 0 are the chains.
+        graph: the graph of one step of all chains.
+        chains: the number of chains.
+        own: for each input of the graph, whether its axis 0 is that of the chains.
     """
     rows, products = Rows(graph, chains, own), 0
     if any(own[i] and node.meta["val"].element_size() > 8 for node, i in rows.places.items()):
@@ -102,7 +110,7 @@ def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
 
 
 def bytes_of_a_chain(graph: GraphModule, chains: int, own: Sequence[bool]) -> int:
-    """What a step reads for each chain: its own inputs, its rows of tables, its normals."""
+    """Return the number of bytes that a step reads for each chain: its inputs, its rows of tables, and its normals."""
     rows = Rows(graph, chains, own)
     inputs = [node for node, i in rows.places.items() if own[i]]
     drawn = [node for node in graph.graph.nodes if node.target is _normals or rows.found(node)]
@@ -110,13 +118,14 @@ def bytes_of_a_chain(graph: GraphModule, chains: int, own: Sequence[bool]) -> in
 
 
 def _is_literal(node: Any) -> bool:
-    """Whether a tensor stands in the code of the step, perhaps in another shape."""
+    """Whether a tensor is a literal in the code of the step, possibly in another shape."""
     while node is not None and node.target in (*_VIEWS, aten.expand.default, aten.unsqueeze.default):
         node = node.args[0]
     return node is None or node.target is aten.lift_fresh_copy.default
 
 
 def _is_known(node: Node) -> bool:
+    """Whether inductor computes an operation in any layout, and whether it fails for no value."""
     target, args = cast(Any, node.target), cast(Any, node.args)
     if target is operator.getitem:
         return True
@@ -128,19 +137,20 @@ def _is_known(node: Node) -> bool:
     if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     name = schema.name.split("::")[1]
-    if name.strip("_") in _DIVISIONS and not node.meta["val"].is_floating_point():  # which fail where a divisor is zero
+    if name.strip("_") in _DIVISIONS and not node.meta["val"].is_floating_point():  # integer division by zero fails
         return False
     return torch.Tag.pointwise in target.tags or name in _KNOWN
 
 
 def _is_small(node: Node, chains: int) -> bool:
+    """Whether a ``bmm`` has one small product for each chain."""
     args: Any = node.args
     a, b = (x.meta["val"].shape for x in args)
     return a[0] == chains and a[1] * a[2] * b[2] <= SMALL
 
 
 def products(graph: GraphModule) -> None:
-    """Turn products of each chain's matrices into multiplications and sums."""
+    """Replace every ``bmm`` by a multiplication and a sum, with the axis of the chains (``C``) last."""
     for node in graph.graph.find_nodes(op="call_function", target=aten.bmm.default):
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
@@ -149,14 +159,18 @@ def products(graph: GraphModule) -> None:
             both = call(aten.sum.dim_IntList, (call(aten.mul.Tensor, (left, right)), [1]))  # M N C
             node.replace_all_uses_with(call(aten.permute.default, (both, [2, 0, 1])))
         graph.graph.erase_node(node)
-    for node in graph.graph.nodes:  # their strides are other ones now
+    for node in graph.graph.nodes:  # strides have changed, so that a view may not be possible
         if node.target in _VIEWS:
             node.target = aten.reshape.default
     graph.recompile()
 
 
 def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Turn ``table[rows]`` into inputs: room for them in lanes, and the places of the tables and rows."""
+    """Replace operations ``table[rows]`` by further inputs of the graph.
+
+    Returns:
+        For each new input, a buffer in lanes, and the indices of the inputs table and rows.
+    """
     made: dict[tuple[int, int], tuple[Node, Tensor]] = {}
     for node in list(graph.graph.nodes):
         places = rows.found(node)
@@ -175,7 +189,16 @@ def lift_gathers(graph: GraphModule, rows: Rows) -> tuple[list[Tensor], list[tup
 def lift_normals(
     graph: GraphModule, rows: Rows, static: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Callable[[], None]]]:
-    """Turn the normals of all chains into inputs: room for them in lanes, and what draws them into it."""
+    """Replace the normal draws of all chains by further inputs of the graph.
+
+    Args:
+        graph: the graph, which is changed.
+        rows: the inputs of the graph.
+        static: the tensors of the first inputs, among them the keys and counts.
+
+    Returns:
+        For each new input, a buffer in lanes, and a function that draws into it.
+    """
     rooms, fills = list[Tensor](), list[Callable[[], None]]()
     for node in graph.graph.find_nodes(op="call_function", target=_normals):
         args: Any = node.args

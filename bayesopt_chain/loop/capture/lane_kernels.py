@@ -1,7 +1,8 @@
-"""Leaves of many chains between their own layout and lanes, as C++ kernels.
+"""Copy leaves of many chains between two memory layouts, by C++ kernels.
 
-In its own layout a leaf ``[chains, ...]`` has the numbers of a chain together. In lanes, of the same shape, the axis of the
-chains is last in memory, so that those of neighbouring chains are together.
+A leaf has the shape ``[chains, ...]``. In its own layout the numbers of one chain are contiguous. In the layout called *lanes*
+it has the same shape, and the axis of the chains is last in memory, so that the same number of neighbouring chains is
+contiguous, and a vector instruction can compute several chains at once.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ _pointer, _integer, _small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class _Leaf(ctypes.Structure):
+    """The struct ``Leaf`` of the kernels: one leaf in both layouts."""
+
     _fields_ = [("own", _pointer), ("lanes", _pointer), *[(name, _integer) for name in ("stride", "size", "bytes")]]
 
 
 class _Gather(ctypes.Structure):
+    """The struct ``Gather`` of the kernels: a table, row numbers, and the leaf in lanes for the result."""
+
     _fields_ = [
         *[(name, _pointer) for name in ("table", "rows", "lanes")],
         *[(name, _integer) for name in ("length", "size", "bytes", "count", "total")],
@@ -34,7 +39,7 @@ class _Gather(ctypes.Structure):
 
 @cache
 def library() -> Any | None:
-    """The kernels, or ``None`` where nothing compiles."""
+    """Compile and load the kernels once; ``None`` if that fails."""
     try:
         found = compiled.load(_SOURCE)
     except (compiled.CompileError, OSError):
@@ -47,14 +52,18 @@ def library() -> Any | None:
 
 
 def in_lanes(x: Tensor, n: int) -> Tensor:
-    """Room for a leaf like ``x`` of ``n`` chains, in lanes."""
+    """Allocate a leaf in lanes, with the dtype of ``x`` and its shape for ``n`` chains."""
     return x.new_empty((*x.shape[1:], n)).movedim(-1, 0)
 
 
 class Move:
-    """Leaves of all chains, ``[chains, ...]`` with the numbers of a chain together, and those of a block of them, in lanes.
+    """Copies blocks of chains between leaves in their own layout and leaves in lanes.
 
-    The tensors are kept, and must keep their memory.
+    Args:
+        own: leaves of all chains, ``[chains, ...]`` with the numbers of a chain contiguous.
+        lanes: leaves of one block of chains, in lanes.
+
+    The addresses of all tensors are read here once, so that they must not change.
     """
 
     def __init__(self, own: Sequence[Tensor], lanes: Sequence[Tensor]) -> None:
@@ -68,22 +77,22 @@ class Move:
         self.kernels: Any = library()
 
     def load(self, start: int) -> None:
-        """Copy the chains from ``start`` on into the lanes."""
+        """Copy the block of chains that begins at chain ``start`` into the lanes."""
         if self.n:
             self.kernels.load_lanes(self.leaves, self.n, start, self.chains, _threads(self.large))
 
     def store(self, start: int, skip: int) -> None:
-        """Copy the lanes back to the chains from ``start`` on, without the first ``skip`` of them."""
+        """Copy the lanes back to the block of chains that begins at ``start``, except to its first ``skip`` chains."""
         if self.n:
             self.kernels.store_lanes(self.leaves, self.n, start, skip, self.chains, _threads(self.large))
 
 
 class Rows:
-    """Row numbers of each chain's own in lanes: int32, ``[..., chains]`` in memory.
+    """The row numbers that each chain reads from a table, in lanes.
 
     Attributes:
-        lanes: the numbers.
-        low, high: the least and the largest of them.
+        lanes: the numbers, int32 ``[..., chains]``.
+        low, high: the smallest and the largest number.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -91,7 +100,7 @@ class Rows:
         self.low = self.high = 0
 
     def read(self, rows: Tensor) -> None:
-        """Take the numbers of a tensor ``[chains, ...]`` of int32 or int64."""
+        """Read the numbers from a tensor ``[chains, ...]`` of int32 or int64."""
         rows, kernels = rows if rows[0].is_contiguous() else rows.contiguous(), library()
         given = (_integer * 2)(0, 0)
         wide, (size, stride) = rows.dtype == torch.int64, (rows[0].numel(), rows.stride(0))
@@ -102,17 +111,20 @@ class Rows:
 
 
 class Gather:
-    """``table[rows]`` for a block of chains, into ``lanes``."""
+    """Computes ``table[rows]`` for a block of chains, and writes it into ``lanes``."""
 
     def __init__(self, lanes: Tensor) -> None:
         self.lanes = lanes
         self.kernels: Any = library()
 
     def of(self, table: Tensor, rows: Rows) -> Callable[[int], None]:
-        """What gathers from this table for the chains from a number on.
+        """Make a function that gathers from a table for one block.
+
+        Returns:
+            A function of the number of the first chain of the block.
 
         Raises:
-            IndexError: a row that the table does not have.
+            IndexError: a row number is out of range for the table.
         """
         table, length = table.contiguous(), len(table)
         if rows.low < -length or rows.high >= length:
@@ -129,8 +141,9 @@ class Gather:
         return gather
 
 
-_PARALLEL = 2**15  # elements below which threads cost more than they save
+_PARALLEL = 2**15  # number of elements up to which one thread is faster than several
 
 
 def _threads(large: bool) -> int:
+    """Return the number of threads for a copy."""
     return torch.get_num_threads() if large else 1

@@ -1,11 +1,12 @@
-"""Chains in lanes and blocks: the replay of a step of many small chains on a CPU.
+"""Replay a step of many small chains on a CPU block by block, with the chains as the last axis in memory.
 
-Stacked on axis 0, chains of few parameters leave most of a vector unit empty, and all of them together leave the cache. Here
-one block of chains after the other is copied into buffers with the chains last in memory, makes all steps of the call there,
-and is copied back. One program serves every block. The last block begins early enough to be whole: the chains that it shares
-with the one before are computed twice, and written once.
+If chains of few parameters are stacked on axis 0, vector instructions are mostly empty, and all chains together do not fit the
+cache. Here one block of chains after the other is copied into buffers in lanes
+(:mod:`bayesopt_chain.loop.capture.lane_kernels`), makes all steps of the call there, and is copied back. All blocks run the
+same program and have the same size. The last block therefore overlaps with the block before it: the chains in both are computed
+twice, and written once.
 
-Row numbers of the batch are looked at before the first block moves, so that one out of range leaves everything as it was.
+Row numbers of the batch are checked before the first block moves, so that a number out of range leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from bayesopt_chain.loop.capture.replays import Compiled
 from bayesopt_chain.loop.interrupts import uninterrupted
 from bayesopt_chain.loop.parallel import Parallel
 
-FEWEST = (
-    256  # chains below which copying them in and out costs more than lanes save: with 64 a step took 1.1 times as long
-)
-_LEAST = 64  # chains of a block, so that few lanes are empty
-_CACHE = 1 << 20  # bytes of a block for each thread: what it reads and writes stays in a core's second-level cache
-_OPTIONS = {"realize_opcount_threshold": 8}  # what a gradient reads again is not computed again
+# the smallest number of chains that run in lanes: with fewer, copying costs more than lanes save (1.1 times as long with 64)
+FEWEST = 256
+_LEAST = 64  # smallest number of chains in a block, so that few lanes are empty
+_CACHE = 1 << 20  # bytes of a block per thread, so that its data stay in the second-level cache of a core
+# with this setting inductor stores values that the gradient needs again, and does not compute them twice
+_OPTIONS = {"realize_opcount_threshold": 8}
 
 
 def unchunked(body: Body) -> Body:
-    """The step of all chains at once, where it runs some of them at a time to save memory; blocks do that too."""
+    """Return the body without the step's ``chunk=``, which limits memory as blocks do."""
     if not isinstance(body.step, Parallel) or body.step.chunk is None:
         return body
     other = copy.copy(body)
@@ -45,7 +46,7 @@ def unchunked(body: Body) -> Body:
 
 
 def suits(body: Body, graph: torch.fx.GraphModule) -> bool:
-    """Whether a step, traced to this graph, is one of many small chains, which are faster in lanes."""
+    """Whether a step, given its graph, has many small chains and is faster in lanes."""
     step = body.step
     if not (isinstance(step, Parallel) and step.is_stacked and step.n >= FEWEST and lane_kernels.library() is not None):
         return False
@@ -55,13 +56,13 @@ def suits(body: Body, graph: torch.fx.GraphModule) -> bool:
 
 
 def _own(body: Body, graph: torch.fx.GraphModule) -> list[bool]:
-    """For each input of a step's graph whether its axis 0 are the chains."""
+    """Return, for each input of a step's graph, whether its axis 0 is that of the chains."""
     known = [*[True] * len(body.static), *[d is not None for d in _axes(body.step, body)]]
     return known + [False] * (len(graph.graph.find_nodes(op="placeholder")) - len(known))
 
 
 def _axes(step: Any, body: Body) -> list[int | None]:
-    """The axis of the chains of every tensor of a step's batch."""
+    """Return the chain axis of every tensor of a step's batch; ``None`` for a tensor that all chains share."""
     batch = body.batch.tree(body.batch.of_step(body.batch.tensors, 0))
     return [d for d, x in zip(step.chain_axes(batch), body.batch.leaves) if torch.is_tensor(x)]
 
@@ -70,7 +71,16 @@ class Lanes:
     """The program of a block of chains, called for one block after the other.
 
     Attributes:
+        body, step: all chains, with their static buffers.
+        axes: the chain axis of every tensor of a step's batch.
+        own: for every tensor of a batch and of ``each``, whether it has an axis of chains.
         block: the number of chains of a block.
+        batch: the batch of a block: buffers in lanes for tensors with an axis of chains, and the other tensors themselves.
+        program: the compiled step of a block.
+        rows: for each batch of a call, the row numbers of its tensors that are such.
+        gathers: index of the table, index of the row numbers, and the operation that gathers.
+        chains: copies the static buffers of a block.
+        loaded: indices of the tensors of a batch that the program reads and that have an axis of chains.
     """
 
     def __init__(self, body: Body, graph: torch.fx.GraphModule) -> None:
@@ -100,18 +110,18 @@ class Lanes:
         self.program = Compiled(part, graph, [*self.closed_over, *rooms, *normals], _OPTIONS)
         self.program.fills += fills
         several = body.steps if body.batch.dim is not None else 1
-        # for each batch of a call the row numbers, by their place in it, and what gathers by them
         self.rows = [{j - first: Rows(one[j - first]) for _, j in places} for _ in range(several)]
         self.gathers = [(i - first, j - first, Gather(room)) for (i, j), room in zip(places, rooms)]
         self.chains = Move(body.static, part.static)
         self.loaded = [i for i, own in enumerate(self.own) if own and read[first + i]]
 
     def tensors_of_step(self, batch: Sequence[Tensor], k: int) -> list[Tensor]:
-        """The tensors of a step's batch, and what each chain has besides, the chains on axis 0 of what is theirs."""
+        """Return the tensors of a step's batch and of ``each``, with the axis of chains moved to axis 0."""
         of_step = self.body.batch.of_step(batch, k)
         return [*[x if d is None else x.movedim(d, 0) for x, d in zip(of_step, self.axes)], *self.step.each.values()]
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call for all chains, and return the tensors of the report."""
         body, n = self.body, self.step.n
         several = len(self.rows)
         inputs = [self.inputs(self.tensors_of_step(batch, k), rows) for k, rows in enumerate(self.rows)]
@@ -119,7 +129,7 @@ class Lanes:
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            with uninterrupted():  # all chains make the same steps
+            with uninterrupted():  # Ctrl-C between two blocks would leave chains at different steps
                 for begin in range(0, n, self.block):
                     start = min(begin, n - self.block)
                     self.chains.load(start)
@@ -134,10 +144,17 @@ class Lanes:
             _torch.set_grad_enabled(graded)
 
     def inputs(self, tensors: list[Tensor], rows: dict[int, Rows]) -> tuple[list[Tensor], list[Callable[[int], None]]]:
-        """What the program is called with for a batch, and what makes it that of the chains from a number on.
+        """Prepare a batch for the program.
+
+        Args:
+            tensors: the tensors of a step's batch, from :meth:`tensors_of_step`.
+            rows: by index, where to store the row numbers among them.
+
+        Returns:
+            The inputs of the program, and functions of the number of a block's first chain that fill the inputs in lanes.
 
         Raises:
-            IndexError: a row that its table does not have.
+            IndexError: a row number is out of range for its table.
         """
         given = [lanes if own else x for x, lanes, own in zip(tensors, self.batch, self.own)]
         for i, numbers in rows.items():
@@ -149,12 +166,20 @@ class Lanes:
 
 
 def _of_block(x: Tensor, n: int) -> Tensor:
-    """The first ``n`` chains of a leaf, in lanes."""
+    """Copy the first ``n`` chains of a leaf into lanes."""
     return in_lanes(x, n).copy_(x[:n])
 
 
 def _block(chains: int, each: int) -> int:
-    """The number of chains of a block, by the bytes of each: whole vectors, and blocks of nearly one size."""
+    """Return the number of chains in a block.
+
+    It is a multiple of 16, so that vectors are full, unless there are fewer chains. A block fits the cache, and the number of
+    chains is divided into blocks of nearly equal size, so that the last two overlap little.
+
+    Args:
+        chains: the number of all chains.
+        each: the number of bytes that a step reads for one chain.
+    """
     most = max(_LEAST, torch.get_num_threads() * _CACHE // each)
     size = -(-chains // -(-chains // most))
     return min(chains, -(-size // 16) * 16)

@@ -1,4 +1,4 @@
-"""Train or eval mode of the modules that a step runs: a recorded program always runs in the mode it was recorded in."""
+"""Check that modules are in the mode (train or eval) in which a step was recorded, since a replay cannot change its mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _is_training = attrgetter("training")
 
 
 class Modes:
-    """The modules that were called within :meth:`watching`, and the mode that each of them had there."""
+    """The modules that were called within :meth:`watching`, and whether each of them was in training mode."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -23,7 +23,7 @@ class Modes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note every module that is called within this context."""
+        """Store every module that is called within this context, and its mode."""
         seen: dict[int, nn.Module] = {}
         hook = register_module_forward_pre_hook(lambda module, args: seen.update({id(module): module}))
         try:
@@ -34,10 +34,10 @@ class Modes:
             self.training = list(map(_is_training, self.modules))
 
     def check(self) -> None:
-        """Refuse a replay if a module is in another mode than when the step was recorded.
+        """Compare the modes of the modules with those when the step was recorded.
 
         Raises:
-            CaptureError: naming the first module whose mode changed.
+            CaptureError: a module is in another mode; the message names the first one.
         """
         if list(map(_is_training, self.modules)) != self.training:
             changed = next(m for m, was in zip(self.modules, self.training) if m.training != was)

@@ -1,4 +1,4 @@
-"""Three ways to replay a captured step: as compiled code, as a CUDA graph, or operation by operation."""
+"""The replays of a captured step: as compiled code, as a CUDA graph, or operation by operation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,21 @@ from bayesopt_chain.loop.interrupts import uninterrupted
 class Compiled:
     """The graph of one step, compiled by inductor, and called once for each step.
 
-    Inductor generates a function of the graph's inputs in an order of its own. torch wraps it in functions for views, aliases
-    and gradients, which cost more than a small step. The first call goes through the wrappers and watches them: if they handed
-    our tensors on as they were and returned its results as they were, later calls call the generated function directly.
+    Inductor generates a function of the graph's inputs, possibly in another order. torch wraps it in functions for views,
+    aliases and gradients, which take longer than a small step. The first call goes through the wrappers and records what they
+    do. If they passed the inputs and the results on unchanged, later calls call the generated function directly.
+
+    Args:
+        body: the step on flat lists of tensors.
+        graph: the graph of one step.
+        closed_over: the last inputs of the graph, which the step closes over.
+        options: settings of inductor.
+
+    Attributes:
+        inputs: all inputs in the order of ``program``.
+        batch_at: for each tensor of a batch, its indices in ``inputs``.
+        fills: functions that draw noise into some of the inputs before the program runs.
+        program: the function that runs the step, given the inputs.
     """
 
     def __init__(
@@ -43,13 +55,13 @@ class Compiled:
 
         self.body = body
         self.generated: list[Any] = []
-        example = [  # shares no memory with anything, as the batches to come
+        example = [  # new memory, since later batches share none with the static buffers either
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             for x in body.batch.of_step(body.batch.tensors, 0)
         ]
         lifted, self.fills = lift_draws(graph, body.static)
         self.inputs = [*body.static, *example, *closed_over, *lifted]
-        self.batch_at = [(len(body.static) + i,) for i in range(len(example))]  # where each tensor of the batch goes
+        self.batch_at = [(len(body.static) + i,) for i in range(len(example))]
         inductor: Any = config
         with torch.no_grad(), inductor.patch(options or {}), keyed_cache() as fakes:
             self.compiled: Any = compile_fx(graph, fakes(self.inputs), inner_compile=remember)
@@ -69,12 +81,13 @@ class Compiled:
         for places, x in zip(self.batch_at, batch):
             for i in places:
                 args[i] = x
-        with uninterrupted():  # draws, gradient and writes are one program
+        with uninterrupted():  # the program also writes the static buffers, so that Ctrl-C has to wait for its end
             for fill in self.fills:
                 fill()
             return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
+        """Make the first call, through torch's wrappers, and choose the program of later calls."""
         self.program = lambda args: self.compiled(*args)
         made: Any = self.generated[0] if len(self.generated) == 1 else None
         function: Any = getattr(made, "current_callable", None)
@@ -120,7 +133,12 @@ class Interpreted:
 
 
 class Eager:
-    """The steps of one call as a Python program, which a CUDA graph records; ``step`` may move the buffers in place."""
+    """The steps of one call as Python code, which a CUDA graph records.
+
+    Args:
+        body: the step on flat lists of tensors.
+        step: a step to run in place of the body's, which may move the static buffers in place.
+    """
 
     def __init__(self, body: Body, step: Callable | None = None) -> None:
         self.body, self.step = body, step
@@ -140,9 +158,17 @@ class Eager:
 class CudaGraph:
     """The steps of one call as one CUDA graph.
 
-    The program first runs a few times on a side stream, since kernels are compiled and tables made at first use, which cannot
-    be recorded; every tensor and generator is put back before the recording. A graph knows addresses, not tensors. So this
-    object keeps alive whatever the step may read: a batch of its own, the program with its buffers, and closed-over tensors.
+    The program first runs a few times on a side stream, since kernels are compiled and tables are made at their first use, and
+    neither can be recorded. Every tensor and generator is restored before the recording. A CUDA graph holds addresses of
+    memory and does not keep tensors alive. This object therefore holds all tensors that the step may read: a batch, the static
+    buffers, and the tensors that the step closes over.
+
+    Args:
+        body: the step on flat lists of tensors.
+        closed_over: the tensors that the step closes over.
+        overwritten: those of them that the step writes, which are restored after the warm-up.
+        step: the step to record, which may move the static buffers in place.
+        warmups: the number of runs before the recording. Default 3.
     """
 
     def __init__(
@@ -167,15 +193,18 @@ class CudaGraph:
                     t.copy_(old)
             torch.cuda.set_rng_state(rng, device)
             torch.cuda.synchronize()
-            gc.collect()  # so that nothing of the device is freed while the graph is being recorded
+            gc.collect()  # a garbage collection that frees memory of the device would break the recording
             self.graph = torch.cuda.CUDAGraph()
             self.info = self.recorded(side)
 
     def recorded(self, stream: Any) -> Sequence[Tensor]:
-        """Record the program on a stream of the tensors' device, while other threads, such as loaders, go on.
+        """Record the program on a stream of the tensors' device. Other threads, such as data loaders, are not affected.
+
+        Returns:
+            The tensors of the report, which every replay overwrites.
 
         Raises:
-            CaptureError: the step waits for the device or copies from the host, naming the line.
+            CaptureError: the step waits for the device or copies from the host; the message names the line.
         """
         cause: list[Exception] = []
         try:
@@ -183,7 +212,7 @@ class CudaGraph:
                 try:
                     return self.program(self.batch)
                 except Exception as err:
-                    cause.append(err)  # the end of the recording fails too, with less to say
+                    cause.append(err)  # the end of the recording raises another error, which says less
                     raise
         except Exception as err:
             first = cause[0] if cause else err
@@ -198,17 +227,17 @@ class CudaGraph:
         for mine, x in zip(self.batch, batch):
             mine.copy_(x.detach())
         self.graph.replay()
-        return [x.clone() for x in self.info]  # the next replay overwrites them, and losses are there to be collected
+        return [x.clone() for x in self.info]  # the next replay overwrites them, and callers collect losses
 
 
 @cache
 def _side_stream(device: torch.device) -> Any:
-    """The stream for all warm-ups and recordings on a device: each further stream would keep a cuBLAS workspace of its own."""
+    """Return one stream for all warm-ups and recordings on a device, since each stream keeps a cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
 def compiler_found() -> bool:
-    """Whether inductor can compile for the CPU here."""
+    """Whether inductor finds a C++ compiler on this machine."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:

@@ -1,7 +1,8 @@
-"""Batches that a captured step takes by itself from ``bc.epochs(...)``: the program gathers the rows, nobody makes the batch.
+"""Let a captured step take its batches from ``bc.epochs(...)``: the program reads the rows of the data itself.
 
-The step becomes one of row numbers: the data are read where they lie, and ``data[rows]`` is part of the program. Where each
-chain has rows of its own, many small chains gather them in lanes (:mod:`bayesopt_chain.loop.capture.lanes`).
+The batch of such a step is a tensor of row numbers, and ``data[rows]`` is an operation of the program, so that no batch is made
+outside of it. Many small chains, each with rows of its own, gather these in lanes
+(:mod:`bayesopt_chain.loop.capture.lanes`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from bayesopt_chain.loop.parallel import Parallel
 
 
 def by_rows(step: Callable, data: Epochs) -> Callable:
-    """The step as a function of (params, state, row numbers).
+    """Return the step as a function of (params, state, row numbers).
+
+    Args:
+        step: the step of one chain, or a :class:`bayesopt_chain.loop.parallel.Parallel`.
+        data: the epochs.
 
     Raises:
-        TypeError: data that are no tree of tensors.
-        ValueError: batches with an axis for chains and a step without, or with another one, or of another number of chains.
+        TypeError: the data are no tree of tensors.
+        ValueError: the batches have an axis of chains and the step has none, or the other way round, or the numbers of chains
+            differ.
     """
     if not isinstance(step, Parallel) and data.chains is not None:
         raise ValueError(
@@ -40,7 +46,7 @@ def by_rows(step: Callable, data: Epochs) -> Callable:
 
 
 def rows_ahead(data: Epochs, steps: int) -> Tensor:
-    """The row numbers of the next batches; with several steps stacked on axis 0."""
+    """Return the row numbers of the next batch; with ``steps > 1``, of the next batches, stacked on axis 0."""
     numbers = data.ahead(steps)
     where = data.leaves[0].device if data.leaves else None
     return (numbers[0] if steps == 1 else torch.stack(numbers)).to(where)
