@@ -1,8 +1,11 @@
-"""Several processes, launched by ``torchrun``: chains, data and parameters spread over ranks.
+"""Programs of several processes (ranks), such as ``torchrun`` launches, with chains, data or parameters on different ranks.
 
-``bc.parallel(step, n, mesh=mesh)`` runs ``n`` chains on the ranks of a mesh, ``bc.make_step(loss, tx, mesh=mesh)`` one chain
-whose batches are spread over them, and chains take parameters that are DTensors. Here is what they need besides, and ``save``
-and ``load`` for parameters and states that are spread over ranks.
+* ``bc.parallel(step, n, mesh=mesh)`` runs ``n`` chains on the ranks of a mesh.
+* ``bc.make_step(loss, tx, mesh=mesh)`` runs one chain whose batches are divided among the ranks.
+* A chain takes parameters that are DTensors, of which each rank holds a part.
+
+This namespace has functions that such programs need besides: seeds and checks for replicas, the places of plain tensors that
+are parts of a parameter, and ``save`` and ``load`` for parameters and states on several ranks.
 """
 
 from bayesopt_chain.distributed.checkpoint import load, save

@@ -1,15 +1,16 @@
-"""Checkpoints of parameters and states that are spread over ranks, by ``torch.distributed.checkpoint`` (DCP).
+"""Checkpoints of parameters and states on several ranks, by ``torch.distributed.checkpoint`` (DCP).
 
-A checkpoint is a directory. Every rank writes what it alone holds, and a table of contents, written last, says where each
-element of each tensor lies; so it is read by any number of ranks in any layout:
+A checkpoint is a directory. Every rank writes the tensors or parts of tensors that no other rank holds. A table of contents,
+which is written last, has the place of every element of every tensor, so that any number of ranks in any layout can read the
+checkpoint. Examples of names in the table:
 
-    params/layer.weight                    a DTensor: its shards, from whatever ranks; a plain tensor: once, for all ranks
+    params/layer.weight                    a DTensor in the shards of all ranks, or a plain tensor, once for all ranks
     state/0.Momentum.trace['layer.weight']
-    chain 3/params/w                       with ``chains``: row by row, under the chain's global number
+    chain 3/params/w                       with ``chains``, one tensor for each chain, by the global number of the chain
 
-Used directly, DCP treats plain tensors of one name on several ranks as replicas and keeps one of them, even if they differ. It
-stores values that are not tensors for one rank only. On reading, it fills what both sides have and leaves the rest as it was.
-All three would lose data without a word, and are refused here.
+Three properties of DCP would lose data without a message, and are refused here. It takes plain tensors of one name on several
+ranks for replicas and keeps one of them, even if they differ. It stores values that are not tensors for one rank only. When
+it reads, it fills the tensors that both the checkpoint and the reader have, and leaves all others as they were.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from bayesopt_chain.distributed.layout import runs_of
 from bayesopt_chain.distributed.ranks import digest, gather_objects, together, world
 from bayesopt_chain.distributed.shards import local
 
-TABLE = ".metadata"  # DCP's name of the table of contents
+TABLE = ".metadata"  # the file of DCP's table of contents
 
 
 def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
-    """Write what the ranks hold into a directory, whole or not at all; on every rank, with the same ``path``.
+    """Write the tensors of all ranks into a directory. Call it on every rank, with the same ``path``.
+
+    A checkpoint that is not complete has no table of contents, and :func:`load` refuses it.
 
     Args:
-        path: a directory on storage that all ranks see, without a checkpoint in it: one for each step that is saved. Until
-            everything is written it has no table of contents, and :func:`load` refuses it.
+        path: a directory on storage that all ranks see. Every step that is saved needs a directory of its own.
         tree: dictionaries of tensors, such as ``{"params": params, "state": bc.state_dict(state)}``. DTensors are written
-            shard by shard; plain tensors must be alike on all ranks.
-        chains: ``chains.numbers`` of :func:`bayesopt_chain.parallel` with a mesh: axis 0 of every tensor counts these
-            chains.
+            shard by shard. Plain tensors must be equal on all ranks, except with ``chains``.
+        chains: the global numbers of the chains of this rank, which axis 0 of every tensor counts. They are
+            ``chains.numbers`` of :func:`bayesopt_chain.parallel` with a mesh. Default: the tensors are not stacked.
 
     Raises:
-        TypeError: a leaf that is no tensor.
-        FileExistsError: a checkpoint is there already.
-        ValueError: a plain tensor that is not the same on all ranks, elements of a DTensor that are not on those that hold
-            them; with ``chains``, a tensor that is not stacked.
+        TypeError: a leaf that is not a tensor.
+        FileExistsError: the directory has a checkpoint already.
+        ValueError: a plain tensor differs between ranks, or elements of a DTensor differ between ranks that both hold them;
+            with ``chains``, a tensor is not stacked.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -60,13 +62,13 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
     """
     from torch.distributed.checkpoint.state_dict_saver import save as write
 
-    def told() -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
+    def checked() -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
         if (Path(path) / TABLE).exists():
             raise FileExistsError(f"save: {path} holds a checkpoint already; give every step that is saved a directory")
         tensors = _named("save", tree, chains)
         return tensors, {_piece(name, x): digest(local(x)) for name, x in tensors.items() if not _is_cut(x)}
 
-    tensors, digests = together(None, told)
+    tensors, digests = together(None, checked)
     every = gather_objects(digests, None)
     wrong = [piece[0] for piece, mine in digests.items() if any(theirs.get(piece, mine) != mine for theirs in every)]
     if wrong:
@@ -80,19 +82,22 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
 
 def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = None) -> None:
-    """Read a checkpoint into the tensors of a tree, on any number of ranks, in any layout; on every rank.
+    """Read a checkpoint into the tensors of a tree. Call it on every rank.
+
+    The number of ranks and the layout of the tensors may differ from those with which the checkpoint was saved. If anything is
+    refused, no tensor was changed.
 
     Args:
         path: a directory that :func:`save` wrote.
-        tree: as for :func:`save`: what is to be overwritten, in place, each tensor in its own layout.
-        chains: the chains of this rank by their global numbers, which may be others than when they were saved.
+        tree: dictionaries of tensors, as for :func:`save`. The tensors are overwritten in place.
+        chains: the global numbers of the chains of this rank, which may differ from those with which it saved.
 
     Raises:
-        FileNotFoundError: no whole checkpoint.
-        TypeError: a leaf that is no tensor.
-        ValueError: a tensor that only one of the two has, or of another shape or dtype, naming them; chains that nobody
-            loads; a table of contents that holds more than descriptions of tensors, of which no code is run. Nothing is
-            written then.
+        FileNotFoundError: the directory has no complete checkpoint.
+        TypeError: a leaf that is not a tensor.
+        ValueError: a tensor is only in the tree or only in the checkpoint, or has another shape or dtype; a saved chain is
+            loaded by no rank; the table of contents has anything but descriptions of tensors, in which case no code that it
+            names is run.
 
     Example:
         >>> import tempfile, torch, bayesopt_chain as bc
@@ -130,34 +135,45 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
 
 
 def _is_cut(x: Tensor) -> bool:
-    """Whether a tensor is a DTensor of which no two ranks hold the same elements, so that there are no replicas to compare."""
+    """Whether a tensor is a DTensor of which no two ranks hold the same elements, so that there is nothing to compare."""
     cut = is_dtensor(x) and not any(placement.is_replicate() for placement in x.placements)  # type: ignore[attr-defined]
     return cut and x.device_mesh.size() == world().size  # type: ignore[attr-defined]
 
 
 def _piece(name: str, x: Tensor) -> tuple[str, int]:
-    """Label what this rank holds of a tensor: ranks with the same label must hold the same numbers."""
+    """A label of the part of a tensor that this rank holds. Ranks with equal labels must hold equal numbers."""
     return name, hash(runs_of(x)) if is_dtensor(x) else 0
 
 
 @contextmanager
 def _alone_without_a_warning() -> Iterator[bool]:
-    """Yield whether this is the only process, of which torch.distributed.checkpoint would warn; inside it does not."""
+    """Yield whether this is the only process, and suppress the warning that DCP gives in that case."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield world().size == 1
 
 
 def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str, Tensor]:
-    """All tensors of a tree of dictionaries, by their keys joined by ``/``; with ``chains`` each row is a tensor of its own.
+    """The tensors of a tree of dictionaries, by their keys joined by ``/``.
 
-    The tensors share their memory with those of the tree.
+    Args:
+        who: the caller, for messages.
+        tree: the tree.
+        chains: the numbers of the chains that axis 0 of every tensor counts; each row is then a tensor of its own.
+
+    Returns:
+        Tensors that share their memory with those of the tree.
+
+    Raises:
+        TypeError: ``tree`` is not a dictionary, or a leaf is not a tensor.
+        ValueError: two tensors have the same name; with ``chains``, a tensor is not stacked.
     """
     if not isinstance(tree, Mapping):
         raise TypeError(
             f"{who}: tree must be a dictionary, such as {{'state': bc.state_dict(state)}}, got {type(tree).__name__}"
         )
     out: dict[str, Tensor] = {}
+    # A stack in place of a recursion; it is reversed so that the tensors come in the order of the tree.
     todo: list[tuple[str, Any]] = [(str(name), value) for name, value in reversed(list(tree.items()))]
     while todo:
         name, value = todo.pop()
@@ -186,17 +202,22 @@ def _named(who: str, tree: Mapping[str, Any], chains: range | None) -> dict[str,
 
 
 def _chain_of(name: str) -> int | None:
-    """The number of the chain that a name of the table belongs to; ``None`` for a tensor without chains."""
+    """The number of the chain to which a name of the table belongs; ``None`` for a tensor that was saved without chains."""
     first, _, rest = name.partition("/")
     number = first.removeprefix("chain ")
     return int(number) if rest and number != first and number.isdigit() else None
 
 
 def _require_fit(path: Any, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors differ from those that are to be read, in names, shapes or dtypes.
+    """Refuse a checkpoint whose tensors differ in names, shapes or dtypes from the tensors that are to be overwritten.
+
+    Args:
+        path: the directory, for the message.
+        tensors: the tensors that are to be overwritten.
+        table: DCP's descriptions of the tensors of the checkpoint.
 
     Raises:
-        ValueError: naming the first few of them.
+        ValueError: the message has the first five differences.
     """
     wrong = [f"{name} is not there" for name in tensors if name not in table]
     wrong += [f"{name} is not expected" for name in table if name not in tensors]

@@ -1,16 +1,20 @@
 r"""Which elements of a leaf a rank holds, as runs ``(start, length)`` in the row-major numbering of the whole leaf.
 
-A DTensor of shape ``(n_0, n_1, ...)`` on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the
-mesh. They are applied from left to right to the indices of each axis of the tensor, at first ``0 .. n - 1``; at
-coordinate ``c`` of ``k``
+The element with the indices ``(i_0, i_1, i_2)`` of a leaf of shape ``(n_0, n_1, n_2)`` has the number
+``(i_0 n_1 + i_1) n_2 + i_2``, and likewise for other numbers of axes.
 
-    Replicate                 keeps them
-    Shard(d)                  keeps part ``c`` of ``k`` of axis ``d``, parts of ``ceil(n / k)``, the last shorter or empty
-    _StridedShard(d, factor)  cuts axis ``d`` into ``factor`` parts, and keeps part ``c`` of ``k`` of each: the layout that
-                              ``fully_shard`` gives to a parameter which tensor parallelism had sharded along that axis
+A DTensor on a mesh of shape ``(k_0, k_1, ...)`` has one placement for each axis of the mesh. A rank begins with all indices
+``0 .. n - 1`` of every axis of the leaf and applies the placements from left to right. At the coordinate ``c`` of a mesh axis
+of size ``k`` a placement does the following:
 
-and the element of indices ``(i_0, i_1, ...)`` has number ``(i_0 n_1 + i_1) n_2 + ...``. Every rank computes this for itself,
-without a message.
+    Replicate                 keeps all indices
+    Shard(d)                  keeps part ``c`` of ``k`` of the indices of axis ``d``. A part has ``ceil(n / k)`` indices, the
+                              last parts have fewer or none
+    _StridedShard(d, factor)  cuts the indices of axis ``d`` into ``factor`` parts and keeps part ``c`` of ``k`` of each. This
+                              is the layout in which ``fully_shard`` puts a parameter that tensor parallelism has sharded
+                              along the same axis
+
+Every rank computes its runs without a message.
 """
 
 from __future__ import annotations
@@ -26,18 +30,17 @@ from bayesopt_chain.random.philox import Runs
 
 
 def runs_of(x: Tensor) -> Runs:
-    """The elements of a leaf that this rank holds: all of a plain tensor's, those of its shard of a DTensor's.
+    """The elements of a leaf that this rank holds: all of a plain tensor, or the elements of a DTensor's shard.
 
     Args:
-        x: a leaf.
+        x: a leaf, a plain tensor or a DTensor.
 
     Returns:
-        ``((start, length), ...)``, ascending, in the order in which the local tensor holds them; none for an empty
-        shard.
+        ``((start, length), ...)`` in ascending order, which is the order of the local tensor; empty for an empty shard.
 
     Raises:
-        ValueError: a DTensor with a placement that has no such elements, such as a partial sum; one whose local tensor
-            has another number of elements than its placements say.
+        ValueError: a DTensor with a placement that assigns no elements to a rank, such as a partial sum; a DTensor whose local
+            tensor has another number of elements than the placements say.
 
     Example:
         >>> import torch
@@ -65,10 +68,19 @@ def runs_of(x: Tensor) -> Runs:
 def runs(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> Runs:
-    """The elements that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds of a leaf of this shape.
+    """The elements of a DTensor that one rank of its mesh holds.
+
+    Args:
+        shape: the shape of the whole leaf.
+        mesh: the shape of the mesh.
+        coordinate: the coordinate of the rank in the mesh.
+        placements: the placement of each axis of the mesh.
+
+    Returns:
+        ``((start, length), ...)`` in ascending order.
 
     Raises:
-        ValueError: a placement that is neither ``Replicate``, ``Shard`` nor ``_StridedShard``.
+        ValueError: a placement is neither ``Replicate`` nor ``Shard`` nor ``_StridedShard``.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -79,7 +91,8 @@ def runs(
     held: Runs = ((0, 1),)
     stride = 1
     for n, axis in zip(reversed(shape), reversed(axes)):
-        if held == ((0, stride),):  # everything inside one index is held, so that neighbouring indices are one run
+        # If all elements of one index are held, the elements of neighbouring indices are neighbours, and make one run.
+        if held == ((0, stride),):
             held = tuple([(start * stride, length * stride) for start, length in axis])
         else:
             inside = held
@@ -90,7 +103,22 @@ def runs(
 
 
 def axes_of(x: Tensor) -> list[Runs]:
-    """For each axis of a leaf the indices that this rank holds; its elements are all combinations of them."""
+    """For each axis of a leaf, the indices that this rank holds. The rank holds the elements of all their combinations.
+
+    Args:
+        x: a leaf, a plain tensor or a DTensor.
+
+    Returns:
+        For each axis the indices as ``((start, length), ...)``, in ascending order.
+
+    Raises:
+        ValueError: a placement is neither ``Replicate`` nor ``Shard`` nor ``_StridedShard``.
+
+    Example:
+        >>> import torch
+        >>> axes_of(torch.zeros(2, 3))
+        [((0, 2),), ((0, 3),)]
+    """
     if not is_dtensor(x):
         return [((0, n),) for n in x.shape]
     sharded: Any = x
@@ -104,6 +132,7 @@ def axes_of(x: Tensor) -> list[Runs]:
 def _axes(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[Runs]:
+    """The same for one rank of a mesh, as in :func:`runs`."""
     axes: list[Runs] = [_merged([(0, n)]) for n in shape]
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
         kind = type(placement).__name__
@@ -122,7 +151,7 @@ def _axes(
 
 
 def _part(axis: Sequence[tuple[int, int]], parts: int, i: int) -> list[tuple[int, int]]:
-    """The indices of part ``i`` when an axis is cut into ``parts``: as ``torch.chunk`` cuts, with empty parts at the end."""
+    """The indices of part ``i`` of ``parts``, cut as ``torch.chunk`` does but with empty parts at the end."""
     total = sum(length for _, length in axis)
     size = -(-total // parts)
     low, high = min(i * size, total), min((i + 1) * size, total)

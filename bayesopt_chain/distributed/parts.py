@@ -1,13 +1,14 @@
-r"""``part``: which leaf of the whole model a plain tensor is, and which of its elements.
+r"""``part``: the user says which elements of which leaf of the whole model a plain tensor holds.
 
-A DTensor says by itself which elements of a parameter a rank holds. Engines that hand plain tensors to the optimizer do not:
+A DTensor knows which elements of a parameter a rank holds. Plain tensors, which some engines give to the optimizer, do not:
 
-    pipeline stages            whole leaves, under names that another stage may use too
+    pipeline stages            whole leaves, under names that another stage may use, too
     ZeroRedundancyOptimizer    whole leaves, without names
     FSDP1                      consecutive elements of flattened leaves
 
-The noise of an element is a function of (key, leaf, element, step), so that it is right once leaf and element are known. What
-is said here is remembered for the tensor itself, so that it reaches an optimizer that somebody else builds from it.
+The noise of an element is a function of the key, the leaf, the number of the element in the leaf and the step. Different ranks
+therefore draw independent noise once leaf and elements are known. They are remembered by the identity of the tensor, so that
+they are known in an optimizer, too, that another library builds from the same tensors.
 """
 
 from __future__ import annotations
@@ -28,40 +29,47 @@ from bayesopt_chain.random.stream import without_wrappers
 
 
 class Place(NamedTuple):
-    """The name of a leaf in the whole model, and the elements of it that a tensor holds (``None``: all of them)."""
+    """The place of a tensor in the whole model.
+
+    Attributes:
+        name: the name of the leaf in the whole model.
+        runs: the elements of the leaf that the tensor holds, as ``((start, length), ...)``; ``None`` for all of them.
+    """
 
     name: str
     runs: Runs | None
 
 
-Where = Mapping[str, Any] | Callable[[str, Tensor], Any]  # a name, (name, first element) or (name, runs)
+# By name or as a function of name and tensor: a leaf's name, (name, first element) or (name, runs).
+Where = Mapping[str, Any] | Callable[[str, Tensor], Any]
+# Weak, so that a place is forgotten together with its tensor.
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> list[tuple[str, Tensor]]:
-    """Say which elements of the whole model these tensors hold, so that ranks with different parts draw different noise.
+    """Say which elements of the whole model tensors hold, so that ranks with different parts draw different noise.
 
-    Call it on every rank before the first step, and after wrappers have put their own tensors in the place of the model's
-    (FSDP1). The optimizer may be built from what this returns, or from the tensors alone, as ZeroRedundancyOptimizer does.
+    Call it on every rank before the first step. With FSDP1 call it after the model is wrapped, because the wrapper replaces the
+    model's tensors by its own. The optimizer may be built from the returned pairs or from the tensors alone.
 
     Args:
         params: ``(name, tensor)`` pairs, such as ``model.named_parameters()``.
-        where: by name, or as a function of (name, tensor), what each tensor is:
+        where: the place of each tensor, as a dictionary by name or as a function of name and tensor. A place is one of
 
-            * a name: the whole leaf of that name in the whole model (a stage of a pipeline);
-            * ``(name, start)``: its consecutive elements from number ``start`` of the leaf in row-major order;
-            * ``(name, ((start, length), ...))``: these of its elements, ascending.
+            * a name: the tensor is the whole leaf of that name in the whole model, as in a stage of a pipeline;
+            * ``(name, start)``: the tensor holds consecutive elements of that leaf, from number ``start`` in row-major order;
+            * ``(name, ((start, length), ...))``: the tensor holds these elements of that leaf, in ascending order.
 
-            What a mapping does not name, and everything by default, is the whole leaf of its own name. Of FSDP1 it is
-            :func:`flat_shards`.
+            By default, and if its name is not in the dictionary, a tensor is the whole leaf of its own name. For FSDP1
+            :func:`flat_shards` returns the dictionary.
 
     Returns:
-        ``(name, tensor)`` pairs with the names of the leaves, for an optimizer's ``params``.
+        ``(name, tensor)`` pairs with the names of the leaves, for the argument ``params`` of an optimizer.
 
     Raises:
-        TypeError: ``params`` without names.
-        ValueError: elements that are not as many as the tensor has, of a DTensor (which knows its own), or two tensors that are
-            the same elements of one leaf.
+        TypeError: ``params`` are not ``(name, tensor)`` pairs.
+        ValueError: the number of elements is not that of the tensor; elements are given for a DTensor, which knows its own; two
+            tensors have the same elements of one leaf.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -88,28 +96,36 @@ def part(params: Iterable[tuple[str, Tensor]], where: Where | None = None) -> li
 
 
 def place_of(p: Tensor) -> Place | None:
-    """The place that :func:`part` was told for a tensor; ``None`` if it was told nothing."""
+    """The place of a tensor that was given to :func:`part`; ``None`` for any other tensor."""
     return _places.get(p)
 
 
 def elements_of(p: Tensor) -> Runs:
-    """The elements of its leaf that a tensor holds: those that :func:`part` was told, a DTensor's shard, or all."""
+    """The elements of its leaf that a tensor holds: those given to :func:`part`, those of a DTensor's shard, or all.
+
+    Args:
+        p: a plain tensor or a DTensor.
+
+    Returns:
+        ``((start, length), ...)`` in ascending order.
+    """
     place = _places.get(p)
     return place.runs if place is not None and place.runs is not None else runs_of(p)
 
 
 def _said(name: str, p: Tensor, where: Where | None) -> Any:
-    """Look a tensor up in ``where``. By default it is the whole leaf of its own name."""
+    """The place of a tensor as the user gave it; without one, its own name."""
     if where is None:
         return name
     return where(name, p) if callable(where) else where.get(name, name)
 
 
 def _place(name: str, p: Tensor, said: Any) -> Place:
-    """The place that was said, in one form.
+    """Check a place that the user gave, and convert it.
 
     Raises:
-        ValueError: no name, elements of a DTensor, or elements that are not as many as the tensor has or do not ascend.
+        ValueError: the name is missing; elements are given for a DTensor; the elements are not as many as the tensor has, or
+            they are not in ascending order.
     """
     leaf, elements = (said, None) if isinstance(said, str) else said
     if not isinstance(leaf, str):
@@ -132,20 +148,20 @@ def _place(name: str, p: Tensor, said: Any) -> Place:
 
 
 def flat_shards(module: nn.Module) -> dict[str, Any]:
-    """What FSDP1 (``torch.distributed.fsdp.FullyShardedDataParallel``) left of each parameter on this rank.
+    """Find the elements of each parameter that a rank holds under FSDP1 (``FullyShardedDataParallel``).
 
-    With ``use_orig_params=True`` noise is numbered by the elements of the model's own parameters: it is that of one process
-    with ``stream="philox"``, on any number of ranks. Without, a flattened parameter is a leaf of its own, whose noise is the
-    same on any number of ranks with the same wrapping.
+    With ``use_orig_params=True`` a leaf is a parameter of the model, so that the noise on any number of ranks is that of one
+    process with ``stream="philox"``. Without it a leaf is a flattened parameter, and the noise is the same on any number of
+    ranks if the modules are wrapped in the same way.
 
     Args:
-        module: the wrapped module.
+        module: a module that is wrapped in ``torch.distributed.fsdp.FullyShardedDataParallel`` or has parts that are.
 
     Returns:
-        By parameter's name what :func:`part` takes for ``where``.
+        By the name of each parameter its place, for the argument ``where`` of :func:`part`.
 
     Raises:
-        ValueError: a module without such a wrapper in it.
+        ValueError: no part of the module is wrapped.
 
     Example:
         >>> from torch.distributed.fsdp import FullyShardedDataParallel
