@@ -1,18 +1,21 @@
-r"""What ranks share: which chains each of them runs, with which keys, and how a gradient is averaged over them.
+r"""Which chains each rank runs, with which keys, and how ranks exchange gradients, values and errors.
 
-Of ``n`` chains on ``R`` ranks each rank runs ``n / R`` consecutive ones, the first ranks one more where that leaves a
-remainder. Their numbers are global:
+**Chains.** Of ``n`` chains on ``R`` ranks each rank runs ``n // R`` consecutive chains, and each of the first ``n % R`` ranks
+runs one more. A chain has a global number ``i``, and its key is
 
-    key of chain i = hash(seed, i)
+    key of chain i = hash(seed, i),
 
-so that chain ``i`` draws the same noise on any number of ranks. Ranks that share a chain and split its batch (``n_r``
-of the data on rank ``r``) need the same parameters and state, and the gradient of the whole batch,
+so that chain ``i`` draws the same noise on any number of ranks.
 
-    g = sum_r n_r g_r / sum_r n_r,        and the loss likewise,
+**One chain on several ranks.** If rank ``r`` has ``n_r`` of the data of a batch, and the gradient ``g_r`` of their mean loss,
+the gradient of the whole batch is
 
-which takes one all-reduce of one vector. Every rank receives the same bits, so that replicas stay bit-identical.
+    g = sum_r n_r g_r / sum_r n_r.
 
-The mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis; of a mesh with several, ``mesh["data"]``.
+The loss is averaged in the same way. Both take one all-reduce of one vector. Every rank receives the same bits, so that
+replicas with equal parameters and states stay equal, bit for bit.
+
+A mesh is a ``torch.distributed.device_mesh.DeviceMesh`` of one axis. Of a mesh with several axes pass one, as ``mesh["data"]``.
 """
 
 from __future__ import annotations
@@ -34,20 +37,29 @@ from bayesopt_chain.distributed.shards import like, local
 from bayesopt_chain.random.stream import splitmix64
 
 T = TypeVar("T")
-Mesh = Any  # a DeviceMesh; torch's module of them is not imported where nobody has one
+Mesh = Any  # a DeviceMesh, whose module is not imported here because that is slow and few programs need it
 
-_BLOCK = 2**17  # words of 64 bits that are hashed at once
+_BLOCK = 2**17  # how many words of 64 bits are hashed at once
 
 
 class World(NamedTuple):
-    """This process among those that were launched together."""
+    """The place of this process among those that were launched together.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: the number of processes.
+    """
 
     rank: int
     size: int
 
 
 def world() -> World:
-    """This process's place: that of the default process group, or what ``torchrun`` said before there is one.
+    """The place of this process among those that were launched together.
+
+    Returns:
+        Rank and size of the default process group. Before that is initialised, those that ``torchrun`` has put into the
+        environment. Without either, rank 0 of 1.
 
     Example:
         >>> world()
@@ -63,8 +75,13 @@ def world() -> World:
 def require_one_axis(mesh: Mesh, who: str) -> None:
     """Refuse anything but a DeviceMesh of one axis.
 
+    Args:
+        mesh: what the user gave.
+        who: the caller, for the message.
+
     Raises:
-        TypeError, ValueError: naming the argument of ``who``.
+        TypeError: it is not a DeviceMesh.
+        ValueError: it has several axes.
     """
     if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
         raise TypeError(
@@ -80,10 +97,14 @@ def require_one_axis(mesh: Mesh, who: str) -> None:
 
 
 def chains_of(n: int, mesh: Mesh) -> range:
-    """The global numbers of the chains that this rank runs, of ``n`` chains in all.
+    """The global numbers of the chains that this rank runs.
+
+    Args:
+        n: the number of all chains.
+        mesh: the ranks.
 
     Raises:
-        ValueError: a rank that would have none.
+        ValueError: there are fewer chains than ranks.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
     if n < size:
@@ -94,27 +115,43 @@ def chains_of(n: int, mesh: Mesh) -> range:
 
 
 def share_of(n: int, rank: int, size: int) -> range:
-    """The global numbers of the chains, of ``n`` in all, that rank ``rank`` of ``size`` ranks runs."""
+    """The global numbers of the chains that one rank runs.
+
+    Args:
+        n: the number of all chains.
+        rank: the rank.
+        size: the number of ranks.
+
+    Example:
+        >>> [share_of(5, rank, 2) for rank in range(2)]
+        [range(0, 3), range(3, 5)]
+    """
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
 
 def chain_seed(seed: int, chain: int) -> int:
-    """A seed of 63 bits for one chain: a hash of the run's seed and the chain's global number."""
+    """The seed of one chain, a hash of 63 bits.
+
+    Args:
+        seed: the seed of the run.
+        chain: the global number of the chain.
+    """
     return splitmix64(splitmix64(seed & (2**64 - 1)) ^ splitmix64(~chain & (2**64 - 1))) >> 1
 
 
 def generator(seed: int, chain: int = 0) -> torch.Generator:
-    """A generator for the key of one chain, which does not depend on how many ranks there are.
+    """Make the generator from which one chain draws its key. It is the same on any number of ranks.
 
     Args:
-        seed: of the run, the same on every rank.
-        chain: the chain's global number: the same on ranks that are replicas (DistributedDataParallel), another one on
-            each rank that runs a chain of its own (``chain=torch.distributed.get_rank()``).
+        seed: the seed of the run, equal on all ranks.
+        chain: the global number of the chain (default: 0). Ranks that are replicas of one chain (DistributedDataParallel) give
+            the same number. Ranks that run a chain each give different numbers, such as ``torch.distributed.get_rank()``.
 
     Returns:
-        A generator on the CPU, for ``generator=`` of an optimizer of :mod:`bayesopt_chain.optim` or of a noise link.
+        A generator on the CPU, for the argument ``generator`` of an optimizer of :mod:`bayesopt_chain.optim` or of a noise
+        link.
 
     Example:
         >>> import torch, bayesopt_chain as bc
@@ -125,11 +162,18 @@ def generator(seed: int, chain: int = 0) -> torch.Generator:
 
 
 def require_named_chain(who: str, generator: torch.Generator | None, instead: str = "give it") -> None:
-    """Refuse a key from torch's global generator where several ranks run: as they happen to be seeded, replicas would
-    drift apart or chains coincide.
+    """Refuse to draw a key from torch's global generator if there are several ranks.
+
+    Replicas whose global generators have different seeds would drift apart, and chains on ranks with equal seeds would be
+    copies of each other.
+
+    Args:
+        who: the caller, for the message.
+        generator: the generator that the user gave, or ``None``.
+        instead: the verb of the hint in the message, "give it" by default.
 
     Raises:
-        ValueError: no generator, and more than one rank.
+        ValueError: there is no generator, and more than one rank.
     """
     size = world().size
     if generator is None and size > 1:
@@ -141,7 +185,12 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
 
 
 def agreed_seed(seed: int | None, *meshes: Mesh) -> int:
-    """The seed if there is one, else a random seed that the first rank of these meshes draws and sends to all others."""
+    """A seed that is equal on all ranks of these meshes.
+
+    Args:
+        seed: the seed that the user gave; ``None`` for a random one, which the first rank draws and sends to the others.
+        meshes: the meshes, of one axis each.
+    """
     if seed is not None:
         return int(seed)
     drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
@@ -154,14 +203,16 @@ def broadcast(tree: T, mesh: Mesh) -> T:
     """Send the tensors of the first rank to every rank.
 
     Args:
-        tree: any tree of tensors, of one structure on all ranks, such as ``(params, tx.init(params))``.
-        mesh: of one axis.
+        tree: a tree of tensors, such as ``(params, tx.init(params))``, whose structure and shapes are equal on all ranks.
+        mesh: the ranks, a mesh of one axis.
 
     Returns:
-        A tree of new tensors, each on the device of this rank's own; what is no tensor stays this rank's. Of DTensors that
-        are spread over another axis, the part that these ranks hold.
+        A tree of new tensors with the values of the first rank, each on the device of this rank's tensor. Leaves that are not
+        tensors are this rank's. A DTensor may be sharded over another axis than that of ``mesh``; then the part that the ranks
+        of ``mesh`` have in common is sent.
 
     Raises:
+        TypeError: ``mesh`` is not a DeviceMesh.
         ValueError: a mesh of several axes; a DTensor of which the ranks hold different parts.
 
     Example:
@@ -192,15 +243,18 @@ def broadcast(tree: T, mesh: Mesh) -> T:
 
 
 def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") -> None:
-    """Compare a tree on all ranks of a mesh by a hash of every tensor's bits; one message.
+    """Refuse ranks whose trees of tensors are not equal bit for bit.
+
+    Hashes of the tensors are compared, which takes one message.
 
     Args:
-        tree: of tensors, such as ``(params, state)``.
-        mesh: of one axis.
-        who: what the message begins with.
+        tree: a tree of tensors, such as ``(params, state)``.
+        mesh: the ranks, a mesh of one axis.
+        who: the first words of the error message (default: ``"require_replicas"``).
 
     Raises:
-        ValueError: on every rank, naming the first leaves that differ.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the trees differ. It is raised on every rank, and names the first leaves that differ.
 
     Example:
         >>> import bayesopt_chain as bc
@@ -221,34 +275,48 @@ def require_replicas(tree: Any, mesh: Mesh, *, who: str = "require_replicas") ->
 
 
 def _shown(path: Any) -> str:
-    """The path of a leaf as messages name it, such as ``state/0/trace/w``."""
+    """The path of a leaf as text for messages, such as ``state/0/trace/w``."""
     return "/".join([str(getattr(entry, "field", entry.entry)) for entry in path]) or "the tensor"
 
 
 def _leaves(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """Pairs of a path and a leaf."""
+    """The leaves of a tree, each with its path."""
     return zip(optree.tree_accessors(tree), optree.tree_leaves(tree))
 
 
 def digest(x: Tensor) -> tuple[Any, ...]:
-    """The shape of a tensor and a 64-bit hash of its bits. For a DTensor: the elements that are here, and a hash of those."""
+    """The shape of a tensor and a hash of its bits. Of a DTensor, this rank's elements and a hash of their bits.
+
+    Args:
+        x: a plain tensor or a DTensor.
+
+    Returns:
+        A tuple that is equal on ranks with equal tensors.
+    """
     if is_dtensor(x):
         return (runs_of(x), *digest(local(x.detach())))
     return (*x.shape, int(hash_of_bits(x)))
 
 
 def hash_of_bits(x: Tensor) -> Tensor:
-    """64 bits of a hash of a plain tensor's bits, 0-d int64 on its device: the host does not wait for it.
+    """A hash of 64 bits of the bits of a plain tensor, computed on its device without waiting for it.
 
-    The bits are read as 64-bit words; each word of a block is multiplied by a random odd number of its place, and the sums of
-    the blocks are combined by Horner's rule, all modulo ``2^64``. It takes about as long as adding two such tensors.
+    The bits are read as words of 64 bits and cut into blocks. Each word of a block is multiplied by a random odd number that
+    belongs to its place in the block, and the sums of the blocks are combined by Horner's rule, all modulo ``2^64``. It takes
+    about as long as adding two such tensors.
+
+    Args:
+        x: a tensor of any dtype and shape.
+
+    Returns:
+        The hash, 0-d int64.
     """
     bits = x.detach().contiguous().reshape(-1)
     bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
     a_word = 8 // bits.element_size()
     whole = bits.numel() - bits.numel() % a_word
     head, tail = bits[:whole], bits[whole:].contiguous().view(torch.uint8)
-    if head.storage_offset() % a_word:
+    if head.storage_offset() % a_word:  # a view as 64-bit words must begin at a multiple of 64 bits
         head = head.clone()
     words, weights = head.view(torch.int64), _weights(x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -261,14 +329,22 @@ def hash_of_bits(x: Tensor) -> Tensor:
 
 @lru_cache
 def _weights(device: torch.device) -> Tensor:
-    """The odd numbers that words are multiplied by, one for each place in a block, the same on every rank."""
+    """The random odd numbers of :func:`hash_of_bits`, one for each place in a block, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.empty(_BLOCK, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return (drawn | 1).to(device)
 
 
 def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
-    """The values of all ranks of a mesh (``None``: of all ranks), in the order of ranks. They are pickled: keep them small."""
+    """Collect a value from every rank.
+
+    Args:
+        value: this rank's value, which is pickled, so that it should be small.
+        mesh: the ranks; ``None`` for all ranks.
+
+    Returns:
+        The values in the order of ranks, on every rank.
+    """
     if mesh is None and (world().size == 1 or not dist.is_initialized()):
         return [value]
     out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
@@ -277,14 +353,20 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
 
 
 def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Tensor]]:
-    """Named tensors of all ranks of a mesh, in the order of ranks, on the devices of this rank's own.
+    """Collect named tensors from every rank.
 
-    The names are the same on every rank; shapes and dtypes may differ.
+    Args:
+        mine: this rank's tensors. The names are equal on all ranks; shapes and dtypes may differ.
+        mesh: the ranks.
+
+    Returns:
+        The tensors of each rank in the order of ranks, on every rank, each on the device of this rank's tensor of that name.
     """
     kinds = gather_objects({name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}, mesh)
     every: list[dict[str, Tensor]] = [{} for _ in kinds]
     device = _device(mesh)
     for name, x in mine.items():
+        # ``all_gather`` takes tensors of one size and dtype, so the bytes are sent, filled up to the longest.
         sizes = [theirs[name][0].itemsize * torch.Size(theirs[name][1]).numel() for theirs in kinds]
         sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         sent[: sizes[mesh.get_local_rank()]] = x.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
@@ -297,10 +379,18 @@ def gather_tensors(mine: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Ten
 
 
 def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
-    """Run a function on every rank. If it fails on one rank it fails on all, instead of leaving the others waiting.
+    """Run a function on every rank. If it fails on one rank, it fails on all, so that no rank waits for another in vain.
+
+    Args:
+        mesh: the ranks; ``None`` for all ranks.
+        what: the function.
+
+    Returns:
+        What the function returned on this rank.
 
     Raises:
-        RuntimeError: another rank failed, with its message.
+        RuntimeError: the function failed on another rank; the message is that of the other rank. A failure on this rank is
+            raised as it is.
     """
     failure: BaseException | None = None
     value: Any = None
@@ -308,32 +398,38 @@ def together(mesh: Mesh | None, what: Callable[[], T]) -> T:
         value = what()
     except Exception as err:
         failure = err
-    said = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", mesh)
+    messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", mesh)
     if failure is not None:
         raise failure
-    if other := next(((rank, text) for rank, text in enumerate(said) if text is not None), None):
+    if other := next(((rank, text) for rank, text in enumerate(messages) if text is not None), None):
         raise RuntimeError(f"rank {other[0]} failed: {other[1]}")
     return value
 
 
 class DataParallel:
-    """Averages gradient and loss over the ranks of a mesh, of which each has a part of the batch.
+    """The average of gradient and loss over ranks that each have a part of the batch.
 
-    ``gradient(grads, loss, batch)`` is one message a step. Every tensor of a batch has one entry a datum on axis 0
-    (0-d tensors belong to all ranks), and a rank counts as much as it has data.
+    Every tensor of a batch has one entry for each datum on axis 0, except 0-d tensors, which belong to the whole batch. The
+    weight of a rank is the number of its data.
+
+    Args:
+        mesh: the ranks, a mesh of one axis.
+
+    Attributes:
+        messages: how many messages :meth:`gradient` has sent.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         require_one_axis(mesh, "make_step")
         self.mesh = mesh
-        self.messages = 0  # how many ``gradient`` has sent
-        self._compared = False
+        self.messages = 0
+        self._compared = False  # whether parameters and states of the ranks were compared
 
     def compare_once(self, params: Any, state: Any) -> None:
-        """Refuse, before the first step, ranks that do not start from the same parameters and state; later calls do nothing.
+        """Refuse, at the first call, ranks that do not start from equal parameters and states. Later calls do nothing.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: parameters or states differ between ranks; a call within ``vmap`` or a trace.
         """
         if not self._compared:
             if not tracing.is_plain():
@@ -342,10 +438,19 @@ class DataParallel:
             self._compared = True
 
     def gradient(self, grads: Any, loss: Tensor, batch: Any) -> tuple[Any, Tensor]:
-        """Gradient and loss of the whole batch, from those of this rank's part.
+        """Average gradient and loss over the ranks. It takes one message.
+
+        Args:
+            grads: the gradient of the mean loss of this rank's data, a tree like the parameters; ``None`` for a missing one.
+            loss: the mean loss of this rank's data, 0-d.
+            batch: this rank's data, by whose number they are weighted.
+
+        Returns:
+            Gradient and loss of the whole batch.
 
         Raises:
-            ValueError: within ``vmap`` or a trace; a batch whose tensors disagree on how many data there are.
+            ValueError: a call within ``vmap`` or a trace; a complex gradient; tensors of the batch with different numbers of
+                data.
         """
         leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
         present = [g for g in leaves if g is not None]
@@ -361,7 +466,8 @@ class DataParallel:
             dtype = torch.promote_types(dtype, x.dtype)
         parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
         flat = torch.cat([*parts, parts[-1].new_ones(1)])
-        flat = flat.mul_(weight) if weight else flat.zero_()  # the mean over no data is not a number
+        # A rank without data has a mean loss of NaN, which would stay NaN when multiplied by 0.
+        flat = flat.mul_(weight) if weight else flat.zero_()
         dist.all_reduce(flat, group=self.mesh.get_group())
         self.messages += 1
         flat[:-1].div_(flat[-1].clone())
@@ -377,10 +483,16 @@ _HIDDEN = (
 
 
 def data_of(batch: Any) -> int:
-    """How many data this rank has of a batch: the length of axis 0 of its tensors; 1 where there are none.
+    """The number of this rank's data in a batch.
+
+    Args:
+        batch: a tree of tensors with one entry for each datum on axis 0; 0-d tensors do not count.
+
+    Returns:
+        The length of axis 0; 1 if the batch has no such tensor.
 
     Raises:
-        ValueError: tensors of several lengths.
+        ValueError: tensors of different lengths.
     """
     sizes = sorted({len(x) for x in batches.flatten(batch)[0] if isinstance(x, Tensor) and x.ndim})
     if len(sizes) > 1:
@@ -393,7 +505,7 @@ def data_of(batch: Any) -> int:
 
 
 def _device(mesh: Mesh) -> torch.device:
-    """The device of the tensors that a mesh sends: NCCL sends from the current CUDA device only."""
+    """The device of the tensors that ranks of a mesh send; with CUDA the current one, since NCCL sends from no other."""
     return (
         torch.device(mesh.device_type)
         if mesh.device_type != "cuda"

@@ -1,9 +1,9 @@
 """Refuse losses that call a module under DistributedDataParallel or ``fully_shard``.
 
-Both wrappers work through ``loss.backward()`` and ``.grad`` only, and a step computes gradients by ``torch.autograd.grad`` or
-``torch.func.grad``. These do not run DistributedDataParallel's hooks: without a message and without an error, each rank would
-follow the gradient of its own data. ``fully_shard`` computes with parameters that it gathers itself, in place of those that
-``torch.func.functional_call`` hands over, so that the gradient would be zero.
+Both wrappers work with ``loss.backward()`` and ``.grad`` only, while a step of this library computes gradients by
+``torch.autograd.grad`` or ``torch.func.grad``. These functions do not run the hooks of DistributedDataParallel, so that each
+rank would follow the gradient of its own data, without an error. A module under ``fully_shard`` computes with parameters that
+it gathers itself and not with those that ``torch.func.functional_call`` gives it, so that the gradient would be zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _seen: WeakSet[Callable[..., Any]] = WeakSet()  # losses whose first evaluation 
 
 
 def is_replicated(module: Any) -> bool:
-    """Whether a module is DistributedDataParallel's, itself or in a part of it."""
+    """Whether a module, or a module in it, is wrapped in DistributedDataParallel.
+
+    Args:
+        module: any object; what is not a module is not wrapped.
+    """
     if not dist.is_available() or not isinstance(module, torch.nn.Module):
         return False
     return any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in module.modules())
@@ -44,12 +48,15 @@ FULLY_SHARDED = (
 
 
 def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """A context for evaluating a loss, which refuses calls of modules under DistributedDataParallel or ``fully_shard``.
+    """A context in which a loss is evaluated, and which refuses modules under DistributedDataParallel or ``fully_shard``.
 
-    It watches the first evaluation of each loss, where several ranks run, and does nothing otherwise.
+    Only the first evaluation of each loss is watched, and only if there are several ranks.
 
-    Raises:
-        ValueError: within, at the call.
+    Args:
+        loss: the loss.
+
+    Returns:
+        The context. Within it, the call of such a module raises a ``ValueError``.
     """
     if not _AVAILABLE or not dist.is_initialized() or dist.get_world_size() == 1 or _known(loss):
         return _NOTHING
@@ -57,7 +64,7 @@ def refusing_replicated(loss: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def _known(loss: Callable[..., Any]) -> bool:
-    """Whether a loss was seen before; one that cannot be hashed or referenced weakly counts as new every time."""
+    """Whether a loss was seen before. A loss that cannot be hashed or referenced weakly counts as new every time."""
     try:
         if loss in _seen:
             return True
@@ -69,6 +76,8 @@ def _known(loss: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _watched() -> Iterator[None]:
+    """Refuse the call of a wrapped module by a hook in front of every call of a module."""
+
     def refuse(module: torch.nn.Module, args: Any) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ValueError(f"loss: {REFUSAL}")

@@ -1,7 +1,8 @@
-"""Reading a checkpoint of ``torch.distributed.checkpoint`` without running code that somebody wrote into it.
+"""Read a checkpoint of ``torch.distributed.checkpoint`` without running code that somebody wrote into it.
 
-Its table of contents is a pickle, which torch reads without restrictions, and may name any file of the machine. Here it may
-consist of torch's own descriptions of tensors alone, and of files in the folder of the checkpoint.
+The table of contents of a checkpoint is a pickle, which torch reads without restrictions: it can run code, and it can name any
+file of the machine. The reader of this module accepts torch's own descriptions of tensors, and files in the folder of the
+checkpoint, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+# By module, the classes and functions that a table of contents of tensors needs.
 DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -32,10 +34,12 @@ DESCRIPTIONS = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
 }
-FILE = re.compile(r"__\d+_\d+\.distcp")
+FILE = re.compile(r"__\d+_\d+\.distcp")  # the files that DCP writes, which have no folder in their names
 
 
 class _Unpickler(pickle.Unpickler):
+    """Loads the names of :data:`DESCRIPTIONS` and torch's dtypes, and refuses all others."""
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
@@ -45,14 +49,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of a checkpoint, which reads tensors alone, out of the checkpoint's own folder.
-
-    Raises:
-        ValueError: by ``read_metadata``, naming what the table of contents holds beside.
-    """
+    """torch's reader of a checkpoint, restricted to tensors in files of the checkpoint's own folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents."""
+        """Read the table of contents.
+
+        Raises:
+            ValueError: it is damaged, or has anything but descriptions of tensors; the message names what it has.
+        """
         path = self._get_metadata_path(kwargs.get("rank"))
         try:
             with open(path, "rb") as file:
@@ -65,6 +69,11 @@ class RestrictedReader(FileSystemReader):
 
 
 def _require_tensors(table: Any) -> None:
+    """Refuse a table of contents with entries that are not tensors, or with files outside of the folder.
+
+    Raises:
+        ValueError: naming the entry.
+    """
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
         raise ValueError("it is no table of contents")
     for name, about in table.state_dict_metadata.items():

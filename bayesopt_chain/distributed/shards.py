@@ -1,18 +1,19 @@
-r"""Parameters spread over ranks (DTensors: FSDP2, tensor parallelism), as a chain works on them.
+r"""How a chain works on parameters of which each rank holds a part: DTensors, as FSDP2 and tensor parallelism make them.
 
-An elementwise link computes each element from that element alone, so that it may act on a shard as on a leaf. An update
-therefore replaces each DTensor by this rank's local tensor when it begins, and makes DTensors again when it ends:
+An elementwise link computes each element of its output from the same element of its input, so that it can act on a shard in the
+same way as on a whole leaf. At its beginning an update therefore replaces each DTensor by this rank's local tensor, and at its
+end it makes DTensors again. The noise is drawn by the number of an element in the whole leaf:
 
     leaf  ->  (local tensor, runs of the leaf's global elements)        :func:`bayesopt_chain.distributed.runs_of`
     noise  =  f(key, path of the leaf, step, global element)            :func:`bayesopt_chain.random.philox.draw_elements`
 
-An update sends no message, and the noise of an element does not depend on how the leaf is laid out. State tensors that belong
-to a leaf are sharded as the leaf is. Keys and counts are plain tensors with the same value on every rank: ``init`` sends the
-first rank's key to all ranks that hold parts of a leaf.
+Elementwise links need no message in an update, and the noise of an element does not depend on the layout of the leaf. State
+tensors that belong to a leaf are sharded as the leaf is. Keys and counts are plain tensors, equal on all ranks; ``init`` sends
+the key of the first rank to all ranks that hold parts of a leaf.
 
-A gradient with other placements than its parameter (such as ``Partial``, a sum over ranks that is still to be taken) is
-redistributed to the parameter's placements first. A link that mixes elements cannot act on a shard. It takes the tree of
-DTensors if its own reductions respect them (TorchOpt's clipping by norm), and is refused by name otherwise.
+If a gradient has other placements than its parameter, it is first redistributed to those of the parameter. An example is
+``Partial``, a sum over ranks that is still to be taken. A link that mixes elements cannot act on a shard. If its own operations
+respect DTensors, as TorchOpt's clipping by norm does, it is given the tree of DTensors. Otherwise the chain refuses it by name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bayesopt_chain.distributed.replicated import FULLY_SHARDED
 from bayesopt_chain.random.philox import Runs
 from bayesopt_chain.trees import are_same
 
-Pieces = tuple[Runs | None, ...]  # by leaf the elements that are here; None for a plain tensor
+Pieces = tuple[Runs | None, ...]  # for each leaf the elements that this rank holds; None for a plain tensor
 
 
 def pieces_of(leaves: Sequence[Any]) -> Pieces:
@@ -43,17 +44,22 @@ def pieces_of(leaves: Sequence[Any]) -> Pieces:
 
 
 def local(x: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+    """This rank's local tensor of a DTensor. Anything else is returned as it is."""
     return local_of(x) if is_dtensor(x) else x
 
 
 def local_tree(tree: Any) -> Any:
-    """A tree with this rank's parts of its DTensors."""
+    """A tree in which each DTensor is replaced by this rank's local tensor."""
     return optree.tree_map(local, tree)
 
 
 class Part(NamedTuple):
-    """The elements of a leaf that are here, and how many the leaf has."""
+    """The part of a leaf that this rank holds.
+
+    Attributes:
+        runs: the elements that this rank holds.
+        size: the number of elements of the whole leaf.
+    """
 
     runs: Runs
     size: int
@@ -64,36 +70,43 @@ class Part(NamedTuple):
         return Part(runs_of(x), x.numel())
 
     def repeated(self, n: int) -> Runs:
-        """The elements that are here of ``n`` such leaves in a row, numbered from the first element of the first leaf."""
+        """The elements that this rank holds of ``n`` such leaves, one behind the other in one numbering."""
         return _repeated(self.runs, self.size, n)
 
 
 @lru_cache(maxsize=4096)
 def _repeated(runs: Runs, size: int, n: int) -> Runs:
+    """The same, cached because it is needed in every step."""
     return tuple([(start + i * size, length) for i in range(n) for start, length in runs])
 
 
 class Sharding:
-    """How the leaves of a tree are laid out over ranks, where some of them are DTensors.
+    """The layout over ranks of the leaves of a chain, some of which are DTensors.
 
     Attributes:
-        pieces: by leaf the elements that are here.
-        specs: by leaf torch's description of the DTensor that was seen last.
+        pieces: for each leaf the elements that this rank holds; ``None`` for a plain tensor.
+        shapes, paths: for each leaf its shape and its path.
+        where: for each link the leaves on which it acts.
+        links: the links of the chain.
+        specs: for each leaf torch's description of the DTensor that was seen last; ``None`` for a plain tensor.
+        alike: for each leaf the description of the last gradient that had the placements of its parameter. A gradient with the
+            same description object needs no comparison of placements. Before the first such gradient of a sharded leaf it is
+            ``()``, which is the description of no gradient.
+        met: whether every leaf was seen.
     """
 
     def __init__(self, layout: Any, links: Sequence[Any]) -> None:
-        """Refuse links that need whole leaves, and streams that do not number elements.
+        """Refuse links that need whole leaves, and random streams that do not number the elements of a leaf.
 
         Raises:
-            ValueError: naming the link and the leaf.
+            ValueError: there is such a link; the message names the link, and a leaf.
         """
         self.pieces: Pieces = layout.pieces
         self.shapes = layout.shapes
         self.paths, self.where, self.links = layout.paths, layout.where, links
         self.specs: list[Any] = [None] * len(self.pieces)
-        # the same of the last gradients that lay as their parameters; of a spread leaf never that of a plain tensor
         self.alike: list[Any] = [None if mine is None else () for mine in self.pieces]
-        self.met = False  # whether every leaf was seen
+        self.met = False
         for link, w in zip(links, self.where):
             here = [j for j in w if self.pieces[j] is not None]
             if here and link.traits.on_shards == "refused":
@@ -109,10 +122,14 @@ class Sharding:
                 )
 
     def seen(self, leaves: Sequence[Any], what: str) -> None:
-        """Remember how these leaves are laid out, and refuse another layout than the one that the state was made for.
+        """Remember the layout of these leaves, and refuse another layout than that for which the state was made.
+
+        Args:
+            leaves: the leaves in the order of the tree, or the first of them; ``None`` for a leaf that is absent.
+            what: the argument of the user that has the leaves, for the message.
 
         Raises:
-            ValueError: naming the leaf.
+            ValueError: the layout is another; the message names the leaf.
         """
         specs = specs_of(leaves)
         if self.met and are_same(specs, self.specs):
@@ -130,10 +147,14 @@ class Sharding:
         self.met = all([(spec is None) == (mine is None) for spec, mine in zip(self.specs, self.pieces)])
 
     def gradients(self, g: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """The local gradients, each redistributed to its parameter's placements first; ``own`` are the local tensors of ``g``.
+        """The local gradients, each redistributed to the placements of its parameter first.
+
+        Args:
+            g: the gradients.
+            own: their local tensors.
 
         Raises:
-            ValueError: a plain gradient of a spread leaf, or a spread one of a plain leaf.
+            ValueError: a gradient is a DTensor and its parameter is not, or the other way round.
         """
 
         def refuse(j: int) -> None:
@@ -143,19 +164,24 @@ class Sharding:
         return local_gradients(g, own, self.specs, self.alike, refuse)
 
     def whole(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        """Make DTensors of these local tensors, for links that take DTensors."""
+        """Make DTensors of local tensors of these leaves, for links that take DTensors."""
         return [x if x is None or self.specs[j] is None else dtensor_of(x, self.specs[j]) for j, x in zip(leaves, xs)]
 
     def laid_out(self, leaves: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-        """Make DTensors of these local tensors, which may have dtypes of their own."""
+        """Make DTensors of local tensors of these leaves, whose dtypes may differ from those of the leaves."""
         specs = [self.specs[j] for j in leaves]
         return [x if x is None or s is None else dtensor_of(x, stacked_spec(s, x, 0)) for s, x in zip(specs, xs)]
 
     def parts(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
-        """This rank's parts of values given for these leaves: DTensors laid out likewise, or numbers for all elements.
+        """This rank's parts of values that the user gave for these leaves.
+
+        Args:
+            leaves: the numbers of the leaves.
+            xs: for each leaf a DTensor with the layout of the leaf, a number or a 0-d tensor; for a plain leaf any tensor.
+            what: the argument of the user that has the values, for the message.
 
         Raises:
-            ValueError: a plain tensor for a spread leaf, or one spread otherwise.
+            ValueError: a plain tensor for a sharded leaf, or a DTensor with another layout.
         """
         out: list[Any] = []
         for j, x in zip(leaves, xs):
@@ -169,10 +195,15 @@ class Sharding:
         return out
 
     def rows(self, leaves: Sequence[int], xs: Sequence[Any], what: str) -> list[Any]:
-        """This rank's parts of rows ``[M, *leaf.shape]`` of these leaves, redistributed to their leaves' placements first.
+        """This rank's parts of rows ``[M, *leaf.shape]``, each redistributed to the placements of its leaf first.
+
+        Args:
+            leaves: the numbers of the leaves.
+            xs: for each leaf its ``M`` rows.
+            what: the argument of the user that has the rows, for the message.
 
         Raises:
-            ValueError: plain rows of a spread leaf, or spread ones of a plain leaf.
+            ValueError: the rows are plain and the leaf is a DTensor, or the other way round.
         """
         out: list[Any] = []
         for j, x in zip(leaves, xs, strict=True):
@@ -198,11 +229,19 @@ class Sharding:
         return out
 
     def total(self, leaves: Sequence[int], xs: Sequence[Tensor]) -> Tensor:
-        """Add up sums ``xs`` of one shape, each over the elements of one leaf that are on this rank, over all ranks.
+        """Add up sums of one shape over leaves and ranks.
 
-        It takes one message for each axis of a mesh along which leaves are cut.
+        It takes one message for each axis of a mesh along which leaves are cut. A leaf is not added up over ranks that are
+        replicas, since they would count it several times.
+
+        Args:
+            leaves: the numbers of the leaves.
+            xs: for each leaf the sum over its elements on this rank.
+
+        Returns:
+            The sum over all elements of all of these leaves, equal on all ranks.
         """
-        groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which a leaf is cut
+        groups: dict[tuple[Any, ...], list[Tensor]] = {}  # the sums, by the process groups over which their leaf is cut
         for j, x in zip(leaves, xs):
             groups.setdefault(_cut_over(self.specs[j]), []).append(x)
         sums: list[Tensor] = []
@@ -213,13 +252,20 @@ class Sharding:
         return torch.stack(sums).sum(0)
 
     def count(self, leaves: Sequence[int]) -> int:
-        """The number of all elements of these leaves."""
+        """The number of elements of these leaves, on all ranks together."""
         return sum([math.prod(self.shapes[j] if self.specs[j] is None else self.specs[j].shape) for j in leaves])
 
     def spread(self, entries: Sequence[Any], leaves: Sequence[Any], noise: Mapping[int, Any]) -> list[Any]:
-        """Lay out the entries of a fresh state: the memory of a leaf is sharded as the leaf is, the key is the first rank's.
+        """Make DTensors of the tensors of a new state that belong to sharded leaves, and give all ranks the first rank's key.
 
-        A noise link says itself of which leaves the tensors of its state's fields are: ``noise[i].by_leaf``.
+        Args:
+            entries: the state of each link, made from local tensors.
+            leaves: the local tensors of all leaves.
+            noise: the noise of each noise link, by the number of the link. Its ``by_leaf`` tells to which leaves the tensors
+                of each field belong.
+
+        Returns:
+            The state of each link.
         """
         out: list[Any] = []
         for i, (link, entry, w) in enumerate(zip(self.links, entries, self.where)):
@@ -233,12 +279,13 @@ class Sharding:
         return out
 
     def _memory(self, field: Any, where: Sequence[int], leaves: Sequence[Any]) -> Any:
+        """Make DTensors of a field that has one tensor for each of the leaves ``where``. Other fields stay as they are."""
         if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
             return field
         return tuple([memory_of(x, leaves[j], self.specs[j]) for x, j in zip(field, where)])
 
     def _agreed(self, entry: Any) -> Any:
-        """Give the entry the key of the first rank, on all ranks that hold parts."""
+        """The state of a link with the key of the first rank, if it has a key."""
         if not hasattr(entry, "key"):
             return entry
         return entry._replace(key=_first(entry.key, [spec.mesh for spec in self.specs if spec is not None]))
@@ -252,7 +299,16 @@ def _cut_over(spec: Any) -> tuple[Any, ...]:
 
 
 def start(init: Callable[..., Any], params: Any, *, like: Any = None) -> Any:
-    """Call ``init`` on this rank's local tensors, if some of the parameters are DTensors."""
+    """Call ``init``; if some of the parameters are DTensors, on the local tensors of this rank.
+
+    Args:
+        init: makes a state from parameters.
+        params: the parameters.
+        like: a state whose memory the new state is to take over, or ``None``.
+
+    Returns:
+        What ``init`` returned.
+    """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     if not any(map(is_dtensor, leaves)):
         return init(params) if like is None else init(params, like=like)
@@ -269,12 +325,23 @@ def step(
     inplace: bool = True,
     **extra: Any,
 ) -> Any:
-    """Call ``update`` on this rank's local tensors, if the state is of DTensors, and make DTensors of its results.
+    """Call ``update``; if the state belongs to DTensors, on the local tensors of this rank, and make DTensors of its results.
 
-    A tensor that was overwritten in place comes back as the DTensor object that it was.
+    Args:
+        update: makes an update from gradients and state.
+        plan: returns the plan of a state, which has its :class:`Sharding`.
+        updates: the gradients.
+        state: the state of the chain.
+        params: the parameters, or ``None``.
+        inplace: whether tensors may be overwritten. A DTensor whose local tensor was overwritten is returned as the same
+            object.
+        extra: further keywords of ``update``.
+
+    Returns:
+        The updates and the new state.
 
     Raises:
-        ValueError: leaves that lie otherwise than the state was made for.
+        ValueError: the layout of a leaf is not that for which the state was made.
     """
     if getattr(getattr(state, "layout", None), "pieces", None) is None:
         return update(updates, state, params=params, inplace=inplace, **extra)
@@ -286,7 +353,8 @@ def step(
         params = structure.unflatten(local_parts(leaves))
     own = local_parts(g)
     mine = sharding.gradients(g, own)
-    entries: list[_Entry] | None = getattr(state, "taken_apart", None)  # by the update that made it
+    # The update that made the state has left its entries there, so that they need not be taken apart again.
+    entries: list[_Entry] | None = getattr(state, "taken_apart", None)
     if entries is None:
         entries = [_Entry.of(x, link.traits.on_shards == "tree") for x, link in zip(state, sharding.links)]
     moves: Any
@@ -309,9 +377,14 @@ def step(
 
 
 class _Entry(NamedTuple):
-    """An entry of a state with its leaves, and both again as this rank's local tensors.
+    """The state of one link, with DTensors and with local tensors.
 
-    ``stays`` is true for the entry of a link that takes DTensors itself: it is not taken apart.
+    Attributes:
+        whole: the state with DTensors.
+        leaves: its leaves.
+        parts: the state with this rank's local tensors.
+        mine: the leaves of that.
+        stays: whether the link takes DTensors itself, so that ``parts`` is ``whole`` and there are no leaves.
     """
 
     whole: Any
@@ -322,7 +395,7 @@ class _Entry(NamedTuple):
 
     @staticmethod
     def of(entry: Any, stays: bool) -> _Entry:
-        """Take an entry apart."""
+        """Replace the DTensors of a state by local tensors, unless it ``stays``."""
         if stays:
             return _Entry(entry, [], entry, [], stays)
         leaves, spec = optree.tree_flatten(entry)
@@ -330,7 +403,7 @@ class _Entry(NamedTuple):
         return _Entry(entry, leaves, spec.unflatten(mine), mine, stays)
 
     def put(self, parts: Any) -> _Entry:
-        """The entry after an update, made of DTensors again; the same object if nothing was replaced."""
+        """The entry for the state after an update, whose local tensors are given; the same object if no tensor is new."""
         if self.stays:
             return _Entry(parts, [], parts, [], True)
         mine: list[Any]
@@ -345,14 +418,18 @@ class _Entry(NamedTuple):
 def local_gradients(
     g: Sequence[Any], own: Sequence[Any], specs: Sequence[Any], alike: list[Any], refuse: Callable[[int], None]
 ) -> list[Any]:
-    """The local gradients, each redistributed to its parameter's placements first.
+    """The local gradients, each redistributed to the placements of its parameter first.
 
     Args:
-        g: gradients; ``None`` where there is none.
+        g: the gradients; ``None`` for a missing one.
         own: their local tensors.
-        specs: torch's description of each parameter; ``None`` for a plain one.
-        alike: that of the last gradients that lay as their parameters, which are taken as they come; it is kept up to date.
-        refuse: called with the number of a gradient that is a DTensor while its parameter is none, or the other way round.
+        specs: torch's description of each parameter; ``None`` for a plain tensor.
+        alike: the descriptions of the last gradients that had the placements of their parameters. This list is updated.
+            Gradients with the same description objects are returned at once.
+        refuse: called with the number of a gradient that is a DTensor while its parameter is not, or the other way round.
+
+    Returns:
+        The local tensors; ``None`` for a missing gradient.
     """
     came_as, out = specs_of(g), list(own)
     if are_same(came_as, alike):
@@ -363,7 +440,7 @@ def local_gradients(
         if came is None or spec is None:
             refuse(j)
             continue
-        if x.ndim == len(spec.shape) + 1:  # gradients at several draws
+        if x.ndim == len(spec.shape) + 1:  # gradients at several draws have an axis of draws in front
             spec = stacked_spec(spec, x, 1)
         if came is spec or (came.placements == spec.placements and came.mesh == spec.mesh):
             alike[j] = came
@@ -373,9 +450,16 @@ def local_gradients(
 
 
 def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
-    """Make a DTensor of what is remembered of a leaf, a tensor like the leaf's local ``part`` or with one axis in front.
+    """Make a DTensor of a state tensor that belongs to a leaf.
 
-    Anything else, and whatever belongs to a plain leaf (``spec`` is ``None``), is returned as it is.
+    Args:
+        x: the state tensor, of the shape of the local tensor or with one axis in front.
+        part: the local tensor of the leaf.
+        spec: torch's description of the leaf; ``None`` for a plain leaf.
+
+    Returns:
+        A DTensor with the placements of the leaf. Integers, other shapes, and everything of a plain leaf are returned as they
+        are.
     """
     if spec is None or not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
@@ -385,9 +469,14 @@ def memory_of(x: Any, part: Tensor, spec: Any) -> Any:
 
 
 def cut_like(x: Tensor, like: Any) -> Any:
-    """Make a DTensor that lies as ``like`` does of a plain tensor of its shape, the same and whole on every rank.
+    """Make a DTensor of a whole plain tensor that is equal on all ranks. It takes no message.
 
-    No message is sent: each rank takes its own elements.
+    Args:
+        x: the plain tensor.
+        like: a DTensor of the same shape.
+
+    Returns:
+        A DTensor of the elements of ``x`` with the layout of ``like``.
     """
     row = x.reshape(-1)
     mine = torch.cat([row[:0], *[row[start : start + length] for start, length in runs_of(like)]])
@@ -395,7 +484,17 @@ def cut_like(x: Tensor, like: Any) -> Any:
 
 
 def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """Whether a condition holds on all ranks that hold parts of these leaves; one message for each axis of their mesh."""
+    """Whether a condition holds on all ranks that hold parts of these leaves.
+
+    It takes one message for each axis of their meshes, and none if no leaf is a DTensor.
+
+    Args:
+        ok: the condition on this rank, 0-d bool.
+        leaves: the leaves.
+
+    Returns:
+        The condition on all ranks, 0-d bool.
+    """
     groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
     if not groups:
         return ok
@@ -406,7 +505,12 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
 
 
 def mean_everywhere(x: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """The mean of a tensor over all ranks that hold parts of these leaves; one message for each axis of their mesh."""
+    """The mean of a tensor over all ranks that hold parts of these leaves. One message for each axis of their meshes.
+
+    Args:
+        x: this rank's tensor, of one shape on all ranks.
+        leaves: the leaves.
+    """
     x = x.clone()
     for group in _groups([leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]):
         dist.all_reduce(x, group=group)
@@ -415,11 +519,12 @@ def mean_everywhere(x: Tensor, leaves: Sequence[Any]) -> Tensor:
 
 
 def agreed_key(key: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """The first rank's key, on all ranks that hold parts of these leaves."""
+    """The key of the first rank, sent to all ranks that hold parts of these leaves."""
     return _first(key, [x.device_mesh for x in leaves if is_dtensor(x)])
 
 
 def _first(key: Tensor, meshes: Sequence[Any]) -> Tensor:
+    """The key of the first rank, sent to all ranks of these meshes."""
     key = key.clone()
     for group in _groups(meshes):
         dist.broadcast(key, group=group, group_src=0)
@@ -432,7 +537,7 @@ def _groups(meshes: Sequence[Any]) -> list[Any]:
 
 
 def whole(x: Any) -> Any:
-    """A 0-d DTensor, such as a loss, as a plain tensor with its full value; anything else as it is."""
+    """The full value of a 0-d DTensor, such as a loss, as a plain tensor. Anything else is returned as it is."""
     return x.full_tensor() if is_dtensor(x) and x.ndim == 0 else x
 
 
@@ -442,12 +547,21 @@ def are_spread(tree: Any) -> bool:
 
 
 def like(x: Any, part: Any) -> Any:
-    """A DTensor of this new local tensor, laid out as ``x`` is; the tensor itself if ``x`` is plain."""
+    """Make a DTensor with the layout of ``x`` from the local tensor ``part``; if ``x`` is plain, return ``part``."""
     return dtensor_of(part, stacked_spec(spec_of(x), part, 0)) if is_dtensor(x) else part
 
 
 def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[Any]:
-    """``p + update`` for each parameter, on local tensors; a parameter without an update stays."""
+    """Add updates to parameters.
+
+    Args:
+        params: the parameters, plain tensors or DTensors.
+        updates: the updates; ``None`` for a parameter that does not change.
+        inplace: whether the parameters are overwritten.
+
+    Returns:
+        The new parameters; in place the same objects.
+    """
     moves = zip(params, local_parts(params), local_parts(updates))
     if inplace:
         return [p if u is None else (x.add_(u), p)[1] for p, x, u in moves]
@@ -455,10 +569,17 @@ def add(params: Sequence[Any], updates: Sequence[Any], inplace: bool) -> list[An
 
 
 def require_reached(leaves: Sequence[Any], grads: Sequence[Any]) -> None:
-    """Refuse a loss that does not depend on a DTensor: a module under ``fully_shard`` uses other parameters than it is given.
+    """Refuse a loss that does not depend on a DTensor among the parameters.
+
+    A module under ``fully_shard`` computes with other parameters than those that it is given, so that their gradients are
+    missing.
+
+    Args:
+        leaves: the parameters.
+        grads: the gradients of the loss; ``None`` for a missing one.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: a DTensor has no gradient; the message says what to do instead.
     """
     if any(g is None and is_dtensor(x) for x, g in zip(leaves, grads)):
         raise ValueError(f"loss: does not depend on a DTensor among params; leave it out of params. If {FULLY_SHARDED}")

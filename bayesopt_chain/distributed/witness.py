@@ -1,28 +1,30 @@
-r"""A witness for ranks whose parameters are plain tensors: it refuses noise that is shared where it should not be.
+r"""A check that ranks with plain parameter tensors do not share noise where they must not.
 
-Nothing in a plain tensor says whether it is a whole parameter, of which other ranks hold replicas, or a part of one. The noise
-is a function of (key, leaf, element, step), so that five mistakes give wrong noise without any error:
+A plain tensor does not tell whether it is a whole parameter, of which other ranks hold replicas, or a part of a parameter. The
+noise is a function of the key, the leaf, the element and the step. Five mistakes therefore give wrong noise without an error:
 
-    parts              FSDP1, ZeroRedundancyOptimizer, pipeline stages: other parameters under the same key and leaf
-    drift              replicas that started differently or were fed different data: again other parameters under one key
-    counts             replicas that made different numbers of steps (``DistributedDataParallel.join``)
-    two keys           replicas that follow one averaged gradient (DistributedDataParallel), each with a key of its own
-    one chain          replicas of which a run on disk keeps each as a chain of its own
+    parts         with FSDP1, ZeroRedundancyOptimizer or pipeline stages, ranks hold different parameters under one key and leaf
+    drift         replicas that started differently, or had different data, hold different parameters under one key and leaf
+    counts        replicas made different numbers of steps (``DistributedDataParallel.join``)
+    two keys      replicas follow one averaged gradient (DistributedDataParallel), but each with a key of its own
+    one chain     ranks are replicas of one chain, and a run on disk would keep each of them as a chain of its own
 
-At some steps each rank writes what it is about to do to the rendezvous store of the process group and reads what others wrote.
-There is no collective and no rank waits for another. Every record lies under a name that is made of what it is about:
+At some steps each rank writes records of its parameters and its key, its claims, into the rendezvous store of the process
+group, and reads the records of other ranks. There is no collective operation, and no rank waits for another. The names of the
+records are made of the key or of the gradients:
 
-    key/<key>            {leaf and elements: (hash of the parameter's bits, steps that drew)} of the first rank that came
-    gradient/<hash>      (key, hash of the parameters) of the first rank that came with these gradients
+    key/<key>            {leaf and elements: (hash of the parameter's bits, number of steps that drew)} of the first rank there
+    gradient/<hash>      (key, hash of the parameters) of the first rank there with these gradients
 
-so that a rank reads one record for each key, whatever the number of ranks. Whoever finds a contradiction writes a refusal, and
-every rank, the finder included, raises it at its next step. So no rank is left alone in a collective that the others make.
-Gradients that are zero everywhere are equal without any average and count for nothing.
+so that a rank reads one record for each key, whatever the number of ranks. A rank that finds a contradiction writes a refusal,
+and every rank, including that one, raises it at the step after its comparison. In this way no rank is left alone in a
+collective operation that the others make. Gradients that are zero everywhere are ignored, because they are equal without an
+average.
 
-The steps are the first and the second, the 4th, 16th, 64th and so on after the start, a fork or a loaded state, whose cost
-vanishes among the steps in between, and every so many where asked for. The second is the first at which an averaged gradient
-can be told from equal starts. A start is also what somebody else wrote into the parameters between two steps, as
-``DistributedDataParallel.join`` does at its end on every rank, unless it happens in every step.
+Ranks compare at the steps 1, 2, 4, 16, 64 and so on after a start, so that the mean cost of a step vanishes, and at every so
+many steps if asked for. Only from step 2 on does an averaged gradient differ from the gradient at equal starts. A start is the
+first step, a fork, a loaded state, or a write of somebody else into the parameters between two steps, unless that happens in
+every step. ``DistributedDataParallel.join`` makes such a write on every rank at its end.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ from torch import Tensor
 from bayesopt_chain.distributed.ranks import hash_of_bits
 from bayesopt_chain.random.philox import Runs
 
-_STEPS = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])
-_made = 0  # witnesses in this process: ranks that run one program make them in one order
+_STEPS = frozenset([0, 1, *(4**i - 1 for i in range(1, 31))])  # the steps since a start at which ranks compare
+# How many witnesses this process has made. Ranks that run one program make them in one order, so that equal numbers belong
+# to the same optimizer.
+_made = 0
 
 _SHARED = (
     "ranks {} and {} hold other values of {!r} under one key{}, so that they draw the same noise for it. Parts of one model "
@@ -65,27 +69,45 @@ _ONE_CHAIN = (
 
 
 class Claim(NamedTuple):
-    """A leaf that a rank is about to give noise to."""
+    """A leaf to which a rank is about to add noise.
+
+    Attributes:
+        name: the name of the leaf, for messages.
+        key: the key of the random stream.
+        number: the number of the leaf in the random stream.
+        runs: the elements of the leaf that this rank holds; ``None`` for all of them.
+        drawn: how many steps have drawn noise for the leaf before.
+        param: the parameter tensor.
+        gradient: its gradient; ``None`` if it is sparse or absent.
+    """
 
     name: str
     key: int
     number: int
-    runs: Runs | None  # the elements of the leaf that are here; None: all of them
-    drawn: int  # by how many steps before
+    runs: Runs | None
+    drawn: int
     param: Tensor
-    gradient: Tensor | None  # dense; None where it is sparse or absent
+    gradient: Tensor | None
 
 
 class Witness:
-    """Compare the claims of the ranks of the default process group for one optimizer.
+    """Compares the claims of the ranks of the default process group, for one optimizer.
 
     Args:
-        who: what its refusals begin with.
+        who: the first words of its error messages.
 
     Attributes:
-        every: also compare at every so many steps; ``None`` (default): not.
-        first: whether to compare at the first two steps and at powers of four.
-        apart: whether every rank's chain is kept as one of its own, so that replicas are refused.
+        every: compare in addition at every so many steps; ``None`` (default) for not.
+        first: whether to compare at the first two steps and at powers of four (default: true).
+        apart: whether the chain of every rank is kept as a chain of its own, so that replicas are refused (default: false).
+        number: the number of this witness, equal on all ranks.
+        events: how many starts there were besides the first.
+        steps: how many steps there were since the last start.
+        version: torch's count of writes into a parameter, after the last step; ``None`` before the first.
+        written_to: whether somebody else wrote into that parameter before the last step.
+        met: whether the last step compared, so that a refusal of another rank may wait in the store.
+        refusal: the contradiction that was found; it is raised at every step until the next start.
+        written: the names of this rank's records, for each of the last comparisons outside of the steps of a start.
     """
 
     def __init__(self, who: str) -> None:
@@ -94,29 +116,27 @@ class Witness:
         self.every: int | None = None
         self.apart = False
         self.number, _made = _made, _made + 1
-        self.events = 0  # starts: the first, forks, loaded states
-        self.steps = 0  # since the last of them
-        self.version: int | None = (
-            None  # of a parameter behind the last step; torch counts what is written into a tensor
-        )
-        self.written_to = False  # whether somebody else wrote into it before the last step
-        self.met = False  # whether the last step compared, so that a refusal may be waiting
-        self.refusal: str | None = None  # what was found; it holds until the next restart
-        self.written: list[list[str]] = []  # names of this rank's records, of the last comparisons that were asked for
+        self.events = 0
+        self.steps = 0
+        self.version: int | None = None
+        self.written_to = False
+        self.met = False
+        self.refusal: str | None = None
+        self.written: list[list[str]] = []
 
     def restart(self) -> None:
-        """Compare at the next two steps again: the key, the state or the parameters were replaced."""
+        """Begin anew to compare, because the key, the state or the parameters were replaced."""
         self.events, self.steps, self.refusal = self.events + 1, 0, None
 
     def look(self, claims: Callable[[], list[Claim]], of: Tensor) -> None:
-        """Compare the ranks if it is time, and raise what was found; called in front of every step that draws noise.
+        """Compare the ranks if it is time, and raise a contradiction. To be called before every step that draws noise.
 
         Args:
-            claims: gives the leaves that this step gives noise to; called only where they are compared.
-            of: one of the parameters.
+            claims: returns the claims of this step; called only if they are compared, because they are slow to make.
+            of: one of the parameters, in which writes of others are noticed.
 
         Raises:
-            ValueError: a rank found claims that contradict each other.
+            ValueError: a rank has found claims that contradict each other.
         """
         written_to = self.version is not None and of._version != self.version
         if written_to and not self.written_to:
@@ -131,18 +151,25 @@ class Witness:
             return
         try:
             self._meet(store, claims if due else None, step)
-        except dist.DistError:  # the process that held the store has ended before this one
+        except dist.DistError:
+            # The process that held the store has ended before this one, so that nothing can be compared any more.
             self.first, self.every, due = False, None, False
         self.met = due
         if self.refusal is not None:
             raise ValueError(f"{self.who}: {self.refusal}")
 
     def stepped(self, of: Tensor) -> None:
-        """Remember the version of a parameter, to notice who else writes into it; called behind every step that drew noise."""
+        """Remember torch's count of writes into a parameter. To be called after every step that drew noise."""
         self.version = of._version
 
     def _meet(self, store: Any, claims: Callable[[], list[Claim]] | None, step: int) -> None:
-        """Read the refusal that another rank may have written; without one, and if it is time, publish this rank's claims."""
+        """Read the refusal that another rank may have written. If there is none, compare this rank's claims.
+
+        Args:
+            store: the rendezvous store.
+            claims: returns the claims of this step; ``None`` if they are not to be compared now.
+            step: the number of the step since the last start.
+        """
         top = f"bayesopt_chain/witness/{self.number}/{self.events}"
         if self.refusal is None and self.met and store.check([f"{top}/refusal"]):
             self.refusal = store.get(f"{top}/refusal").decode()
@@ -152,55 +179,80 @@ class Witness:
         found = self._contradiction(store, [c for c in claims() if c.param.numel()], f"{top}/{step}", step > 0)
         if found is not None:
             store.compare_set(f"{top}/refusal", "", found)
+        # The few records of the steps of a start stay, for ranks that come much later. Of the others the last two are kept,
+        # so that the store does not grow.
         if step in _STEPS:
-            self.written.pop()  # these few stay, for ranks that come much later
+            self.written.pop()
         elif len(self.written) > 2:
             for name in self.written.pop(0):
                 store.delete_key(name)
 
     def _contradiction(self, store: Any, claims: list[Claim], top: str, moved: bool) -> str | None:
-        """Publish what this rank claims, and return what contradicts the claims that others have published, if anything.
+        """Publish this rank's claims, and compare them with those of other ranks.
 
-        ``moved``: whether the noise moved the parameters before, so that averaged gradients differ from equal starts.
+        Args:
+            store: the rendezvous store.
+            claims: the claims of this step.
+            top: the first part of the names of the records.
+            moved: whether noise has moved the parameters since the start. Before that, gradients can be equal because of equal
+                starts, without an average.
+
+        Returns:
+            The message of a refusal; ``None`` without a contradiction.
         """
         rank = dist.get_rank()
         bits = hashes([c.param for c in claims])
-        said = None
+        refusal = None
         for key in dict.fromkeys(claim.key for claim in claims):
             mine = {_place(c): [*c.param.shape, b, c.drawn, c.name] for c, b in zip(claims, bits) if c.key == key}
-            said = said or self._beside(store, f"{top}/key/{key}", mine, rank)
+            refusal = refusal or self._compare_key(store, f"{top}/key/{key}", mine, rank)
         gradients = [(c, c.gradient, b) for c, b in zip(claims, bits) if c.gradient is not None]
         nonzero = _read([g.any() for _, g, _ in gradients])
-        pulled = [x for x, there in zip(gradients, nonzero) if there]
-        if said is None and pulled and moved:
-            name = _combined([(_place(c), b) for (c, _, _), b in zip(pulled, hashes([g for _, g, _ in pulled]))])
-            mine = [rank, _combined([c.key for c, _, _ in pulled]), _combined([b for _, _, b in pulled])]
+        gradients = [x for x, there in zip(gradients, nonzero) if there]
+        if refusal is None and gradients and moved:
+            name = _combined([(_place(c), b) for (c, _, _), b in zip(gradients, hashes([g for _, g, _ in gradients]))])
+            mine = [rank, _combined([c.key for c, _, _ in gradients]), _combined([b for _, _, b in gradients])]
             other = self._first(store, f"{top}/gradient/{name}", mine)
+            # Different chains with bitwise equal gradients at different parameters can only follow an average.
             if other[1] != mine[1] and other[2] != mine[2]:
                 return _TWO_KEYS.format(*sorted([rank, other[0]]))
-        return said
+        return refusal
 
     def _first(self, store: Any, name: str, mine: list[Any]) -> Any:
-        """Publish ``mine`` under a name unless another rank was first, and return what the first rank published there."""
+        """Publish ``mine`` under a name unless another rank was first, and return the record of the first rank."""
         there = json.loads(store.compare_set(name, "", json.dumps(mine)))
         if there[0] == mine[0]:
             self.written[-1].append(name)
         return there
 
-    def _beside(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
-        """Compare these leaves with those of the first rank with that key, and those that it does not have with the next's."""
+    def _compare_key(self, store: Any, slot: str, mine: dict[str, list[Any]], rank: int) -> str | None:
+        """Compare the claims of one key with those of other ranks.
+
+        They are compared with those of the first rank that has the key; claims for leaves that it does not have are compared
+        with those of the next rank in the same way.
+
+        Args:
+            store: the rendezvous store.
+            slot: the first part of the names of the records of this key.
+            mine: this rank's claims with this key, by leaf and elements.
+            rank: this rank.
+
+        Returns:
+            The message of a refusal; ``None`` without a contradiction.
+        """
         number = 0
         while mine:
-            # whoever comes last sees both claims, and names the two ranks in the same order as any other would
             other, theirs = self._first(store, f"{slot}/{number}", [rank, mine])
             for place in mine.keys() & theirs.keys():
                 *held, count, name = mine[place]
                 *holds, counted, _ = theirs[place]
-                (a, few), (b, many) = sorted([(rank, count), (other, counted)])
+                # Sorted, so that the message is the same whichever of the two ranks finds the contradiction.
+                (a, draws_a), (b, draws_b) = sorted([(rank, count), (other, counted)])
                 if held != holds:
-                    return _SHARED.format(a, b, name, f" after {few} and {many} draws" if few != many else "")
-                if few != many:
-                    return _COUNTS.format(a, b, few, many)
+                    after = f" after {draws_a} and {draws_b} draws" if draws_a != draws_b else ""
+                    return _SHARED.format(a, b, name, after)
+                if draws_a != draws_b:
+                    return _COUNTS.format(a, b, draws_a, draws_b)
                 if self.apart and other != rank:
                     return _ONE_CHAIN.format(a, b, name)
             mine = {place: value for place, value in mine.items() if place not in theirs}
@@ -209,22 +261,30 @@ class Witness:
 
 
 def _place(claim: Claim) -> str:
-    """The leaf and the elements of it: two ranks that name the same place draw the same numbers for it."""
+    """The leaf and its elements as text. Two ranks with equal keys draw the same noise for equal places."""
     whole = claim.runs is None or claim.runs == ((0, claim.param.numel()),)
     return f"{claim.number:x}" if whole else f"{claim.number:x}:{_combined(claim.runs or ())}"
 
 
 def _combined(values: Iterable[Any]) -> str:
+    """A hash of values, which does not depend on their order."""
     return hashlib.blake2b(json.dumps(sorted(values)).encode(), digest_size=8).hexdigest()
 
 
 def hashes(tensors: list[Tensor]) -> list[int]:
-    """64 bits of a hash of each tensor's bits; the host waits once for each device, not once for each tensor."""
+    """A hash of 64 bits of the bits of each tensor, with one wait for each device and not for each tensor.
+
+    Args:
+        tensors: plain tensors.
+
+    Returns:
+        The hashes as Python numbers.
+    """
     return _read([hash_of_bits(x) for x in tensors])
 
 
 def _read(values: list[Tensor]) -> list[Any]:
-    """0-d tensors of one dtype as Python numbers, those of one device at once."""
+    """The values of 0-d tensors of one dtype as Python numbers, with one wait for each device."""
     found: dict[int, Any] = {}
     for device in dict.fromkeys(x.device for x in values):
         here = [i for i, x in enumerate(values) if x.device == device]
@@ -233,7 +293,7 @@ def _read(values: list[Tensor]) -> list[Any]:
 
 
 def _store() -> Any:
-    """The rendezvous store of the default process group; ``None`` where there is one process, or no store."""
+    """The rendezvous store of the default process group; ``None`` if there is only one process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.distributed_c10d._get_default_store()
