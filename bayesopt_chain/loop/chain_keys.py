@@ -24,6 +24,7 @@ def chain_draws(chains: Any, seed: int | None) -> Callable[[Any, int], AbstractC
     """
     if seed is None and chains.mesh is None:
         return lambda tx, number: nullcontext()
+    # a chain may itself be shared by ranks with different data, which have to agree on its key too
     data = getattr(getattr(chains.step, "ranks", None), "mesh", None)
     agreed = agreed_seed(seed, *[mesh for mesh in (data, chains.mesh) if mesh is not None])
     return lambda tx, number: _seeded(tx, chain_seed(agreed, number))
@@ -41,6 +42,7 @@ def _seeded(tx: Any, seed: int) -> Iterator[None]:
             "parallel: tx has a generator of its own, from which chains on different ranks would draw the same keys; "
             "build it without generator=, and give the seed to chains.init(tx, params, seed=...)"
         )
+    # ``init`` draws keys from this generator, which it takes as no argument
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

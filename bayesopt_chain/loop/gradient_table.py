@@ -84,7 +84,7 @@ def gradient_table(
     else:
         directions = _orthonormal(directions, reference)
     z = torch.cat([_along(loss, part, reference, directions) for part in data.parts(CHUNK)])
-    z = z.to(wide(z.dtype))
+    z = z.to(wide(z.dtype))  # means over batches of narrow numbers would lose digits
     numbers = z.new_zeros(data.size, z.shape[1])
     numbers[rows.to(z.device)] = z - z.mean(0)
     return GradientTable(directions, numbers, reference)
@@ -126,6 +126,7 @@ def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> 
         raise ValueError("gradient_table: the data make one batch, which has no noise; take smaller batches")
     rows = optree.tree_map(lambda *leaves: torch.stack(leaves), *found)
     rows = optree.tree_map(lambda leaf: leaf - leaf.mean(0), rows)
+    # the eigenvectors of R R^T [batches, batches] instead of R^T R [P, P], which may not fit the memory
     values, vectors = torch.linalg.eigh(gram(rows).double())
     largest = values.argsort(descending=True)[:rank]
     largest = largest[values[largest] > 1e-10 * values.amax()]
@@ -137,6 +138,7 @@ def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> 
 def _orthonormal(directions: Any, like: Any) -> Any:
     """Orthonormalise directions; raise ValueError if they are not linearly independent."""
     matrix = flatten(directions, like)
+    # a small diagonal entry of R belongs to a direction that the earlier ones span
     Q, R = torch.linalg.qr(matrix.mT)
     if matrix.ndim != 2 or not bool((R.diagonal().abs() > 1e-6 * R.diagonal().abs().amax()).all()):
         raise ValueError(

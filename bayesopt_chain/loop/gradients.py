@@ -123,6 +123,7 @@ class EstimatorMemory:
         """Make the state around that of the transformation, with the memory of ``like``, or a new one at the parameters."""
         memory = like.estimator if isinstance(like, EstimatedState) else self.estimator.init(params)
         leaves: list[Any] = optree.tree_leaves(params)
+        # float64: float32 sums of 256 steps would lose the digits that the standard error needs
         return EstimatedState(inner, memory, torch.zeros(4, dtype=torch.float64, device=leaves[0].device))
 
     def refreshed(self, params: Any, state: EstimatedState, inplace: bool) -> EstimatedState:
@@ -165,7 +166,7 @@ def watched(watch: Tensor, grads: Any, correction: Any) -> Tensor:
             (on a CPU, outside of capture and vmap).
     """
     left, squared = (inner(x, correction, grads).to(torch.float64) for x in (grads, correction))
-    together = left + squared
+    together = left + squared  # <g, c>, since grads = g - c
     new = torch.stack([torch.ones_like(squared), together, squared, (left + together).square()])
     watch = torch.where(watch[0] >= WINDOW, watch / 2, watch) + new
     if tracing.is_readable(watch):
@@ -183,6 +184,7 @@ def _require_less(seen: float, together: float, squared: float, spread: float) -
         together, squared, spread: the sums of ``<g, c>``, ``|c|^2`` and ``d^2`` over these steps.
     """
     saved = (2 * together - squared) / seen
+    # the last term is rounding error, which must not count where g and c are equal in every step
     if saved < -CERTAIN * math.sqrt(max(spread / seen - saved**2, 0.0) / seen) - 1e-12 * squared:
         raise ValueError(
             f"bc.gradients: the corrections leave more noise than the plain gradients of the batches have: over the last "
@@ -260,7 +262,7 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
         grads, _, *correction = estimator.estimate(params, memory, batch)
         if not correction:
             raise ValueError("noise_left: this estimator subtracts no correction, so that there is nothing to compare")
-        both = [grads, optree.tree_map(torch.add, grads, correction[0])]
+        both = [grads, optree.tree_map(torch.add, grads, correction[0])]  # g - c, and g
         squares = [total + float(inner(x, x, params)) for total, x in zip(squares, both)]
         sums = both if m == 1 else [optree.tree_map(torch.add, *pair) for pair in zip(sums, both)]
     if m < 2:
@@ -290,7 +292,7 @@ def _measured(estimator: GradientEstimator, batches: Iterable[Any], places: Sequ
     def init(params: Any) -> Any:
         memory = estimator.init(params)
         leaves: list[Any] = optree.tree_leaves(params)
-        if any(tracing.is_hidden(leaf) for leaf in leaves):
+        if any(tracing.is_hidden(leaf) for leaf in leaves):  # under vmap the ratio cannot be compared with 1
             return memory
         for place in [params, *places]:
             left = noise_left(estimator, place, batches, memory=memory)
@@ -477,7 +479,7 @@ def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:
             "be gone through"
         )
     if isinstance(data, Epochs):
-        data.common_rows()
+        data.common_rows()  # raises if the data differ from chain to chain
 
     def full_gradient(params: Any) -> Any:
         total: Any = None

@@ -152,6 +152,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
     if tracing.is_transformed():
         grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(_among(leaves, x)), batch), here)
     else:
+        # new leaves of autograd, so that the caller's tensors get neither a gradient nor a graph
         points = [p.detach().requires_grad_() for p in here]
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
@@ -212,6 +213,7 @@ def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
         ValueError: the loss returned no real scalar.
     """
     if _HAS_RANKS and dist.is_initialized():
+        # torch.autograd.grad does not run the hooks of DistributedDataParallel: each rank would follow its own data
         with refusing_replicated(loss):
             out = loss(params, batch)
     else:
@@ -249,7 +251,7 @@ def per_sample_gradients(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info
     if not tensors or any(x.ndim == 0 or x.shape[0] != tensors[0].shape[0] for x in tensors):
         raise ValueError("per-sample gradients: every tensor of the batch needs one entry a datum on axis 0")
 
-    structures: list[Any] = []
+    structures: list[Any] = []  # of the results: vmap takes and returns flat lists of tensors
 
     def flat(*datum: Tensor) -> tuple[list[Any], Tensor, list[Any]]:
         given = iter(datum)

@@ -80,7 +80,7 @@ class ModuleState(NamedTuple):
         Returns:
             The new state; with ``inplace`` it holds this state's tensors.
         """
-        made: Any = 1
+        made: Any = 1  # what is added to the count of steps; 0 if this step was skipped
         if skipped is not None:
             made = inner.skipped == skipped
             carried = {name: torch.where(made, x, self.buffers[name]) for name, x in carried.items()}
@@ -104,6 +104,7 @@ class ModuleMemory:
         """Make a state with copies of the buffers (of ``like``, if it has buffers), a new key and a count of zero."""
         buffers = like.buffers if isinstance(like, ModuleState) else self.buffers
         leaves: list[Any] = optree.tree_leaves(params)
+        # the key is on the parameters' device, since a captured step cannot copy it from the host
         key = new_key(generator, leaves[0].device if leaves else torch.device("cpu"))
         own = {name: x.detach().clone() for name, x in buffers.items()}
         return ModuleState(inner, own, Stream(key, torch.zeros_like(key)))

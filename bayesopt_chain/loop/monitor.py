@@ -28,6 +28,7 @@ def monitored(info: Any, grads: Any, tx: Any, state: Any) -> Any:
     if "gradient_norm" not in info._fields:
         return info
     with torch.no_grad():
+        # the norms of leaves first, and then their norm: no copy of all gradients is made
         norms = [whole(torch.linalg.vector_norm(g)) for g in optree.tree_leaves(grads)]
         norm = torch.linalg.vector_norm(torch.stack([x.to(info.loss.dtype) for x in norms]))
         return info._replace(gradient_norm=norm, temperature=temperature(tx, state, info.loss))

@@ -117,6 +117,7 @@ class Parallel:
             hyper = {k: v[i] for k, v in self.each.items()}
             mine: Any = tx(**hyper) if hyper else tx.tx if isinstance(tx, Step) else tx
             step = self.step(**hyper) if hyper else self.step
+            # the step makes the state where it can, since with buffers it adds them and a key of their own
             with drawing(mine, self.numbers[i]):
                 start = _take(params, i)
                 states.append(step.init(start, tx=mine) if isinstance(step, Step) else mine.init(start))
@@ -189,7 +190,7 @@ class Parallel:
 
     def mapped(self, change: Callable[[Callable], Callable]) -> Parallel:
         """Return the same chains with ``change(step)`` as the step of one chain."""
-        other, make = copy.copy(self), self.step
+        other, make = copy.copy(self), self.step  # a shallow copy keeps n, mesh, numbers and each
         other.step = (lambda **hyper: change(make(**hyper))) if self.each else change(make)
         return other
 
@@ -223,7 +224,8 @@ class Parallel:
             RuntimeError: vmap refuses the step, or the model draws random numbers without a key.
         """
         both: Any = (params, state)
-        for leaf in optree.tree_leaves(both, none_is_leaf=self.run is _stacked):  # vmap takes no None
+        # vmap takes no None, so that a None is refused here unless the chains run one after the other
+        for leaf in optree.tree_leaves(both, none_is_leaf=self.run is _stacked):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != self.n:
                 got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(
@@ -236,6 +238,7 @@ class Parallel:
             pick = (slice(None),)
             mine = [x if d is None else x[pick * (d % x.ndim) + (self.rows,)] for x, d in zip(leaves, dims)]
             batch = spec.unflatten(mine)
+        # one block is not concatenated, which would copy every result
         if self.chunk is None or self.chunk >= self.n:
             return self.run(self, params, state, batch, dims, 0, self.n)
         blocks = [
@@ -526,6 +529,7 @@ def fork(state: Any, n: int, *, generator: torch.Generator | None = None) -> lis
         raise ValueError(f"fork: n={n} copies of a state are more than any run has chains")
 
     def renewed(entry: Any) -> Any:
+        """Copy a tensor, or an entry of the state with a new key."""
         if is_keyed(entry):
             inner: Any = optree.tree_map(torch.clone, entry._replace(key=()))
             return inner._replace(key=keyed_stream.new_key(generator, entry.key.device))

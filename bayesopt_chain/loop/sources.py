@@ -74,7 +74,7 @@ class Microbatches:
             grads, info, _, carried = self.source(params, state, part, carried)
             loss = loss + share * info.loss
             aux.append(info.aux)
-            with torch.no_grad():
+            with torch.no_grad():  # summed in place, so that the gradients of two parts are in memory, and not of all
                 if total is None:
                     total = optree.tree_map(lambda g, share=share: g * share, grads)
                 else:
@@ -164,7 +164,7 @@ class WithKeywords:
         """Evaluate the source, then the functions."""
         found = self.source(params, state, batch, carried)
         extra = {**found.extra, **{name: function(params, batch) for name, function in self.functions.items()}}
-        if self.loss:
+        if self.loss:  # the value that the gradient's evaluation found: the loss is not evaluated again
             extra["loss"] = found.info.loss
         return found._replace(extra=extra)
 
@@ -201,7 +201,7 @@ class AtDraws:
         with torch.no_grad():
             draw, points = drawing.drawn(self.tx, i, state, params)
         found: list[Evaluation] = []
-        for point in points:
+        for point in points:  # one after the other, since each evaluation gets the buffers of the one before
             found.append(self.source(point, state, batch, carried))
             carried = found[-1].carried
         with torch.no_grad():
@@ -330,8 +330,10 @@ def source_of(
         )
 
     source = _below(loss, functions, per_datum, microbatches, autocast)
+    # ranks average innermost, so that the keyword ``loss=`` is the mean loss, and each draw has the mean gradient
     if ranks is not None:
         source = MeanOverRanks(source, ranks)
+    # without a loss the curvature is the observation, which the innermost source evaluates
     rest = {name: function for name, function in functions.items() if loss is not None or name != "curvature"}
     if rest or "loss" in accepts:
         source = WithKeywords(source, rest, loss is not None and "loss" in accepts)
@@ -435,6 +437,7 @@ def _without_buffers(loss: Loss) -> Loss:
     """Return the loss of a module without buffers, which takes and returns ``{}``, as a function of params and batch."""
 
     def bare(params: Any, batch: Any) -> Any:
+        """Evaluate the loss, without the empty buffers in its result."""
         value, _, *aux = loss(params, batch, {})
         return (value, *aux) if aux else value
 
@@ -459,6 +462,7 @@ def _parts(batch: Any, n: int) -> Iterator[tuple[Any, float]]:
             f"{sorted(lengths)}"
         )
     (size,) = lengths
+    # tensor_split gives the first ``size % n`` parts one datum more than the others, as the shares below
     pieces = [x.tensor_split(n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut)]
     for i in range(n):
         yield structure.unflatten([p[i] for p in pieces]), len(range(size)[i::n]) / size

@@ -87,7 +87,7 @@ def load_state_dict(state: State, tensors: Mapping[str, Tensor], *, strict: bool
         x, t = mine[name], tensors[other]
         if x.shape != t.shape or x.dtype != t.dtype:
             wrong.append(f"{name} is {tuple(t.shape)}, {t.dtype}, the state has {tuple(x.shape)}, {x.dtype}")
-    if wrong:
+    if wrong:  # before the first tensor is written
         raise ValueError(
             f"load_state_dict: {'; '.join(sorted(wrong)[:8])}: load into the state of the same chain over the same parameters"
             + (", or with strict=False what both have" if strict and (missing or unknown) else "")
@@ -109,6 +109,7 @@ def _paired(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[st
                 out.setdefault(name.partition(".")[2], []).append(name)
         return out
 
+    # a copied key would make two chains draw the same noise
     a, b = bare(mine), bare(theirs)
     return {a[name][0]: b[name][0] for name in a.keys() & b.keys() if len(a[name]) == len(b[name]) == 1}
 
@@ -121,6 +122,7 @@ def _named_tensors(state: State) -> dict[str, Tensor]:
         fields = entry._asdict() if hasattr(entry, "_asdict") else {"state": entry}
         for field, value in fields.items():
             stem = f"{i}.{kind}.{field}"
+            # a field with one tensor per leaf takes the paths of the parameters, any other field its own paths
             if is_by_leaf(value, len(names)) and all(isinstance(t, Tensor) for t in value):
                 out.update({stem + name: t for name, t in zip(names, value)})
             else:

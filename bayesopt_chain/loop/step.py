@@ -161,7 +161,7 @@ class Step:
 
         ``torch.compile`` does not compile a step that it meets, and warns. :func:`bayesopt_chain.capture` compiles whole steps.
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():  # tested here, since dynamo cannot trace what follows
             return _compiled_by_bc_capture_only(self, params, state, batch)
         if self.ranks is not None:
             self.ranks.compare_once(params, state)
@@ -194,15 +194,17 @@ class Step:
             ``(params, state, Info)`` after the step.
         """
         grads, info, extra, carried = found
+        # the fused kernels return None if they cannot take these tensors; then the chain's own update runs
         after = None if self.fused is None else self.fused.move(params, grads, inner)
         if after is not None and self.memory is None:
             return params, after, info
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            # ``advanced`` compares the number of skipped steps before and after this step, and an update in place overwrites it
+            # ``advanced`` compares the numbers of skipped steps before and after this step; in place the old one is lost
             skipped = inner.skipped.clone() if self.memory is not None and isinstance(inner, SkipState) else None
             swept = None
+            # one sweep that returns new parameters saves the updates and a pass over memory
             if not self.inplace and not extra and isinstance(self.tx, Chain):
                 swept = lower.moved(self.tx, params, grads, inner)
             if swept is not None:
@@ -367,6 +369,7 @@ def make_step(
     elif buffers is not None:
         memory = ModuleMemory(buffers)
     source = source if chain is tx else sources.Inside(source, tx)
+    # a class of its own, so that the steps of all other chains need not ask
     weighted = any([isinstance(link, Weighted) for link in getattr(chain, "links", ())])
     return (WeightedStep if weighted else Step)(
         source if heat_guard is None else sources.Watched(source, heat_guard, tx),

@@ -22,6 +22,7 @@ def move_frozen(rule: Rule, work: list[Work]) -> None:
     for w in work:
         p, group, linear, state = w.param, w.group, w.numbers.linear, w.state
         assert p.grad is not None
+        # as in torch: the sign of maximize first, then the coupled weight decay
         g = -p.grad if group["maximize"] else p.grad
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
             g = g.add(p, alpha=group["weight_decay"])

@@ -55,8 +55,10 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             if effective <= 0.0:  # a learning rate of 0
                 continue
             scale: Any = math.sqrt(effective / (2.0 * temperature))
+            # the share of F(1) that acts in the same step
             first = (linear.direct + linear.step_size * linear.gain) / effective
             if rule.adaptive:
+                # the denominator of the last update, since torch's step has not been made yet
                 held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
                 scale = scale * rule._denominator(group, held, state.__getitem__).rsqrt()
             yield Leaf(g, p, -scale if group.get("maximize") else scale, temperature, linear.momentum, first)

@@ -49,7 +49,7 @@ AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 
 def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Before torch's step, rescale velocities, and add ``e / mu`` to those whose noise goes through the velocity."""
-    for leaves in plan.rescaled:
+    for leaves in plan.rescaled:  # first, since torch's momentum and the noise are of the rescaled velocity
         _rescale(leaves, leaves[0].numbers.noise.velocity_scale)
     _add_all(rule, normals, plan.in_front)
 
@@ -113,7 +113,7 @@ def _write_down(rule: Rule, plan: Plan) -> None:
             entry = dict(zip(BEFORE, before))
             for w in leaves:
                 w.state.update(entry)
-        elif leaves[0].numbers.route.is_noisy:
+        elif leaves[0].numbers.route.is_noisy:  # at lr = 0 before the first draw
             for w in leaves:
                 if not has_drawn(w.state):
                     _make_entries(rule, w)
@@ -158,6 +158,7 @@ def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
         tensors = tensors._replace(roots=[x.view(w.param.shape) for x, w in zip(pieces, work)])
     if tensors.draws:
         return _add(rule, numbers, branch, tensors, fill)
+    # the draws are not kept: scratch memory takes the last draws first, and then those of this step
     group = numbers.group
     draws = [torch.empty_like(w.param, requires_grad=False) for w in work]
     key, count = [work[0].state.get(name, -1) for name in AGAIN[branch]]
@@ -218,11 +219,12 @@ def _add(
     params, velocities, roots, draws = tensors
     step_size, previous, current = numbers.branches[branch]
     for size, make in ((previous, fill_last), (current, fill)):
+        # the draw of this step is made even if its coefficient is 0, so that the state always holds the last draw
         if make is not None and (size or make is fill):
             make()
         if not size:
             continue
-        if branch == 0 and numbers.route.is_early:
+        if branch == 0 and numbers.route.is_early:  # torch's step multiplies by the momentum, and moves the parameters
             foreach_add_(velocities, draws, alpha=1.0 / numbers.linear.momentum * size)
         elif not roots:
             foreach_add_(params, draws, alpha=-step_size * size)
@@ -260,6 +262,7 @@ def _make_entries(rule: Rule, w: Work) -> None:
     ``torch.distributed.checkpoint`` makes a step at lr = 0 to find out which entries a state has, and loads only these.
     """
     w.state.update(UNKNOWN)
+    # at lr = 0 the direct branch has a step size of 0 too, so that it is looked for at another lr
     has_direct = rule._linear({**w.group, "lr": 1.0}, rule._clock(w.state)).direct > 0.0
     for branch in (0, 1) if has_direct else (0,):
         if w.redraws:

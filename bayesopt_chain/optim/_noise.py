@@ -108,9 +108,10 @@ class Normals:
             share one generator.
         """
         key, count, leaf = w.group["noise_key"], w.group["noise_count"], draw_number(w.number, branch)
-        if last:
+        if last:  # the state remembers the key and the count of the last draw
             of, at = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))[branch]
             key, count = w.state[of], w.state[at]
+        # Philox by elements gives the same numbers however a leaf is cut, on all ranks and in all blocks
         if self.runs is not None or w.redraws or (in_pieces and not self.by_generator(w)):
             rest = cut(((0, w.param.numel()),) if self.runs is None else self.runs[w.param])
             next(rest)
@@ -131,6 +132,7 @@ class Normals:
         group, numbers = leaves[0].group, [draw_number(w.number, branch) for w in leaves]
         key = group["noise_key"]
         if self.runs is None and self.by_generator(leaves[0]):
+            # the part of the seeds that does not depend on the count of steps is hashed only once
             seeds = [splitmix64(key + leaf) for leaf in numbers]
             return partial(fill_by_generator, draws, self._generator, seeds, group)
         runs = None if self.runs is None else [self.runs[w.param] for w in leaves]

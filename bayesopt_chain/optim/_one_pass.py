@@ -44,6 +44,7 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
         numbers, (lists, places, _) = piece.work[0].numbers, piece.known
         form = rule._form(numbers.group, numbers.held)
         assert form is not None
+        # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version([x for xs in lists for x in xs])
         foreach_add_([w.state["step"] for w in piece.work], 1)
         if piece.is_large:
@@ -68,6 +69,7 @@ def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients
     theta, *kept = [places[0] if places else 0 for places in piece.known[1]]
     starts, item = [theta, w.param.grad.data_ptr(), *kept], piece.fresh.element_size()
     for a, b in pairwise(edges_of(piece.sizes[0], BLOCK)):
+        # scratch memory is written from its beginning for each block, and everything else from the block's own address
         fill(piece.fresh[: b - a])
         places = [(ctypes.c_void_p * 1)(start + item * a) if start else None for start in starts]
         if piece.last is not None:
@@ -87,6 +89,7 @@ def _coefficients(form: Form, numbers: Numbers) -> Coefficients:
         keep=1.0 - linear.shrink,
         momentum=linear.momentum,
         gain=linear.gain,
+        # a decay of 1 and a gain of 0 leave a frozen average unchanged
         square_decay=form.square_decay if learns else 1.0,
         square_gain=1.0 - form.square_decay if learns else 0.0,
         correction=form.correction,
@@ -126,6 +129,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
             mine_last = last if w.redraws else None
             pieces.append(Piece([w], (w.param.numel(),), True, fresh, mine_last, _nothing, _nothing))
             continue
+        # a piece has equal numbers, one key and count of the last draws, and at most BLOCK elements
         together = small.setdefault((id(w.numbers), *_last_of(w)), [[]])
         if sum([x.param.numel() for x in together[-1]]) + w.param.numel() > BLOCK:
             together.append([])
@@ -176,6 +180,7 @@ def _fits(rule: Rule, piece: Piece) -> bool:
     grads: list[Any] = [w.param.grad for w in piece.work]
     if not _are_plain(piece, grads):
         return False
+    # the same tensors at the same addresses were checked in the last step
     if piece.known is not None and piece.known[2] == [x.data_ptr() for xs in piece.known[0] for x in xs]:
         return True
     piece.known = None

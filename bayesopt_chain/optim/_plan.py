@@ -163,6 +163,7 @@ class Numbers:
             (linear.direct, noise.direct_previous, noise.direct),
         )
         adds = noise.current > 0.0 or noise.previous != 0.0
+        # adaptive rules make D in torch's step, and noise that is added before it would have to know D
         in_front = not rule.adaptive and self.has_velocity and linear.momentum >= LEAST_MOMENTUM
         is_early = adds and in_front and linear.step_size > 0.0
         self.route = Route(
@@ -341,6 +342,7 @@ class Settings:
     def __init__(self, group: dict[str, Any]) -> None:
         self.group, self._params = group, list(group["params"])
         self.is_noisy = float(group["temperature"]) > 0.0
+        # an entry that this library does not know counts as a number, and its value is compared at every step
         names = [name for name in group if name not in _NOT_SETTINGS]
         numbers = [name for name in names if name not in _SWITCHES and not isinstance(group[name], _SWITCH_TYPES)]
         self._switch = _entries([name for name in names if name not in numbers])
@@ -430,7 +432,7 @@ class Plan:
         self.settled = rule.timeless and all([w.numbers.before == w.numbers.noise.before for w in alike])
         for w in alike:
             w.numbers.stepped(w.state)
-        if self.kept:
+        if self.kept:  # the objects are those of the plan's first step, as ``holds`` has seen
             return
         self.kept = True
         self.state, self.entries = rule.state, dict(rule.state)
@@ -445,6 +447,7 @@ class Plan:
                 *([route.velocity] if route.velocity else []),
             ]
             self.remembered.append((w.param, w.state, w.numbers, names, [w.state.get(name) for name in names]))
+        # parameters without a gradient, whose next gradient needs a new plan
         mine, groups = {id(w.param) for w in self.work}, {id(w.group) for w in self.work}
         self.absent = [p for g in rule.param_groups if id(g) in groups for p in g["params"] if id(p) not in mine]
 
@@ -492,7 +495,7 @@ class Plan:
                 return False
         for leaves in self.alike:
             numbers = leaves[0].numbers
-            if not rule.timeless:
+            if not rule.timeless:  # leaves share their numbers only while they have made equally many updates
                 numbers.clock = rule._clock(leaves[0].state)
                 if any([rule._clock(w.state) != numbers.clock for w in leaves[1:]]):
                     return False

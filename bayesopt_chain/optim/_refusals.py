@@ -115,7 +115,7 @@ def warn_of_rounding(rule: Rule, w: Work) -> None:
     linear, noise = w.numbers.linear, w.numbers.noise
     size = w.param.detach().abs().float().mean()
     step = linear.step_size * max(noise.current, noise.direct)
-    if rule.adaptive:
+    if rule.adaptive:  # the noise of the parameter is divided by D^(1/2)
         step /= float(w.denominator(rule).float().mean().sqrt())
     if step < torch.finfo(w.param.dtype).eps * float(size) / 2:
         warnings.warn(

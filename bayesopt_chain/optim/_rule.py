@@ -121,11 +121,13 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
         (0.5, 0.5, 1.0)
     """
     noise = Noise(before=before)
+    # with neither a rate nor a draw there is no noise, and nothing to remember
     if linear.step_size * linear.gain > 0.0:
         _moving(noise, linear, temperature, before)
     elif before is not None and linear.momentum:
         _standing(noise, linear, before)
     if linear.direct > 0.0 and noise.before is not None:
+        # the direct branch is one of momentum 0 with the rate h_1
         now = law.level(linear.direct, 0.0, temperature)
         if before is not None and before.direct_half:
             half = before.direct_half
@@ -168,8 +170,10 @@ def _standing(noise: Noise, linear: Linear, before: Before) -> None:
     k = law.scheduled_noise(last._replace(half=0.0), last, before.surplus, last.momentum, where=_pick)
     noise.current, noise.previous = linear.gain * k.current, linear.gain * k.previous
     noise.velocity_scale = last.momentum * linear.gain / (linear.momentum * before.gain)
+    # half = 0: the next step owes nothing to the last draw; momentum = -1: it reverses the velocity
     noise.before = before._replace(half=0.0, momentum=-1.0, gain=linear.gain, surplus=k.surplus)
 
 
 def _pick(condition: bool, x: float, y: float) -> float:
+    """Select one of two numbers, as ``torch.where`` does for tensors."""
     return x if condition else y

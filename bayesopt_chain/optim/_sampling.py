@@ -49,6 +49,7 @@ from bayesopt_chain.optim._room import require_room, require_saved, require_toge
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
+# entries of a group that a state dict of torch's class lacks, and that then keep the values of this optimizer
 _OURS = ("temperature", "noise_key", "noise_count", "noise_stream", "noise_kept", "noise_room", "freeze_after")
 _HAS_RANKS = dist.is_available()
 
@@ -106,6 +107,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     _cache: Cache
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Find torch's class, and give the new class a signature: torch's arguments, then those of this library."""
         super().__init_subclass__(**kwargs)
         bases = [base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")]
         cls.torch_class = bases[0]
@@ -188,6 +190,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             **learns,
             **rooms,
         }
+        # torch's constructor calls add_param_group, which needs both
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         shown = {k: v for k, v in given.items() if k != "params"}
@@ -196,7 +199,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
         self._is_constructing, self._generator = False, None
-        if self.room is not None:
+        if self.room is not None:  # the report is compared with all groups at once, which exist only now
             for group in self.param_groups:
                 self._temperature(group)
 
@@ -226,6 +229,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             raise ValueError(
                 f"{self._name}.add_param_group: room_for= is of the parameters that are there; make another report"
             )
+        # torch fills a group with the defaults, which its constructor made of its own arguments only
         for name, value in self._noise_defaults.items():
             self.defaults.setdefault(name, value)
         options = {**self.defaults, **param_group}
@@ -239,7 +243,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
         group.setdefault("noise_count", 0)
         self._cache = Cache()
-        if is_noisy and len(set(group["params"])) < len(group["params"]):
+        if is_noisy and len(set(group["params"])) < len(group["params"]):  # torch only warns of this
             self.param_groups.pop()
             raise ValueError(
                 f"{self._name}: a parameter appears twice in a group, and would move twice; give each parameter once"
@@ -297,6 +301,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._cache = Cache()
+        # state dicts and pickles of torch's class, or of an older version of this one, lack some entries
         for group in self.param_groups:
             for name in ("temperature", "noise_stream", "noise_kept", "freeze_after"):
                 if name in self.defaults:
@@ -355,6 +360,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
+        """Store the value that torch's constructor assigns."""
         self._scales_in_kernel = value
 
     def thermal_leaves(self) -> dict[str, ThermalLeaf]:
@@ -448,6 +454,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             else:
                 self._move(plan)
             add_behind(self, cache.normals, plan)
+        # a step that repeats the last one leaves all numbers in the state as they are, except counts of draws
         if plan.redrawn or not plan.repeats:
             remember(self, plan)
         if witness is not None:
@@ -524,6 +531,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return self._cache.normals.runs is not None or p.device.type != "cpu" or group["noise_stream"] == "philox"
 
     def _noise(self, linear: Linear, temperature: float, before: Before | None) -> Noise:
+        """Return the coefficients of the noise of a step; raise ValueError if there are none."""
         _refusals.check_lr(self._name, linear)
         noise = noise_of(linear, temperature, before)
         if noise.coasts and self.adaptive:
@@ -533,6 +541,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return noise
 
     def _temperature(self, group: dict[str, Any]) -> float:
+        """Return the temperature of a group, and check the options of the group if it is above 0."""
         temperature = _refusals.temperature_of(self._name, group)
         if temperature > 0.0:
             self._check_group(group)
@@ -581,6 +590,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         return out
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if no noise is known for the options of a group, or if ``room_for=`` is of other groups."""
         spread = "_cache" in self.__dict__ and self._cache.normals.runs is not None
         _refusals.check_group(self._name, group, self.adaptive, self.refusal, spread)
         if self.room is not None and not self._is_constructing:

@@ -56,6 +56,7 @@ class Leaf:
         theirs = theirs or {}
         for name in [name for name in mine if name not in theirs]:
             del mine[name], known[name]
+        # only tensors that were replaced since the last step are read again, by load_state_dict for one
         for name, value in list(theirs.items()):
             if name not in known or known[name][0] is not value:
                 if isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
@@ -137,6 +138,7 @@ class Shards:
         spread = [leaf for leaf in self.leaves if leaf.spec is not None]
         try:
             grads = local_gradients(given, local_parts(given), self.specs, self.alike, self.refuse)
+            # torch's step reads the gradient from the parameter that it is given, the local tensor
             for leaf, g in zip(self.leaves, grads):
                 if leaf.spec is not None and g is not None:
                     leaf.part.grad = g
@@ -147,7 +149,7 @@ class Shards:
                 group["params"] = [next(at) for _ in ps]
             optimizer.state = self.state  # pyright: ignore[reportAttributeAccessIssue]
             yield
-        finally:
+        finally:  # after an error too, since the caller holds an optimizer of DTensors
             optimizer.state = outside
             for group, ps in zip(groups, params):
                 group["params"] = ps
@@ -195,7 +197,7 @@ class Shards:
         if not same:
             self.leaves = [Leaf(*x) for x in zip(whole, parts, specs)]
             self.specs, self.alike = specs, list(specs)
-            self.outside, self.inside = [None], [None]
+            self.outside, self.inside = [None], [None]  # equal to no state, so that all of it is read and written back
             self.runs = {leaf.part: elements_of(leaf.p) for leaf in self.leaves}
             self.state = defaultdict(dict, {leaf.part: leaf.mine for leaf in self.leaves if leaf.spec is not None})
         return parts

@@ -59,6 +59,7 @@ class _TwoMoments(Sampling):
     adaptive = True
 
     def _first_moment(self, group: dict[str, Any], step_size: float, **kwargs: float) -> Linear:
+        """Return the numbers of a step whose velocity is ``exp_avg``: ``V' = b1 V + (1 - b1) g``."""
         b1 = momentum_of(self._name, group["betas"][0], "betas[0]")
         shrink = float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 0.0
         return Linear(step_size, b1, 1.0 - b1, "exp_avg", shrink=shrink, **kwargs)
@@ -147,7 +148,7 @@ class RAdam(_TwoMoments, torch.optim.RAdam):
         correction = 1.0 - b2**updates
         limit = 2.0 / (1.0 - b2) - 1.0
         rho = limit - 2.0 * updates * b2**updates / correction
-        if rho <= 5.0:
+        if rho <= 5.0:  # torch's condition for a step without a denominator
             return torch.ones_like(get("exp_avg_sq"))
         rectify = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)) ** 0.5
         return get("exp_avg_sq").sqrt().add_(group["eps"]).div_(rectify * correction**0.5)
@@ -189,6 +190,7 @@ class NAdam(_TwoMoments, torch.optim.NAdam):
 
     def _count_update(self, state: dict[str, Any], group: dict[str, Any]) -> None:
         super()._count_update(state, group)
+        # torch keeps the product of the momenta in the state, and updates it in its own step only
         state["mu_product"] *= self._momenta(group, int(state["step"]))[0]
 
 

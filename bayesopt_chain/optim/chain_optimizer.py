@@ -80,7 +80,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._chains.append(_Built(self._make_chain, self.param_groups[-1]))
-        except BaseException:
+        except BaseException:  # without a chain the group must not stay
             self.param_groups.pop()
             raise
         self._show_a_state()
@@ -108,6 +108,15 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         Raises:
             TypeError: a closure that is no function.
             ValueError: a hyperparameter that was built into the chain as a number has changed. Nothing has moved then.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.ones(2, requires_grad=True)
+            >>> optimizer = bc.optim.Optimizer([theta], lambda group: bc.sgd(group["lr"]), lr=0.1)
+            >>> theta.sum().backward()
+            >>> optimizer.step()
+            >>> theta.detach()
+            tensor([0.9000, 0.9000])
         """
         if closure is not None:
             _arguments.require_closure("bc.optim.Optimizer", closure)
@@ -115,7 +124,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, built in zip(self.param_groups, self._chains):
+        for group, built in zip(self.param_groups, self._chains):  # all groups, before any of them moves
             built.check(group)
         first = local(self.param_groups[0]["params"][0])
         self._witness.look(self._claims, first)
@@ -171,6 +180,12 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         Raises:
             TypeError: ``state_dict`` is no state dict of an optimizer.
             ValueError: its chain states have other shapes than these, as those of another chain or of other parameters have.
+
+        Example:
+            >>> import torch, bayesopt_chain as bc
+            >>> theta = torch.zeros(2, requires_grad=True)
+            >>> make = lambda: bc.optim.Optimizer([theta], lambda group: bc.sgd(group["lr"], 0.9), lr=0.1)
+            >>> make().load_state_dict(make().state_dict())
         """
         # torch.distributed.checkpoint leaves an empty "state" out of a full state dict
         state_dict = {"state": {}, **state_dict} if isinstance(state_dict, dict) else state_dict
@@ -211,7 +226,7 @@ class _Built:
             raise TypeError(
                 f"bc.optim.Optimizer: make_chain(group) must return a gradient transformation, got {self.tx!r}"
             )
-        for link in getattr(self.tx, "links", ()):
+        for link in getattr(self.tx, "links", ()):  # a transformation of TorchOpt has no links
             if isinstance(link, Weighted):
                 raise ValueError(
                     f"bc.optim.Optimizer: the draws of {link} have weights, which an optimizer has no way to hand on; take "
@@ -274,5 +289,6 @@ class _RecordedOptions(dict):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Record the name, and return the value or the default."""
         self.read.add(key)
         return super().get(key, default)

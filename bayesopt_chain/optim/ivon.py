@@ -137,6 +137,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         _arguments.require_group(f"{self._name}.add_param_group", param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # in the constructor there is no key yet; a group that is added later takes part in the draws of the others
         if len(self.param_groups) > 1 and "noise_key" in self.param_groups[0]:
             group["noise_key"], group["noise_count"] = (
                 self.param_groups[0][name] for name in ("noise_key", "noise_count")
@@ -182,7 +183,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
                     x.add_(_eps(group, p, x, number, count) * _sigma(group, h))
             self._has_draw = self._has_draw or draw is None
             yield
-        finally:
+        finally:  # after an error too
             with torch.no_grad():
                 for x, mean in self._means:
                     x.copy_(mean)
@@ -241,6 +242,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         v, h = (_local(self.state[p][name]) for name in ("momentum", "hessian"))
         (beta1, beta2), delta, lr = group["betas"], group["weight_decay"], float(group["lr"])
         v.mul_(beta1).add_(g, alpha=1.0 - beta1)
+        # h - h-hat; the same eps as in the draw at which g was taken
         gap = h - g * _eps(group, p, m, number, group["noise_count"]) / _sigma(group, h)
         rho = 1.0 - beta2
         h.add_(0.5 * rho**2 * gap.square() / (h + delta) - rho * gap)
@@ -282,6 +284,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # a copy, or an optimizer that loads a state dict, holds no draw and needs a new one before its next step
         self._means, self._has_draw = None, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -106,9 +106,11 @@ class SGD(Sampling, torch.optim.SGD):
         return _ALWAYS
 
     def _move(self, plan: Plan) -> None:
+        """Make torch's step for every parameter, by torch's fused kernel if it can."""
         if plan.moves is None:
             plan.moves = self._fused_moves(plan)
         grads = list(map(FusedMove.gradients, plan.moves))
+        # the kernel moves all groups or none, since torch's own step moves all of them
         if not plan.moves or None in grads:
             return self._torch_step(None)
         for move, g in zip(plan.moves, grads):
@@ -134,6 +136,7 @@ class SGD(Sampling, torch.optim.SGD):
         return moves
 
     def _linear(self, group: dict[str, Any], clock: Clock) -> Linear:
+        """Return the numbers of SGD's step; raise ValueError for numbers that no noise is known for."""
         lr, momentum = float(group["lr"]), float(group["momentum"])
         if not momentum and group["nesterov"]:
             raise ValueError(f"{self._name}: Nesterov's momentum must stay above 0 at temperature > 0, got {momentum}")
@@ -143,7 +146,7 @@ class SGD(Sampling, torch.optim.SGD):
         gain = 1.0 - float(group["dampening"])
         if gain <= 0.0:
             raise ValueError(f"{self._name}: dampening must be below 1 at temperature > 0, got {group['dampening']}")
-        if group["nesterov"]:
+        if group["nesterov"]:  # theta' = theta - lr g - lr mu V'
             return Linear(lr * momentum, momentum, gain, "momentum_buffer", direct=lr)
         return Linear(lr, momentum, gain, "momentum_buffer")
 

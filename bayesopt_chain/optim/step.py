@@ -55,6 +55,7 @@ class ModelStep:
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = _noise.fresh_key(), 0
+        # ranks of one chain must agree on the seed of a step, of which _rank makes different ones on replicas
         if are_spread(self.params) or replicated:
             self._key = gather_objects(self._key, None)[0]
         self._sources = list(self._named.values())
@@ -69,6 +70,7 @@ class ModelStep:
             torch.manual_seed(_noise.step_seed(self._key + self._rank, self._count))
             out = self.loss(self.model, batch)
             loss, aux = out if isinstance(out, tuple) else (out, ())
+            # checked before backward(), so that nothing has moved if this raises
             if not torch.is_tensor(loss) or loss.ndim != 0 or not loss.requires_grad:
                 raise ValueError(
                     f"as_step: loss(model, batch) must return a scalar that depends on the model's parameters, or "
@@ -121,7 +123,7 @@ class ModelStep:
                 raise ValueError(
                     f"as_step: params are {sorted(params)}, the model's parameters are {sorted(self._named)}"
                 )
-            for name, p in self._named.items():
+            for name, p in self._named.items():  # all shapes are compared before any parameter is overwritten
                 if params[name].shape != p.shape:
                     raise ValueError(
                         f"as_step: {name} has shape {tuple(params[name].shape)}, the model's {tuple(p.shape)}"
@@ -130,6 +132,7 @@ class ModelStep:
                 p.copy_(params[name])
         if state is not self.state:
             saved = _restored(state["optimizer"], self.optimizer.state_dict())
+            # torch numbers parameters by integers, and _tensors writes all keys as strings
             saved["state"] = {int(k): v for k, v in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
             for name, value in state["buffers"].items():
@@ -185,6 +188,7 @@ def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
     """Describe the optimizer before its first step, so that :func:`bayesopt_chain.sample` can compare it with a run on disk."""
     about = {"optimizer": describe_optimizer(optimizer)}
     if scheduler is not None:
+        # entries that change during a run are no part of the identity
         position = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
         settings = {k: v for k, v in scheduler.state_dict().items() if k not in position}
         about["scheduler"] = [type(scheduler).__name__, settings]

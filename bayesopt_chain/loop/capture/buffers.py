@@ -70,6 +70,7 @@ class Slots:
                     "capture: params or state hold a DTensor, spread over ranks, whose messages a captured step cannot hold; "
                     "run the step as it is, or keep whole parameters on every rank"
                 )
+        # leaves that were one tensor must stay one, or a write to one of them would not be seen in the other
         first: dict[int, int] = {}
         self.index = [first.setdefault(id(leaf), len(first)) for leaf in leaves]
         unique = {i: leaf for i, leaf in zip(self.index, leaves)}
@@ -96,7 +97,7 @@ class Slots:
         Raises:
             ValueError: the tree has another structure, or a leaf another shape, dtype or device.
         """
-        if self.own is None or tree is not self.own:
+        if self.own is None or tree is not self.own:  # the result of the last call, handed back, costs nothing here
             leaves, spec = optree.tree_flatten(tree)
             if not (len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)) and spec == self.spec):
                 self.load(leaves, spec, what)
@@ -145,6 +146,7 @@ class Slots:
                 raise ValueError(
                     f"capture: {what}, leaf {n}: {describe(x)}, captured was {describe(mine)}; capture again"
                 )
+            # leaves that shared a tensor at capture may now be two tensors, as after loading, if their values are equal
             if i in written and written[i] is not x and not torch.equal(written[i], x):
                 raise ValueError(f"capture: {what}, leaf {n}: shared a tensor with another leaf; capture again")
             written[i] = x
@@ -192,6 +194,7 @@ class Batch:
         Raises:
             ValueError: the batch has another structure, or a leaf another shape, dtype, device or value of a constant.
         """
+        # a batch of lists or dictionaries may have changed while it stayed the same object, so that it is flattened again
         seen, leaves, tensors = self.last
         if not (self.immutable and batch is seen):
             before, (leaves, spec) = leaves, batches.flatten(batch)
@@ -324,10 +327,12 @@ class Body:
             self.params.tree(static[:n]), self.state.tree(static[n:]), self.batch.tree(batch)
         )
         report: Any = info
+        # reports of several steps are stacked, and have a place for draws, which Info has not
         if self.draws or self.steps > 1:
             known = info._asdict()
             report = Steps(**{k: v for k, v in known.items() if k in Steps._fields}, draws=params if self.draws else ())
         leaves, self._info_spec = optree.tree_flatten(report)
+        # the program returns tensors only; constants are put back by ``info``
         self._constants = {i: x for i, x in enumerate(leaves) if not torch.is_tensor(x)}
         self._single = len([x for x in optree.tree_leaves(info) if torch.is_tensor(x)]) if self.steps == 1 else 0
         new = [*self.params.new_values(params, "params"), *self.state.new_values(state, "a state")]
@@ -340,6 +345,7 @@ class Body:
         copied before anything is written.
         """
         mine = {_torch.storage_of(buffer) for buffer in static}
+        # a buffer that the step returns as it is needs no write
         values = [x if x is b or _torch.storage_of(x) not in mine else kept(x) for b, x in zip(static, new)]
         for buffer, value in zip(static, values):
             if value is not buffer:

@@ -118,6 +118,7 @@ def capture(
         raise ValueError("capture: batch_dim counts steps, so it needs steps > 1")
     if isinstance(signatures, bool) or not isinstance(signatures, int) or signatures < 1:
         raise ValueError(f"capture: signatures must be a whole number of at least 1, got {signatures!r}")
+    # the caller's step is kept for ``Captured.step``; with epochs the program runs one of row numbers
     given, data = step, batch if isinstance(batch, Epochs) else None
     if data is not None:
         if batch_dim is not None:
@@ -128,12 +129,13 @@ def capture(
 
     def recorded(body: Body) -> Program:
         """Trace the step for one shape of batches, and make its replay."""
+        # blocks of lanes take the place of chunks, so that the step is traced without chunks first
         modes, together = Modes(), lanes.unchunked(body) if chosen == "inductor" else body
         with modes.watching():
             graph, closed_over = trace(together)
         if chosen == "inductor" and lanes.suits(together, graph):
             return Program(together, modes, Lanes(together, graph))
-        if together is not body:
+        if together is not body:  # no lanes: the chunks save memory after all
             graph, closed_over = trace(body)
         if chosen == "cuda":
             check_devices(graph, body)

@@ -91,6 +91,7 @@ class Captured:
         thread = threading.current_thread()
         if self._owner is not thread:
             self._refuse_a_second(thread)
+        # the owner does not wait: a lock that it finds taken is that of its own call, which would never end
         if not self._lock.acquire(blocking=self._clone and self._owner is not thread):
             raise CaptureError("capture: the step is called from within a call of itself; capture one step for each")
         try:
@@ -120,7 +121,7 @@ class Captured:
                     "which knows the position, or capture again"
                 )
             batch = rows_ahead(self._data, self._program.body.steps)
-        try:
+        try:  # before parameters are copied in, so that a refused batch changes nothing
             inputs = self._program.body.batch.tensors_of(batch)
         except ValueError as err:
             inputs = self._of_another_shape(batch, err)

@@ -37,9 +37,10 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # without symbols, so that an unknown value or shape is an error
 
     def function(*flat):
+        """Make one step, and write the static buffers."""
         with mutations:
             new, report = body.advance(flat[:n], flat[n:])
-            report = [x.clone() for x in report]
+            report = [x.clone() for x in report]  # a report may be a view of a buffer, which is written next
         body.write(flat[:n], new)
         return report
 
@@ -50,6 +51,7 @@ def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     except CaptureError:
         raise
     except Exception as err:
+        # an error that is not about unknown values is raised as it is
         line = users_line(err)
         if line is None or not is_about_values(err):
             raise
@@ -158,6 +160,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
         key, step, *numbers = about
         buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
         place = new_input(graph, f"draw_{len(buffers)}", node.meta)
+        # the static buffers that hold the key and the count; fewer than two if the graph computes one of them
         known = [static[i] for x in (key, step) if (i := places.get(_origin(x), len(static))) < len(static)]
         kernel = normals_kernel() if buffer.device.type == "cpu" else None
         if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):

@@ -101,6 +101,7 @@ class Rows:
 
     def read(self, rows: Tensor) -> None:
         """Read the numbers from a tensor ``[chains, ...]`` of int32 or int64."""
+        # the kernel reads contiguous numbers of each chain, and any stride between chains
         rows, kernels = rows if rows[0].is_contiguous() else rows.contiguous(), library()
         given = (_integer * 2)(0, 0)
         wide, (size, stride) = rows.dtype == torch.int64, (rows[0].numel(), rows.stride(0))
@@ -127,7 +128,7 @@ class Gather:
             IndexError: a row number is out of range for the table.
         """
         table, length = table.contiguous(), len(table)
-        if rows.low < -length or rows.high >= length:
+        if rows.low < -length or rows.high >= length:  # negative numbers count from the end, as in torch
             wrong = rows.low if rows.low < -length else rows.high
             raise IndexError(f"capture: row {wrong} of the batch is out of range for a table of {length} rows")
         addresses = (table.data_ptr(), rows.lanes.data_ptr(), self.lanes.data_ptr())
@@ -135,6 +136,7 @@ class Gather:
         entry = _Gather(*addresses, length, size, table.element_size(), rows.lanes.numel() // total, total)
         chains, threads = len(self.lanes), _threads(self.lanes.numel() > _PARALLEL)
 
+        # the default keeps both tensors alive, whose addresses are in ``entry``
         def gather(start: int, kept: tuple[Tensor, Rows] = (table, rows)) -> None:
             self.kernels.gather_lanes(ctypes.byref(entry), 1, start, chains, threads)
 

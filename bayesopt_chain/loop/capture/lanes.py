@@ -131,10 +131,11 @@ class Lanes:
         try:
             with uninterrupted():  # Ctrl-C between two blocks would leave chains at different steps
                 for begin in range(0, n, self.block):
-                    start = min(begin, n - self.block)
+                    start = min(begin, n - self.block)  # the last block overlaps with the one before it
                     self.chains.load(start)
                     for k, report in enumerate(reports):
                         tensors, loads = inputs[k % several]
+                        # one batch for all steps of a call is loaded once for each block
                         for load in loads if not k or several > 1 else ():
                             load(start)
                         report.append([x[begin - start :] for x in self.program.step(tensors)])

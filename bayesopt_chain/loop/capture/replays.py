@@ -50,6 +50,7 @@ class Compiled:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def remember(*args, **options):
+            """Compile, and keep the generated function."""
             self.generated.append(compile_fx_inner(*args, **options))
             return self.generated[-1]
 
@@ -97,6 +98,7 @@ class Compiled:
         returned: list = []
 
         def watch(inner_args: list[Tensor]) -> Sequence[Tensor]:
+            """Record what the wrappers pass on, and call the generated function."""
             handed.extend(inner_args)
             returned.extend(function(inner_args))
             return tuple(returned)
@@ -106,6 +108,7 @@ class Compiled:
             out = self.compiled(*args)
         finally:
             made.current_callable = function
+        # inductor's function may be called directly if it got each of our tensors itself, once, in some order
         place = {id(x): i for i, x in enumerate(args)}
         order = [place.get(id(x), -1) for x in handed]
         untouched = len(out) == len(returned) and all(map(is_, out, returned))
@@ -128,6 +131,7 @@ class Interpreted:
             return body.together([self._step(body.batch.of_step(batch, k)) for k in range(body.steps)])
 
     def _step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the graph once."""
         with uninterrupted():  # gradient and writes are one program
             return self.graph(*self.body.static, *batch, *self.closed_over)
 
