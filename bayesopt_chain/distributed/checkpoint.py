@@ -68,6 +68,7 @@ def save(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         tensors = _named("save", tree, chains)
         return tensors, {_piece(name, x): digest(local(x)) for name, x in tensors.items() if not _is_cut(x)}
 
+    # Nothing is written before every rank has passed its checks: one that failed would leave the others waiting.
     tensors, digests = together(None, checked)
     every = gather_objects(digests, None)
     wrong = [piece[0] for piece, mine in digests.items() if any(theirs.get(piece, mine) != mine for theirs in every)]
@@ -124,6 +125,7 @@ def load(path: str | Path, tree: Mapping[str, Any], *, chains: range | None = No
         _require_fit(path, tensors, {name: about for name, about in table.items() if _chain_of(name) in here})
         return tensors, list(chains or ()), saved
 
+    # Nothing is read before every rank has passed its checks, so that a refusal leaves all tensors as they were.
     tensors, mine, saved = together(None, checked)
     if left := saved - {number for theirs in gather_objects(mine, None) for number in theirs}:
         raise ValueError(

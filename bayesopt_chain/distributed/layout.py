@@ -88,6 +88,8 @@ def runs(
         ((3, 3), (9, 3), (15, 3), (21, 3))
     """
     axes = _axes(shape, mesh, coordinate, placements)
+    # From the last axis to the first: ``held`` are the elements within one index of the axes that are still to come, and
+    # ``stride`` is the number of all elements there.
     held: Runs = ((0, 1),)
     stride = 1
     for n, axis in zip(reversed(shape), reversed(axes)):

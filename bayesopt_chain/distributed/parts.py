@@ -185,9 +185,9 @@ def flat_shards(module: nn.Module) -> dict[str, Any]:
             if name is None:
                 continue
             (leaf,) = without_wrappers((name,))
-            if not handle.uses_sharded_strategy:
+            if not handle.uses_sharded_strategy:  # NO_SHARD: every rank has all elements
                 out[name] = leaf
-            elif info is None:
+            elif info is None:  # a flattened parameter, of which the ranks have parts of equal length
                 out[name] = (leaf, dist.get_rank(handle.process_group) * p.numel())
             else:
                 out[name] = (leaf, info.intra_param_start_idx if info.in_shard else ())

@@ -322,8 +322,9 @@ def hash_of_bits(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for block in [*words.split(_BLOCK), tail.to(torch.int64)]:
         of_block = weights[: block.numel()]
+        # ``dot`` needs no tensor for the products, but CUDA has no dot product of integers.
         summed = torch.dot(block, of_block) if x.device.type == "cpu" else (block * of_block).sum()
-        total = total * 0x5851F42D4C957F2D + summed
+        total = total * 0x5851F42D4C957F2D + summed  # the multiplier of Knuth's MMIX generator
     return total
 
 
@@ -345,6 +346,7 @@ def gather_objects(value: T, mesh: Mesh | None) -> list[T]:
     Returns:
         The values in the order of ranks, on every rank.
     """
+    # Behind ``torchrun`` there can be several ranks and no process group yet, over which values could be sent.
     if mesh is None and (world().size == 1 or not dist.is_initialized()):
         return [value]
     out: list[Any] = [None] * (world().size if mesh is None else mesh.size())
@@ -461,10 +463,12 @@ class DataParallel:
                 "make_step(mesh=): complex gradients cannot be averaged over ranks; make it torch.view_as_real"
             )
         weight = data_of(batch)
+        # Gradients of 16 bits are added up in 32 bits, in which the sum over ranks does not overflow.
         dtype = torch.float32
         for x in (*present, loss):
             dtype = torch.promote_types(dtype, x.dtype)
         parts = [local(x.detach()).reshape(-1).to(dtype) for x in (*present, loss)]
+        # The last element becomes the weight of the rank, so that one message has the sums of gradients, loss and weights.
         flat = torch.cat([*parts, parts[-1].new_ones(1)])
         # A rank without data has a mean loss of NaN, which would stay NaN when multiplied by 0.
         flat = flat.mul_(weight) if weight else flat.zero_()

@@ -32,6 +32,7 @@ DESCRIPTIONS = {
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    # Python 3.13 pickles paths under this name.
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
 }
 FILE = re.compile(r"__\d+_\d+\.distcp")  # the files that DCP writes, which have no folder in their names
@@ -64,6 +65,7 @@ class RestrictedReader(FileSystemReader):
             _require_tensors(table)
         except (pickle.UnpicklingError, ValueError, EOFError, AttributeError, TypeError, KeyError, IndexError) as err:
             raise ValueError(f"load: {path} is damaged, or was made to do harm: {err}; nothing was read") from None
+        # As torch's own method does behind reading.
         table.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return table
 

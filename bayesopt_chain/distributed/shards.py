@@ -131,6 +131,7 @@ class Sharding:
         Raises:
             ValueError: the layout is another; the message names the leaf.
         """
+        # Layouts hardly ever change, and then every description is the same object as at the last step.
         specs = specs_of(leaves)
         if self.met and are_same(specs, self.specs):
             return
@@ -244,6 +245,7 @@ class Sharding:
         groups: dict[tuple[Any, ...], list[Tensor]] = {}  # the sums, by the process groups over which their leaf is cut
         for j, x in zip(leaves, xs):
             groups.setdefault(_cut_over(self.specs[j]), []).append(x)
+        # Leaves that are cut over the same ranks are added up first, and take one message together.
         sums: list[Tensor] = []
         for every, parts in groups.items():
             sums.append(torch.stack(parts).sum(0))
@@ -280,6 +282,7 @@ class Sharding:
 
     def _memory(self, field: Any, where: Sequence[int], leaves: Sequence[Any]) -> Any:
         """Make DTensors of a field that has one tensor for each of the leaves ``where``. Other fields stay as they are."""
+        # A NamedTuple is a tuple, too, but its entries do not belong to leaves.
         if type(field) is not tuple or len(field) != len(where):  # pyright: ignore[reportUnknownArgumentType]
             return field
         return tuple([memory_of(x, leaves[j], self.specs[j]) for x, j in zip(field, where)])
@@ -365,6 +368,7 @@ def step(
         inplace=inplace,
         **{name: whole(x) for name, x in extra.items()},
     )
+    # An update that was written in place is in the local tensor of the gradient's DTensor already.
     flat: list[Any] = spec.flatten_up_to(moves)
     new = [
         old if x is part else x if x is None or known is None else dtensor_of(x, known)
@@ -498,7 +502,7 @@ def everywhere(ok: Tensor, leaves: Sequence[Any]) -> Tensor:
     groups = _groups([x.device_mesh for x in leaves if is_dtensor(x)])
     if not groups:
         return ok
-    least = ok.to(torch.int32)
+    least = ok.to(torch.int32)  # back ends reduce integers by their minimum, but not all of them booleans
     for group in groups:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return least.to(torch.bool)

@@ -108,6 +108,7 @@ class TwoMoments(Link):
         return self.state(*moments, new_counts(leaves))
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:
+        # First the second moment learns from the clean gradients, then the noise enters, then the first moment averages both.
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
         scales = self.scales(nu, count)

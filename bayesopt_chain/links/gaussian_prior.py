@@ -325,6 +325,7 @@ def add_gaussian_prior(prior: Any, *, n: float, scale: Literal["fan_in"] | None 
         return Chain((AddFanInPrior(n, 0.0, float(prior)),))
     if isinstance(prior, HasPrecision):
         return Chain((_of_gaussian(prior, n),))
+    # The link of weight decay, so that both chains compare equal and are fused alike.
     if isinstance(prior, (int, float)):
         checks.number("add_gaussian_prior: prior", prior, "[0, inf)")
         return add_decayed_weights(float(prior) / n)

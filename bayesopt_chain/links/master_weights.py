@@ -1,20 +1,20 @@
-r"""``with_master_weights``: parameters in a narrow dtype, moved as if they were float32.
+r"""``with_master_weights``: parameters of 16 bits that are updated with the accuracy of float32.
 
-A bfloat16 number has 8 significant bits: it does not change by less than about 1/512 of itself, and most steps of a sampler,
-noise and gradient alike, are smaller and would round away. Let ``p`` be a narrow leaf, and
+A bfloat16 number has 8 significant bits. Adding less than about 1/512 of it rounds to no change, and most steps of a sampler
+are smaller than that. Let ``p`` be a narrow leaf (bfloat16 or float16), and
 
     m = p + r                                    the master weight, float32; ``r`` is in the state, 0 at first
     u, inner' = tx.update(g, inner, params=m)    with the gradient in float32
     v = narrow(narrow(m + u) - p)                what this update returns
     r' = m + u - p',    p' = narrow(p + v)       what ``apply_updates`` makes of it
 
-so that ``m' = p' + r' = m + u``. A step of less than half of a parameter's own size makes ``p' = narrow(m')``, from which
-float32 subtracts ``m'`` without rounding (Sterbenz, 1974): the master weights are then bit for bit those of the same chain in
-float32 whose gradients are taken at ``p``. A larger step, as across zero, leaves ``p'`` within the rounding of ``v`` of ``m'``,
-and the master weight within the float32 rounding of ``p'``. Since the state holds the difference and not the master weight
-itself, a parameter that was changed from outside is where the chain goes on from.
+so that ``m' = p' + r' = m + u``. If a step is smaller than half of the parameter, ``p' = narrow(m')``, and the difference of
+``m'`` and ``p'`` is exact in float32 (Sterbenz 1974). The master weights are then equal, bit for bit, to the parameters of the
+same chain in float32 whose gradients are taken at ``p``. After a larger step, for example across zero, ``p'`` differs from
+``m'`` by the rounding of ``v``, and the master weight has the error of rounding ``p'`` to float32. The state has the difference
+and not the master weight itself, so that the chain goes on from a parameter that was changed from outside.
 
-Leaves of other dtypes are moved by ``tx`` as they are.
+``tx`` updates leaves of other dtypes as they are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MasterState(NamedTuple):
 
     Attributes:
         inner: the state of the chain inside.
-        residue: for each narrow leaf, in the order of the tree, the master weight minus the parameter: float32, shaped as the
-            leaf.
+        residue: for each narrow leaf, in the order of the tree, the master weight minus the parameter, float32, of the shape
+            of the leaf.
     """
 
     inner: Any
@@ -47,14 +47,15 @@ class MasterState(NamedTuple):
 
 
 def _is_state(x: Any) -> bool:
+    """Whether an object is the state of a chain with master weights."""
     return isinstance(x, MasterState)
 
 
 class MasterWeights(Wrapper):
-    """What :func:`with_master_weights` returns.
+    """The transformation that :func:`with_master_weights` returns.
 
     Attributes:
-        transformation: the one inside.
+        transformation: the transformation inside.
     """
 
     @classmethod
@@ -66,14 +67,14 @@ class MasterWeights(Wrapper):
         """The master weights.
 
         Args:
-            state: of this transformation.
+            state: the state of this transformation.
             params: the parameters.
 
         Returns:
             A tree like ``params`` with float32 leaves in the place of the narrow ones.
 
         Raises:
-            TypeError: ``state`` is no ``MasterState``, or ``params`` are no tensors.
+            TypeError: ``state`` is not a ``MasterState``, or ``params`` are not tensors.
             ValueError: the state belongs to other parameters.
 
         Example:
@@ -99,10 +100,10 @@ class MasterWeights(Wrapper):
 
 
 def with_master_weights(tx: GradientTransformation) -> MasterWeights:
-    """Move bfloat16 and float16 parameters by float32 master weights.
+    """Update bfloat16 and float16 parameters by float32 master weights, so that small steps and small noise are not lost.
 
-    Wrap a whole chain: then neither small steps nor small noise round away. Gradients are taken at the narrow parameters. The
-    state holds four bytes a narrow parameter beside that of the chain inside, whose velocities and averages are float32.
+    Wrap a whole chain. Gradients are taken at the narrow parameters. The state takes four bytes for each narrow parameter, in
+    addition to the state of the chain, whose velocities and averages are float32.
 
     Args:
         tx: a chain of this library or a transformation of TorchOpt, at any temperature, that follows the gradient at the
@@ -144,7 +145,7 @@ def with_master_weights(tx: GradientTransformation) -> MasterWeights:
 
 
 class _Around:
-    """The ``init`` and the ``update`` of :class:`MasterWeights`, around those of a transformation."""
+    """The methods ``init`` and ``update`` of :class:`MasterWeights`, which call those of the transformation ``tx``."""
 
     def __init__(self, transformation: GradientTransformation) -> None:
         self.tx: Any = transformation
@@ -178,6 +179,7 @@ class _Around:
 
 
 def _is_narrow(x: Any) -> bool:
+    """Whether a leaf is a tensor of 16 bits, which gets a master weight."""
     return isinstance(x, Tensor) and x.dtype in NARROW
 
 

@@ -165,6 +165,7 @@ class SolvePrecision(Link):
         return Preconditioner(diagonal=False)
 
     def apply_power(self, e: Leaves, power: float, state: Any, context: LinkContext) -> Leaves:
+        # The power is 1/2 in any case: a chain refuses such a preconditioner behind the noise, where it would be -1/2.
         return [y.to(x.dtype) for x, y in zip(e, context.leaves(self.precision.sqrt_solve(context.tree(e))))]
 
     def update(self, g: Leaves, state: Any, op: TensorOps, context: LinkContext) -> tuple[Leaves, Any]:

@@ -1,4 +1,4 @@
-"""Wrappers: transformations around a whole chain, whose state holds the chain's state as ``inner``."""
+"""Wrappers: transformations around a whole chain, whose state has the state of the chain as its field ``inner``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Wrapper(GradientTransformation):
     """A transformation around another one.
 
     Attributes:
-        transformation: the one inside.
+        transformation: the transformation inside.
     """
 
     transformation: GradientTransformation
@@ -30,18 +30,18 @@ class Wrapper(GradientTransformation):
         """Make the functions ``init`` and ``update`` of the wrapper.
 
         Args:
-            transformation: the one inside.
+            transformation: the transformation inside.
         """
         raise NotImplementedError
 
     @property
     def extra_kwargs(self) -> frozenset[str]:
-        """The keywords that ``update`` passes on."""
+        """The keywords that ``update`` takes and passes on to the transformation inside."""
         return keywords_of(self.transformation)
 
     @property
     def required_kwargs(self) -> frozenset[str]:
-        """The keywords without which the transformation inside refuses."""
+        """The keywords without which the transformation inside refuses an update."""
         return getattr(self.transformation, "required_kwargs", frozenset())
 
     def __eq__(self, other: object) -> bool:
@@ -58,14 +58,19 @@ class Wrapper(GradientTransformation):
 
 
 def unwrapped(tx: GradientTransformation) -> GradientTransformation:
-    """The transformation inside all wrappers; ``tx`` itself if it is none."""
+    """The transformation inside all wrappers; ``tx`` itself if it is not a wrapper."""
     while isinstance(tx, Wrapper):
         tx = tx.transformation
     return tx
 
 
 def state_inside(tx: GradientTransformation, state: Any) -> Any:
-    """The state of :func:`unwrapped` ``(tx)``, from a state of ``tx``."""
+    """The state of the transformation that :func:`unwrapped` returns.
+
+    Args:
+        tx: a transformation, with any number of wrappers.
+        state: its state.
+    """
     while isinstance(tx, Wrapper):
         tx, state = tx.transformation, state.inner
     return state
