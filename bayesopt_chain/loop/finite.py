@@ -44,10 +44,10 @@ class FiniteCheck:
         flag = everywhere(all_finite([loss, *map(local, leaves)]), leaves)
         if tracing.is_hidden(flag) or bool(flag):
             return flag
-        bad = ([f"the loss is {loss.item()}"] if not bool(torch.isfinite(loss).all()) else []) + _bad(
+        bad = ([f"the loss is {loss.item()}"] if not bool(torch.isfinite(loss).all()) else []) + _not_finite(
             "the gradient", grads
         )
-        before = [*_bad("batch", batch), *_bad("params", params), *_bad("state", state)]
+        before = [*_not_finite("batch", batch), *_not_finite("params", params), *_not_finite("state", state)]
         cause = (
             f"; not finite before the step: {', '.join(before)}" if before else "; params, state and batch are finite"
         )
@@ -57,7 +57,7 @@ class FiniteCheck:
         )
 
 
-def _bad(what: str, tree: Any) -> list[str]:
+def _not_finite(what: str, tree: Any) -> list[str]:
     """Describe each leaf of a tree that holds NaN or infinities, and count these entries."""
     found = []
     for path, x in zip(optree.tree_paths(tree), optree.tree_leaves(tree)):

@@ -80,10 +80,10 @@ def gradient_table(
     reference = optree.tree_map(lambda p: p.detach().clone(), reference)
     rows = data.common_rows()
     if directions is None:
-        directions = _largest(loss, data, reference, rank, max_batches)
+        directions = _largest_noise_directions(loss, data, reference, rank, max_batches)
     else:
         directions = _orthonormal(directions, reference)
-    z = torch.cat([_along(loss, part, reference, directions) for part in data.parts(CHUNK)])
+    z = torch.cat([_derivatives_along(loss, part, reference, directions) for part in data.parts(CHUNK)])
     z = z.to(wide(z.dtype))  # means over batches of narrow numbers would lose digits
     numbers = z.new_zeros(data.size, z.shape[1])
     numbers[rows.to(z.device)] = z - z.mean(0)
@@ -104,7 +104,7 @@ def gradient_table_correction(table: GradientTable, rows: Tensor) -> Any:
     return combine(mean, table.directions)
 
 
-def _along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
+def _derivatives_along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
     """Compute the derivatives of single-datum losses along the directions, ``[n, r]``, in forward mode."""
     leaves, spec = batches.flatten(batch)
     points, structure = optree.tree_flatten(reference)
@@ -119,7 +119,7 @@ def _along(loss: Loss, batch: Any, reference: Any, directions: Any) -> Tensor:
     return torch.stack([torch.func.jvp(losses, tuple(points), along)[1] for along in tangents], dim=1)
 
 
-def _largest(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> Any:
+def _largest_noise_directions(loss: Loss, data: Epochs, reference: Any, rank: int, most: int) -> Any:
     """Return the ``rank`` orthonormal directions of largest batch noise, or fewer if the noise has a lower rank."""
     found = [gradient(loss, reference, part)[0] for part, _ in zip(data.parts(shuffled=True), range(most))]
     if len(found) < 2:

@@ -150,7 +150,7 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return structure, [x.shape for x in leaves]
 
 
-def watched(watch: Tensor, grads: Any, correction: Any) -> Tensor:
+def add_to_watch(watch: Tensor, grads: Any, correction: Any) -> Tensor:
     """Add one step to the sums of ``watch``, and test them every ``LOOK`` steps.
 
     Args:
@@ -172,11 +172,11 @@ def watched(watch: Tensor, grads: Any, correction: Any) -> Tensor:
     if tracing.is_readable(watch):
         seen, *_ = sums = watch.tolist()
         if seen % LOOK == 0:
-            _require_less(*sums)
+            _require_less_noise(*sums)
     return watch
 
 
-def _require_less(seen: float, together: float, squared: float, spread: float) -> None:
+def _require_less_noise(seen: float, together: float, squared: float, spread: float) -> None:
     """Raise ValueError if the mean of ``d`` is below zero by three standard errors.
 
     Args:
@@ -226,7 +226,7 @@ def check_noise(state: EstimatedState) -> Tensor:
     watch = state.watch.detach()
     for chain in watch.reshape(-1, 4).tolist():
         if chain[0] >= LOOK:
-            _require_less(*chain)
+            _require_less_noise(*chain)
     return watch[..., 1] / watch[..., 2]
 
 
@@ -258,7 +258,7 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
     """
     memory = estimator.init(params) if memory is None else memory
     m, sums, squares = 0, [], [0.0, 0.0]
-    for m, batch in enumerate(_some(batches), 1):
+    for m, batch in enumerate(_first_batches(batches), 1):
         grads, _, *correction = estimator.estimate(params, memory, batch)
         if not correction:
             raise ValueError("noise_left: this estimator subtracts no correction, so that there is nothing to compare")
@@ -271,7 +271,7 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
     return max(left, 0.0) / plain if plain > 0 else math.nan
 
 
-def _some(batches: Iterable[Any]) -> Iterator[Any]:
+def _first_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the first ``MEASURED`` batches, without moving the position of ``bc.epochs(...)``."""
     if isinstance(batches, Epochs):
         here = batches.epoch
@@ -280,7 +280,9 @@ def _some(batches: Iterable[Any]) -> Iterator[Any]:
         yield from (batch for batch, _ in zip(batches, range(MEASURED)))
 
 
-def _measured(estimator: GradientEstimator, batches: Iterable[Any], places: Sequence[Any]) -> GradientEstimator:
+def _with_measured_init(
+    estimator: GradientEstimator, batches: Iterable[Any], places: Sequence[Any]
+) -> GradientEstimator:
     """Return the estimator with an ``init`` that raises if the corrections do not reduce the noise.
 
     Args:
@@ -353,7 +355,7 @@ def control_variates(loss: Loss, data: Iterable[Any], mode: Any, *, at: Sequence
         return _reference(mode, full_gradient)
 
     estimator = GradientEstimator(init, lambda params, state, batch: _corrected(loss, params, state, batch), _keep)
-    return _measured(estimator, data, at)
+    return _with_measured_init(estimator, data, at)
 
 
 def svrg(loss: Loss, data: Iterable[Any]) -> GradientEstimator:
@@ -449,7 +451,7 @@ def stored_control_variates(
         return optree.tree_map(torch.sub, grads, correction), info, correction
 
     estimator = GradientEstimator(init, estimate, _keep)
-    return estimator if data is None else _measured(estimator, data, at)
+    return estimator if data is None else _with_measured_init(estimator, data, at)
 
 
 def mean_gradient(loss: Loss, data: Iterable[Any]) -> Callable[[Any], Any]:

@@ -150,14 +150,16 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
         checks.differentiable(leaves, params)
     here = [p for p in leaves if p is not None]
     if tracing.is_transformed():
-        grads, info = _transformed_gradient(lambda x: value(loss, spec.unflatten(_among(leaves, x)), batch), here)
+        grads, info = _transformed_gradient(
+            lambda x: value(loss, spec.unflatten(_replace_leaves(leaves, x)), batch), here
+        )
     else:
         # new leaves of autograd, so that the caller's tensors get neither a gradient nor a graph
         points = [p.detach().requires_grad_() for p in here]
         was_enabled = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
         try:
-            out, aux = value(loss, spec.unflatten(_among(leaves, points)), batch)
+            out, aux = value(loss, spec.unflatten(_replace_leaves(leaves, points)), batch)
             grads: Any = _torch.gradients(out, points) if out.requires_grad else ()
         finally:
             _torch.set_grad_enabled(was_enabled)
@@ -165,7 +167,7 @@ def gradient(loss: Loss, params: Any, batch: Any) -> tuple[Any, Info]:
             grads = _with_zeros(points, grads)
         out = out.detach()
         info = Info(out if type(out) is Tensor else shards.whole(out), detach(aux))
-    grads = _among(leaves, grads)
+    grads = _replace_leaves(leaves, grads)
     if not all([g is None or g.layout is torch.strided for g in grads]):
         checks.dense(grads, params)
     return spec.unflatten(grads), info
@@ -180,7 +182,7 @@ def _with_zeros(points: Sequence[Tensor], found: Sequence[Tensor | None]) -> lis
     return [torch.zeros_like(p) if g is None else g for p, g in zip(points, found)]
 
 
-def _among(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
+def _replace_leaves(leaves: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Any]:
     """Replace each leaf that is not ``None`` by the next of the given tensors."""
     if len(given) == len(leaves):
         return given

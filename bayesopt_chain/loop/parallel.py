@@ -285,11 +285,11 @@ def _stacked(chains: Parallel, params, state, batch, dims: list, start: int, sto
     except RuntimeError as err:
         if not tracing.is_plain(optree.tree_leaves(params)[0]):  # capture's own error names the line of the model
             raise
-        raise RuntimeError(_refused(str(err))) from err
+        raise RuntimeError(_vmap_message(str(err))) from err
     return joined(tensors, rest)
 
 
-def _refused(why: str) -> str:
+def _vmap_message(why: str) -> str:
     """Return the message for an error under vmap: the cause, and what to do instead."""
     why = why.strip().splitlines()[0][:400]
     if "randomness error mode" in why:

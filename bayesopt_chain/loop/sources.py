@@ -35,7 +35,7 @@ from bayesopt_chain.distributed.ranks import DataParallel
 from bayesopt_chain.links.foreign import keywords_of
 from bayesopt_chain.links.room import room_in
 from bayesopt_chain.links.wrapper import state_inside
-from bayesopt_chain.loop.gradients import GradientEstimator, watched
+from bayesopt_chain.loop.gradients import GradientEstimator, add_to_watch
 from bayesopt_chain.loop.loss import (
     Evaluation,
     GradientSource,
@@ -128,7 +128,7 @@ class EstimatedGradient:
         memory, watch = carried
         grads, info, *correction = self.estimator.estimate(params, memory, batch)
         if correction:
-            watch = watched(watch, grads, *correction)
+            watch = add_to_watch(watch, grads, *correction)
         return Evaluation(grads, info, {}, (memory, watch))
 
 
@@ -329,7 +329,7 @@ def source_of(
             "of one rank's data alone; run it without mesh="
         )
 
-    source = _below(loss, functions, per_datum, microbatches, autocast)
+    source = _innermost(loss, functions, per_datum, microbatches, autocast)
     # ranks average innermost, so that the keyword ``loss=`` is the mean loss, and each draw has the mean gradient
     if ranks is not None:
         source = MeanOverRanks(source, ranks)
@@ -369,7 +369,7 @@ def functions_of(
     return {**found, **(keywords or {})}
 
 
-def _below(
+def _innermost(
     loss: Loss | GradientEstimator | None,
     functions: Mapping[str, Keyword],
     per_datum: bool,

@@ -25,7 +25,7 @@ from bayesopt_chain.kinds import Kind
 LARGEST = 1e15
 
 
-def _is_one(x: Any) -> bool:
+def _is_scalar(x: Any) -> bool:
     """Whether ``x`` is a real number (NaN and infinities included) or a real, dense tensor with one element."""
     if isinstance(x, Tensor):
         return x.numel() == 1 and not (x.is_complex() or x.is_meta or x.is_sparse or x.dtype == torch.bool)
@@ -35,7 +35,7 @@ def _is_one(x: Any) -> bool:
 
 
 def _is_real(x: Any) -> bool:
-    return _is_one(x) and abs(_value(x)) <= LARGEST
+    return _is_scalar(x) and abs(_value(x)) <= LARGEST
 
 
 def _value(x: Any) -> float:
@@ -69,7 +69,7 @@ _KINDS = {
         lambda x: x is None or isinstance(x, (str, HeatGuard)), "'warn', None or a bc.diagnostics.HeatGuard"
     ),
     "IVON.temperature": Kind(lambda x: _is_real(x) or (isinstance(x, float) and not x > 0), "a number of at most 1e15"),
-    "temperature": Kind(_is_one, "a number, or a tensor with one"),
+    "temperature": Kind(_is_scalar, "a number, or a tensor with one"),
     "alpha": Kind(
         lambda x: _is_real(x) and abs(_value(x)) <= 100.0, "a real number of at most 100", (int, float, Tensor)
     ),
@@ -160,7 +160,7 @@ def require_state_dict(who: str, state_dict: Any) -> None:
 
 
 @contextmanager
-def said_with(call: Callable[[], str]) -> Iterator[None]:
+def with_call(call: Callable[[], str]) -> Iterator[None]:
     """Put the call in front of the message of an error that torch raises inside.
 
     Errors other than TypeError and ValueError become ValueError.

@@ -20,7 +20,7 @@ from bayesopt_chain.optim._plan import Rule
 from bayesopt_chain.optim._refusals import temperature_of
 
 
-def say_unwatched(rule: Rule) -> None:
+def warn_unwatched(rule: Rule) -> None:
     """Warn that the heat guard does not look at parameters that are sharded over ranks; called once for an optimizer."""
     if not any(temperature_of(rule._name, group) for group in rule.param_groups):
         return
@@ -59,6 +59,6 @@ def leaves_of(rule: Rule) -> Iterator[Leaf]:
             first = (linear.direct + linear.step_size * linear.gain) / effective
             if rule.adaptive:
                 # the denominator of the last update, since torch's step has not been made yet
-                held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
-                scale = scale * rule._denominator(group, held, state.__getitem__).rsqrt()
+                learned_until = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
+                scale = scale * rule._denominator(group, learned_until, state.__getitem__).rsqrt()
             yield Leaf(g, p, -scale if group.get("maximize") else scale, temperature, linear.momentum, first)

@@ -40,25 +40,25 @@ from bayesopt_chain.optim._plan import (
     has_drawn,
 )
 from bayesopt_chain.optim._refusals import warn_of_rounding
-from bayesopt_chain.optim._room import leaving
+from bayesopt_chain.optim._room import fill_with_room
 
 # names in ``optimizer.state[p]``, by branch (0 momentum, 1 direct): of the last draw, and of its key and count
 _DRAW = ("noise", "noise_direct")
 AGAIN = (("noise_of", "noise_at"), ("noise_direct_of", "noise_direct_at"))
 
 
-def add_in_front(rule: Rule, normals: Normals, plan: Plan) -> None:
+def add_before_step(rule: Rule, normals: Normals, plan: Plan) -> None:
     """Before torch's step, rescale velocities, and add ``e / mu`` to those whose noise goes through the velocity."""
     for leaves in plan.rescaled:  # first, since torch's momentum and the noise are of the rescaled velocity
         _rescale(leaves, leaves[0].numbers.noise.velocity_scale)
-    _add_all(rule, normals, plan.in_front)
+    _add_all(rule, normals, plan.before_step)
 
 
-def add_behind(rule: Rule, normals: Normals, plan: Plan) -> None:
+def add_after_step(rule: Rule, normals: Normals, plan: Plan) -> None:
     """After torch's step, move parameters by velocities that the step discarded, and add noise to parameters and velocities."""
-    for leaves in plan.coasting:
-        _coast(leaves, leaves[0].numbers.noise.coasts)
-    _add_all(rule, normals, plan.behind)
+    for leaves in plan.discarding:
+        _move_by_discarded(leaves, leaves[0].numbers.noise.discarded)
+    _add_all(rule, normals, plan.after_step)
 
 
 def remember(rule: Rule, plan: Plan) -> None:
@@ -92,14 +92,14 @@ def _rescale(leaves: list[Work], scale: float) -> None:
         foreach_mul_(velocities, scale)
 
 
-def _coast(leaves: list[Work], coasts: float) -> None:
-    """Subtract ``coasts`` times the old velocity from parameters whose step had momentum 0 and so discarded the velocity.
+def _move_by_discarded(leaves: list[Work], discarded: float) -> None:
+    """Subtract ``discarded`` times the old velocity from parameters whose step had momentum 0 and so discarded the velocity.
 
     This is done after torch's step, whose weight decay has to see the parameter before the move.
     """
     for w in leaves:
         if (velocity := w.state.get("momentum_buffer")) is not None:
-            w.param.add_(velocity, alpha=-coasts)
+            w.param.add_(velocity, alpha=-discarded)
 
 
 def _write_down(rule: Rule, plan: Plan) -> None:
@@ -145,7 +145,7 @@ def _batch(rule: Rule, normals: Normals, work: list[Work], branch: int) -> Batch
     tensors = Tensors([w.param for w in work], velocities, [], draws)
     fill: Callable[[], None] = normals.filler(draws, work, branch)
     if rule.room is not None:
-        fill = leaving(rule.room, work[0].group, fill, draws)
+        fill = fill_with_room(rule.room, work[0].group, fill, draws)
     return Batch(work, work[0].numbers, branch, tensors, fill)
 
 
@@ -153,7 +153,9 @@ def _add_batch(rule: Rule, normals: Normals, batch: Batch) -> None:
     """Add the noise of one branch to many small leaves at once."""
     work, numbers, branch, tensors, fill = batch
     if rule.adaptive:
-        row = rule._denominator(numbers.group, numbers.held, lambda name: _in_a_row([w.state[name] for w in work]))
+        row = rule._denominator(
+            numbers.group, numbers.learned_until, lambda name: _in_a_row([w.state[name] for w in work])
+        )
         pieces = row.sqrt_().split([w.param.numel() for w in work])
         tensors = tensors._replace(roots=[x.view(w.param.shape) for x, w in zip(pieces, work)])
     if tensors.draws:

@@ -42,7 +42,7 @@ def in_one_pass(rule: Rule, normals: Normals, plan: Plan) -> bool:
     for piece in plan.pieces:
         assert piece.known is not None
         numbers, (lists, places, _) = piece.work[0].numbers, piece.known
-        form = rule._form(numbers.group, numbers.held)
+        form = rule._form(numbers.group, numbers.learned_until)
         assert form is not None
         # the kernel writes by addresses, and autograd has to know that the tensors changed
         torch.autograd.graph.increment_version([x for xs in lists for x in xs])
@@ -64,7 +64,7 @@ def _in_blocks(form: Form, normals: Normals, piece: Piece, numbers: Coefficients
     (w,) = piece.work
     assert piece.known is not None and w.param.grad is not None
     fill, fill_last = normals.of(w, in_pieces=True), None
-    if piece.last is not None and _last_of(w)[1] >= 0:
+    if piece.last is not None and _last_key_and_count(w)[1] >= 0:
         fill_last = normals.of(w, last=True)
     theta, *kept = [places[0] if places else 0 for places in piece.known[1]]
     starts, item = [theta, w.param.grad.data_ptr(), *kept], piece.fresh.element_size()
@@ -113,7 +113,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
     for w in plan.noisy:
         group = w.group
         asked = group.get("foreach") is not None or group.get("differentiable")
-        if asked or not w.numbers.route.is_late or rule._form(group, w.numbers.held) is None:
+        if asked or not w.numbers.route.is_late or rule._form(group, w.numbers.learned_until) is None:
             return []
     dtypes = {w.param.dtype for w in plan.noisy}
     if len(dtypes) != 1 or not dtypes.issubset(_DTYPES) or not all([w.param.is_cpu for w in plan.noisy]):
@@ -127,10 +127,10 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
     for w in plan.noisy:
         if w.param.numel() > BLOCK:
             mine_last = last if w.redraws else None
-            pieces.append(Piece([w], (w.param.numel(),), True, fresh, mine_last, _nothing, _nothing))
+            pieces.append(Piece([w], (w.param.numel(),), True, fresh, mine_last, _no_draws, _no_draws))
             continue
         # a piece has equal numbers, one key and count of the last draws, and at most BLOCK elements
-        together = small.setdefault((id(w.numbers), *_last_of(w)), [[]])
+        together = small.setdefault((id(w.numbers), *_last_key_and_count(w)), [[]])
         if sum([x.param.numel() for x in together[-1]]) + w.param.numel() > BLOCK:
             together.append([])
         together[-1].append(w)
@@ -138,7 +138,7 @@ def _pieces(rule: Rule, normals: Normals, plan: Plan) -> list[Piece]:
     return pieces
 
 
-def _last_of(w: Work) -> tuple[int, int]:
+def _last_key_and_count(w: Work) -> tuple[int, int]:
     """Return the key and the count of a last draw that is made again; (-1, -1) if there is none, or if it is kept."""
     of, at = AGAIN[0]
     return (w.state.get(of, -1), w.state.get(at, -1)) if w.redraws else (-1, -1)
@@ -152,7 +152,7 @@ def _together(normals: Normals, work: list[Work], fresh: Tensor, last: Tensor | 
         fill = normals.filler(list(fresh.split(sizes)), work, 0)
     else:
         fill = partial(_draw, normals, work, fresh)
-    fill_last = _nothing if last is None else partial(_redraw, normals, work, last)
+    fill_last = _no_draws if last is None else partial(_redraw, normals, work, last)
     return Piece(work, sizes, False, fresh, last, fill, fill_last)
 
 
@@ -164,14 +164,14 @@ def _draw(normals: Normals, work: list[Work], fresh: Tensor) -> None:
 
 def _redraw(normals: Normals, work: list[Work], last: Tensor) -> None:
     """Overwrite ``last`` with the last draws of small leaves; with zeros if there are none yet."""
-    key, count = _last_of(work[0])
+    key, count = _last_key_and_count(work[0])
     if count >= 0:
         normals.row(last, work, 0, key, count)
     else:
         last.zero_()
 
 
-def _nothing() -> None:
+def _no_draws() -> None:
     """Do nothing, in place of a function that fills draws."""
 
 
@@ -185,7 +185,7 @@ def _fits(rule: Rule, piece: Piece) -> bool:
         return True
     piece.known = None
     numbers = piece.work[0].numbers
-    velocity, form = numbers.linear.velocity, rule._form(numbers.group, numbers.held)
+    velocity, form = numbers.linear.velocity, rule._form(numbers.group, numbers.learned_until)
     if form is None or not all([form.square in w.state for w in piece.work]):  # torch makes its state in the first step
         return False
     lists = [

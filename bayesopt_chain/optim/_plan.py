@@ -138,17 +138,17 @@ class Numbers:
         noise: the coefficients of the noise; all 0 at temperature 0.
         branches: for the momentum branch and for the direct branch, the tuple ``(step size, coefficient of the last draw,
             coefficient of this draw)``.
-        held: the number of the last update in which the denominator learned; the current one if it is not frozen.
+        learned_until: the number of the last update in which the denominator learned; the current one if it is not frozen.
         route: where the noise is added.
     """
 
-    __slots__ = ("before", "branches", "clock", "group", "has_velocity", "held", "linear", "noise", "route")
+    __slots__ = ("before", "branches", "clock", "group", "has_velocity", "learned_until", "linear", "noise", "route")
 
     def __init__(self, group: dict[str, Any], clock: Clock, before: Before | None, has_velocity: bool) -> None:
         self.group, self.clock, self.before, self.has_velocity = group, clock, before, has_velocity
 
     def work_out(self, rule: Rule, temperature: float) -> Route:
-        """Compute ``linear``, ``noise``, ``branches``, ``held`` and ``route`` from the numbers of the group.
+        """Compute ``linear``, ``noise``, ``branches``, ``learned_until`` and ``route`` from the numbers of the group.
 
         Returns:
             The route.
@@ -156,7 +156,7 @@ class Numbers:
         group, updates = self.group, self.clock.updates
         self.linear = linear = rule._linear(group, self.clock)
         self.noise = rule._noise(linear, temperature, self.before) if temperature > 0.0 else Noise()
-        self.held = min(updates, group.get("freeze_after") or updates)
+        self.learned_until = min(updates, group.get("freeze_after") or updates)
         noise = self.noise
         self.branches = (
             (linear.step_size, noise.previous, noise.current),
@@ -164,15 +164,15 @@ class Numbers:
         )
         adds = noise.current > 0.0 or noise.previous != 0.0
         # adaptive rules make D in torch's step, and noise that is added before it would have to know D
-        in_front = not rule.adaptive and self.has_velocity and linear.momentum >= LEAST_MOMENTUM
-        is_early = adds and in_front and linear.step_size > 0.0
+        before_step = not rule.adaptive and self.has_velocity and linear.momentum >= LEAST_MOMENTUM
+        is_early = adds and before_step and linear.step_size > 0.0
         self.route = Route(
             is_noisy=temperature > 0.0,
             is_early=is_early,
             is_late=adds and not is_early,
             velocity=linear.velocity,
             has_direct=linear.direct > 0.0,
-            is_frozen=self.held < updates,
+            is_frozen=self.learned_until < updates,
         )
         return self.route
 
@@ -209,7 +209,7 @@ class Work(NamedTuple):
 
     def denominator(self, rule: Rule, block: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Return ``D`` of the leaf, or of the block of it that ``block`` selects from a tensor."""
-        return rule._denominator(self.group, self.numbers.held, lambda name: block(self.state[name]))
+        return rule._denominator(self.group, self.numbers.learned_until, lambda name: block(self.state[name]))
 
 
 class Tensors(NamedTuple):
@@ -394,13 +394,13 @@ class Plan:
         alike: lists of leaves that share one :class:`Numbers`.
         noisy, frozen, redrawn: the leaves that get noise, whose denominator no longer learns, whose last draw is made again.
         groups: the parameter groups of the noisy leaves.
-        in_front, behind: the leaves that get noise before torch's step, and after it.
+        before_step, after_step: the leaves that get noise before torch's step, and after it.
         moves: the calls of torch's fused SGD kernel; ``None`` until a step makes them.
         pieces: the calls of the kernel for adaptive rules; ``None`` until a step makes them.
         one_pass: whether that kernel made the last step.
         settled: whether, at equal numbers in the groups, the next step has the coefficients of the last one.
         repeats: whether this step has the coefficients of the last one.
-        rescaled, coasting: lists of leaves whose velocities are multiplied before torch's step, or moved along after it.
+        rescaled, discarding: lists of leaves whose velocities are multiplied before torch's step, or moved along after it.
     """
 
     def __init__(self, work: list[Work], together: bool = False) -> None:
@@ -415,8 +415,8 @@ class Plan:
         self.groups = list({id(w.group): w.group for w in noisy}.values())
         self.redrawn = [w for w in noisy if w.redraws]
         most = math.inf if together else BLOCK
-        self.in_front = Place([w for w in noisy if w.numbers.route.is_early], most=most)
-        self.behind = Place(
+        self.before_step = Place([w for w in noisy if w.numbers.route.is_early], most=most)
+        self.after_step = Place(
             [w for w in noisy if w.numbers.route.is_late],
             [w for w in noisy if w.numbers.route.has_direct],
             most=most,
@@ -439,7 +439,7 @@ class Plan:
         self.settings = [Settings(group) for group in rule.param_groups]
         self.remembered = []
         for w in self.work:
-            route, form = w.numbers.route, rule._form(w.group, w.numbers.held)
+            route, form = w.numbers.route, rule._form(w.group, w.numbers.learned_until)
             names = [
                 "noise",
                 *([form.square] if form is not None else []),
@@ -508,7 +508,7 @@ class Plan:
     def _sort(self) -> None:
         """Find the leaves whose velocities need more than torch's step does to them."""
         self.rescaled = [leaves for leaves in self.alike if leaves[0].numbers.noise.velocity_scale != 1.0]
-        self.coasting = [leaves for leaves in self.alike if leaves[0].numbers.noise.coasts]
+        self.discarding = [leaves for leaves in self.alike if leaves[0].numbers.noise.discarded]
 
 
 def has_drawn(state: dict[str, Any]) -> bool:

@@ -98,7 +98,7 @@ def _places(who: str, room: Room, group: dict[str, Any]) -> list[int]:
     return [told[path] for path in room.paths]
 
 
-def require_together(who: str, plan: Plan, group: dict[str, Any]) -> None:
+def require_all_noisy(who: str, plan: Plan, group: dict[str, Any]) -> None:
     """Check that all parameters get noise in this step, with equal numbers.
 
     Raises:
@@ -116,7 +116,7 @@ def require_together(who: str, plan: Plan, group: dict[str, Any]) -> None:
         )
 
 
-def leaving(
+def fill_with_room(
     room: Room, group: dict[str, Any], fill: Callable[[], object], draws: Sequence[Tensor]
 ) -> Callable[[], None]:
     """Make a ``fill()`` whose draws leave room for the noise of the minibatches.

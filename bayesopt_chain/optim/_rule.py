@@ -88,7 +88,7 @@ class Noise:
     Attributes:
         current, previous: ``e = current w_t + previous w_{t-1}``.
         velocity_scale: the factor by which the velocity is multiplied before torch's step.
-        coasts: after a step of momentum 0, the factor of the old velocity that is subtracted from the parameter.
+        discarded: after a step of momentum 0, the factor of the old velocity that is subtracted from the parameter.
         direct, direct_previous: ``e_1 = direct w_t + direct_previous w_{t-1}``, with draws independent of those of ``e``.
         before: the numbers that the next step needs; ``None`` if nothing was drawn yet.
     """
@@ -96,7 +96,7 @@ class Noise:
     current: float = 0.0
     previous: float = 0.0
     velocity_scale: float = 1.0
-    coasts: float = 0.0
+    discarded: float = 0.0
     direct: float = 0.0
     direct_previous: float = 0.0
     before: Before | None = None
@@ -123,9 +123,9 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     noise = Noise(before=before)
     # with neither a rate nor a draw there is no noise, and nothing to remember
     if linear.step_size * linear.gain > 0.0:
-        _moving(noise, linear, temperature, before)
+        _momentum_branch(noise, linear, temperature, before)
     elif before is not None and linear.momentum:
-        _standing(noise, linear, before)
+        _momentum_branch_at_rest(noise, linear, before)
     if linear.direct > 0.0 and noise.before is not None:
         # the direct branch is one of momentum 0 with the rate h_1
         now = law.level(linear.direct, 0.0, temperature)
@@ -141,7 +141,7 @@ def noise_of(linear: Linear, temperature: float, before: Before | None) -> Noise
     return noise
 
 
-def _moving(noise: Noise, linear: Linear, temperature: float, before: Before | None) -> None:
+def _momentum_branch(noise: Noise, linear: Linear, temperature: float, before: Before | None) -> None:
     """Set the noise of the momentum branch for a step of positive rate ``h b``."""
     mu, b, rate = linear.momentum, linear.gain, linear.step_size * linear.gain
     now = law.level(rate, mu, temperature, mu * linear.shrink / rate)
@@ -153,14 +153,14 @@ def _moving(noise: Noise, linear: Linear, temperature: float, before: Before | N
         k = law.scheduled_noise(now, before.level, before.surplus, own, where=_pick)
         noise.previous = b * k.previous
         if not mu:
-            noise.coasts = linear.step_size * k.velocity / before.gain
+            noise.discarded = linear.step_size * k.velocity / before.gain
         elif not (before.momentum and k.velocity == own):
             noise.velocity_scale = k.velocity * b / (mu * before.gain)
     noise.current = b * k.current
     noise.before = Before(*now, b, k.surplus, 0.0, 0.0)
 
 
-def _standing(noise: Noise, linear: Linear, before: Before) -> None:
+def _momentum_branch_at_rest(noise: Noise, linear: Linear, before: Before) -> None:
     """Set the noise of the momentum branch for a step of rate 0, which does not move the parameter.
 
     The velocity still gets the noise that the last step left to it. The next step reverses it, since a momentum of -1 is

@@ -41,11 +41,11 @@ from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.links.room import Room, room_of
 from bayesopt_chain.optim import _arguments, _heat, _noise, _refusals, _shards
 from bayesopt_chain.optim._frozen import move_frozen, without_gradients
-from bayesopt_chain.optim._injection import add_behind, add_in_front, remember
+from bayesopt_chain.optim._injection import add_after_step, add_before_step, remember
 from bayesopt_chain.optim._one_pass import in_one_pass
 from bayesopt_chain.optim._plan import REMEMBERED, Clock, Form, Numbers, Plan, Work, has_drawn, last_step
 from bayesopt_chain.optim._ranks import OnRanks
-from bayesopt_chain.optim._room import require_room, require_saved, require_together
+from bayesopt_chain.optim._room import require_all_noisy, require_room, require_saved
 from bayesopt_chain.optim._rule import Before, Linear, Noise, noise_of
 from bayesopt_chain.optim._thermal import leaves_of
 
@@ -142,7 +142,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             "keep_draws": keep_draws,
         }
         ours |= {"freeze_after": freeze_after, "heat_guard": heat_guard, "steps_per_epoch": steps_per_epoch}
-        with _arguments.said_with(lambda: f"{self._name}()"):
+        with _arguments.with_call(lambda: f"{self._name}()"):
             given = inspect.signature(super().__init__).bind(params, *args, **kwargs).arguments
         _arguments.require(self._name, {**given, **ours})
         if stream is not None and stream not in _noise.STREAMS:
@@ -194,7 +194,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         self._is_constructing, self._generator = True, generator
         self._seed = None if generator is None else generator.initial_seed()  # a run on disk compares it
         shown = {k: v for k, v in given.items() if k != "params"}
-        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **shown})):
+        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **shown})):
             super().__init__(params, *args, **kwargs)
         if generator is not None:  # at temperature 0 too: the generator is not kept until the temperature is raised
             self._draw_key()
@@ -237,7 +237,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         if is_noisy:
             self._check_group(options)
         _arguments.require_moves(self._name, options)
-        with _arguments.said_with(lambda: f"{self._name}.add_param_group(param_group)"):
+        with _arguments.with_call(lambda: f"{self._name}.add_param_group(param_group)"):
             super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("noise_key", next((g["noise_key"] for g in self.param_groups[:-1]), None))
@@ -429,7 +429,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             if cache.shards is None and are_spread([group["params"] for group in self.param_groups]):
                 cache.shards = _shards.Shards()
                 if self.heat_guard is not None:
-                    _heat.say_unwatched(self)
+                    _heat.warn_unwatched(self)
         if cache.shards is None:
             return self._run()
         with torch.no_grad(), cache.shards.entered(self):
@@ -445,7 +445,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         witness = self._witness if plan.noisy and _HAS_RANKS and dist.is_initialized() else None
         if witness is not None:
             witness.look(lambda: self._claims(plan.noisy), plan.noisy[0].param)
-        add_in_front(self, cache.normals, plan)
+        add_before_step(self, cache.normals, plan)
         if not (self.adaptive and in_one_pass(self, cache.normals, plan)):
             if plan.frozen:
                 with without_gradients([w.param for w in plan.frozen]):
@@ -453,7 +453,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 move_frozen(self, plan.frozen)
             else:
                 self._move(plan)
-            add_behind(self, cache.normals, plan)
+            add_after_step(self, cache.normals, plan)
         # a step that repeats the last one leaves all numbers in the state as they are, except counts of draws
         if plan.redrawn or not plan.repeats:
             remember(self, plan)
@@ -498,7 +498,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
                 work += self._work(group, numbers, temperature)
         plan = Plan(work, together=self.room is not None)
         if self.room is not None and plan.noisy:
-            require_together(self._name, plan, self.param_groups[0])
+            require_all_noisy(self._name, plan, self.param_groups[0])
         return plan
 
     def _work(self, group: dict[str, Any], numbers: list[int], temperature: float) -> list[Work]:
@@ -534,7 +534,7 @@ class Sampling(OnRanks, torch.optim.Optimizer):
         """Return the coefficients of the noise of a step; raise ValueError if there are none."""
         _refusals.check_lr(self._name, linear)
         noise = noise_of(linear, temperature, before)
-        if noise.coasts and self.adaptive:
+        if noise.discarded and self.adaptive:
             raise ValueError(
                 f"{self._name}: a momentum that falls to 0 cannot be followed at temperature > 0; keep it above 0"
             )

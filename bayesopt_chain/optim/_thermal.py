@@ -52,9 +52,9 @@ def _leaf(rule: Rule, group: dict[str, Any], state: dict[str, Any], temperature:
     gain: float | Tensor = direct + branch
     if rule.adaptive:
         # the denominator of the last update, since torch's step has not been made yet
-        held = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
+        learned_until = min(clock.updates - 1, group.get("freeze_after") or clock.updates)
         with torch.no_grad():
-            gain = gain / rule._denominator(group, held, state.__getitem__).double()
+            gain = gain / rule._denominator(group, learned_until, state.__getitem__).double()
     # a decoupled decay is no part of the gradient, so that the thermometer cannot account for it
     decay = float(group.get("weight_decay") or 0.0)
     return ThermalLeaf(

@@ -59,7 +59,7 @@ class Optimizer(OnRanks, torch.optim.Optimizer):
         _arguments.require(self._name, {"params": params, "make_chain": make_chain, **defaults})
         self._make_chain = make_chain
         self._chains: list[_Built] = []
-        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **defaults})):
+        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **defaults})):
             super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

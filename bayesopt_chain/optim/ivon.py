@@ -111,7 +111,7 @@ class IVON(OnRanks, torch.optim.Optimizer):
         # pairs of a local parameter and its mean while the parameters hold a draw, else None
         self._means: list[tuple[Tensor, Tensor]] | None = None
         self._has_draw = False  # whether a draw was made since the last step
-        with _arguments.said_with(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
+        with _arguments.with_call(lambda: _arguments.call_of(self._name, {"params": "...", **given})):
             super().__init__(params, {**given, "noise_count": 0})
         key = _noise.shared_key(generator, self.param_groups)
         for group in self.param_groups:

@@ -103,12 +103,12 @@ class ModelStep:
     def _pack(self) -> dict[str, Any]:
         """Return the state of optimizer, buffers, step and scheduler as nested dictionaries of tensors."""
         out = {
-            "optimizer": _tensors(self.optimizer.state_dict()),
+            "optimizer": _to_tensors(self.optimizer.state_dict()),
             "buffers": {name: b.detach() for name, b in self._buffers.items()},
-            "step": _tensors({"key": self._key, "count": self._count}),
+            "step": _to_tensors({"key": self._key, "count": self._count}),
         }
         if self.scheduler is not None:
-            out["scheduler"] = _tensors(self.scheduler.state_dict())
+            out["scheduler"] = _to_tensors(self.scheduler.state_dict())
         return out
 
     @torch.no_grad()
@@ -131,16 +131,16 @@ class ModelStep:
             for name, p in self._named.items():
                 p.copy_(params[name])
         if state is not self.state:
-            saved = _restored(state["optimizer"], self.optimizer.state_dict())
-            # torch numbers parameters by integers, and _tensors writes all keys as strings
+            saved = _from_tensors(state["optimizer"], self.optimizer.state_dict())
+            # torch numbers parameters by integers, and _to_tensors writes all keys as strings
             saved["state"] = {int(k): v for k, v in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
             for name, value in state["buffers"].items():
                 self._buffers[name].copy_(value)
-            position = _restored(state["step"])
+            position = _from_tensors(state["step"])
             self._key, self._count = position["key"], position["count"]
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(_restored(state["scheduler"], self.scheduler.state_dict()))
+                self.scheduler.load_state_dict(_from_tensors(state["scheduler"], self.scheduler.state_dict()))
 
 
 def as_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: ModelLoss, *, scheduler: Any = None) -> ModelStep:
@@ -195,51 +195,51 @@ def _identity(optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
     return describe(about)
 
 
-def _tensors(x: Any) -> Any:
+def _to_tensors(x: Any) -> Any:
     """Write nested dictionaries and lists as dictionaries that hold tensors only.
 
     A number becomes ``{"number": 0-d tensor}``, and a list ``{"[0]": ..., "[1]": ...}``. Entries of a dictionary that cannot be
     written so, such as strings, are left out.
     """
     if isinstance(x, dict):
-        return {str(k): _tensors(v) for k, v in x.items() if _holds(v)}
+        return {str(k): _to_tensors(v) for k, v in x.items() if _has_tensor_form(v)}
     if isinstance(x, (list, tuple)):
-        return {f"[{i}]": _tensors(v) for i, v in enumerate(x)}
+        return {f"[{i}]": _to_tensors(v) for i, v in enumerate(x)}
     if torch.is_tensor(x):
         return x.detach()
     return {"number": torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None, device="cpu")}
 
 
-def _holds(x: Any) -> bool:
-    """Return whether :func:`_tensors` can write a value as tensors."""
+def _has_tensor_form(x: Any) -> bool:
+    """Return whether :func:`_to_tensors` can write a value as tensors."""
     if isinstance(x, dict):
         return True
     if isinstance(x, (list, tuple)):
-        return all(map(_holds, x))
+        return all(map(_has_tensor_form, x))
     return torch.is_tensor(x) or isinstance(x, (bool, int, float))
 
 
-def _restored(saved: Any, like: Any = None) -> Any:
-    """Invert :func:`_tensors`.
+def _from_tensors(saved: Any, like: Any = None) -> Any:
+    """Invert :func:`_to_tensors`.
 
     Args:
-        saved: the result of :func:`_tensors`.
+        saved: the result of :func:`_to_tensors`.
         like: a value of the same structure, if there is one. It tells lists from tuples, and provides the entries that
-            :func:`_tensors` left out.
+            :func:`_to_tensors` left out.
 
     Returns:
-        The nested dictionaries, lists, tensors and numbers that :func:`_tensors` was given.
+        The nested dictionaries, lists, tensors and numbers that :func:`_to_tensors` was given.
     """
     if isinstance(saved, dict) and saved.keys() == {"number"}:
         return saved["number"].item()
     if isinstance(saved, dict) and (isinstance(like, (list, tuple)) or (saved and all(k[:1] == "[" for k in saved))):
         saved = [saved[f"[{i}]"] for i in range(len(saved))]
         mine = list(like) if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
-        out = [_restored(v, m) for v, m in zip(saved, mine)]
+        out = [_from_tensors(v, m) for v, m in zip(saved, mine)]
         return out if isinstance(like, list) else tuple(out)
     if isinstance(saved, dict):
         mine = like if isinstance(like, dict) else {}
-        out = {k: _restored(saved[str(k)], v) if str(k) in saved else v for k, v in mine.items()}
+        out = {k: _from_tensors(saved[str(k)], v) if str(k) in saved else v for k, v in mine.items()}
         known = {str(k) for k in mine}
-        return {**out, **{k: _restored(v) for k, v in saved.items() if k not in known}}
+        return {**out, **{k: _from_tensors(v) for k, v in saved.items() if k not in known}}
     return saved

@@ -230,7 +230,7 @@ class Batch:
             raise ValueError(f"capture: the batch has the structure {spec}, captured was {self.spec}; capture again")
         for n, (x, mine) in enumerate(zip(leaves, self.leaves)):
             if torch.is_tensor(mine):
-                same = torch.is_tensor(x) and _looks(x) == _looks(mine)
+                same = torch.is_tensor(x) and _signature(x) == _signature(mine)
             else:
                 same = type(x) is type(mine) and x == mine
             if not same:
@@ -270,7 +270,7 @@ class Batch:
         return self.spec.unflatten([next(given) if torch.is_tensor(x) else x for x in self.leaves])
 
 
-def _looks(x: Tensor) -> tuple[Any, ...]:
+def _signature(x: Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that a recorded program depends on."""
     return x.shape, x.dtype, x.device, x.layout
 

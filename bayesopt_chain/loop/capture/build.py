@@ -125,7 +125,7 @@ def capture(
             raise ValueError(f"capture: each step takes the next batch of {data!r}; leave batch_dim= out")
         step, batch, batch_dim = by_rows(_pure(step), data), rows_ahead(data, steps), 0 if steps > 1 else None
     body = Body(_pure(step), params, state, batch, steps, batch_dim, draws)
-    chosen = backend or _best(body)
+    chosen = backend or _fastest_backend(body)
 
     def recorded(body: Body) -> Program:
         """Trace the step for one shape of batches, and make its replay."""
@@ -164,7 +164,7 @@ def _in_place(step: Any) -> Callable:
     return replace(step, inplace=True, fused=fused.recognise(step.tx))
 
 
-def _best(body: Body) -> Backend:
+def _fastest_backend(body: Body) -> Backend:
     """Return the fastest backend for the device of the parameters; warn once if there is no C++ compiler."""
     if body.static and body.static[0].device.type == "cuda":
         return "cuda"

@@ -90,7 +90,7 @@ class Captured:
         """
         thread = threading.current_thread()
         if self._owner is not thread:
-            self._refuse_a_second(thread)
+            self._refuse_second_thread(thread)
         # the owner does not wait: a lock that it finds taken is that of its own call, which would never end
         if not self._lock.acquire(blocking=self._clone and self._owner is not thread):
             raise CaptureError("capture: the step is called from within a call of itself; capture one step for each")
@@ -102,7 +102,7 @@ class Captured:
                 self._owner = None
             self._lock.release()
 
-    def _refuse_a_second(self, thread: threading.Thread) -> None:
+    def _refuse_second_thread(self, thread: threading.Thread) -> None:
         """Raise CaptureError if another living thread holds the static buffers."""
         owner = self._owner
         if not self._clone and owner is not None and owner.is_alive():
