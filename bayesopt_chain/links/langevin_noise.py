@@ -174,7 +174,7 @@ class ExplicitLangevinNoise(FilteredNoise):
 
     def init(self, leaves: Leaves, context: LinkContext) -> FilteredNoiseState:
         state = super().init(leaves, context)
-        # ``gain`` times the scale bounds by how much one step's noise moves a parameter.
+        # ``scale`` times ``gain`` is about the size of the step that the noise makes in a parameter.
         scale, gain = self.scale(state.step), self.lr * sum(map(abs, (*self.current, *self.later)))
         for j, leaf in zip(context.index, leaves):
             plain = is_plain(leaf, *([scale] if isinstance(scale, Tensor) else []))
@@ -227,7 +227,8 @@ class LangevinInjection:
         places = sorted((j, n) for n, noise_input in enumerate(noise_inputs) for j in noise_input.leaves)
         row = {place: k for k, place in enumerate(places)}
         self.rows = [[row[j, n] for j in noise_input.leaves] for n, noise_input in enumerate(noise_inputs)]
-        # Every noise input has numbers of its own in the stream, so that the noises of one leaf are independent.
+        # Every noise input has two numbers of its own in the stream, for the two draws that a process may take. The noises of
+        # one leaf are therefore independent.
         numbers = tuple([keyed_stream.draw_number(leaf_numbers[j], 2 * n) for j, n in places])
         self.leaves: Sequence[int] = [j for j, _ in places]
         self.by_leaf: Mapping[str, Sequence[int]] = {"memory": self.leaves}

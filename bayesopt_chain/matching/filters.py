@@ -244,7 +244,8 @@ class Scheduled:
         for (gain, mu), c in zip(self.branches, before.surplus):
             level = law.level(rate * gain, mu, temperature, self.decay)
             last_level = law.level(last * gain, mu, last_temperature, self.decay)
-            own = mu * (last_front / pick(now.front > 0, now.front, 1.0))  # what the link's momentum amounts to
+            # The momentum of the link, in units of the velocity in which the gradient enters with weight 1.
+            own = mu * (last_front / pick(now.front > 0, now.front, 1.0))
             if self.order == 1:
                 k = law.white_noise(level, last_level._replace(half=pick(began, last_level.half, 0.0)), mu, where=pick)
             else:

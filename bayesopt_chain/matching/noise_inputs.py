@@ -8,13 +8,13 @@ Leaves on which the same links act are treated together. For them the noise ente
   not the noise;
 * at the place where ``inject_langevin_noise`` stands in the chain, if there is neither.
 
-All links from the place of entry on are linear, and because of this noise at the head of the linear part can be replaced by
-noise at that place. Write ``F = G f``, where ``G`` is the product of the gains that change with time and ``f`` a constant
-filter. Let ``P_b`` be the product of the preconditioners before the place of entry, ``P_a`` that of the preconditioners behind
-it, ``P = P_b P_a``, and ``G_b`` the product of the changing gains before it. Noise of the spectrum ``Psi P^-1`` at the head
-(``Psi`` as in :mod:`bayesopt_chain.matching.law`) has the same effect as noise of the spectrum ``G_b^2 Psi P_b / P_a`` at the
-place of entry. A weight decay behind a link with memory adds a spectrum of its own, to which only the preconditioners in front
-of that decay apply. It becomes a second noise input, whose draws are independent.
+By linearity, noise at the head (the input) of the linear part can be replaced by noise at any later place. Write ``F = G f``,
+where ``G`` is the product of the gains that change with time and ``f`` a constant filter. Let ``P_b`` be the product of the
+preconditioners before the place of entry, ``P_a`` that of the preconditioners behind it, ``P = P_b P_a``, and ``G_b`` the
+product of the changing gains before it. Noise of the spectrum ``Psi P^-1`` at the head (``Psi`` as in
+:mod:`bayesopt_chain.matching.law`) has the same effect as noise of the spectrum ``G_b^2 Psi P_b / P_a`` at the place of entry.
+A weight decay behind a link with memory adds a spectrum of its own, to which only the preconditioners in front of that decay
+apply. It becomes a second noise input, whose draws are independent.
 
 Matched noise of heavy-ball momentum, ``e_t = c (xi_t + xi_{t-1})``, needs no tensor for the last draw, because the velocity
 can keep it. Let ``v_t = mu v_{t-1} + b (g_t + e_t)`` with ``b = 1 - dampening``. In terms of ``q_t = v_t + (c / mu) b xi_t``
@@ -23,7 +23,7 @@ this is
     v_t = mu q_{t-1} + b (g_t + c xi_t),    theta <- theta - lr v_t,    q_t = v_t + d c xi_t,    d = b / mu.
 
 The noise that enters is then white with the factor ``c``, and after the step the velocity receives ``d`` times that noise for
-the next step; ``d`` is called ``deferred_gain``. ``mu q`` is the velocity of BAOAB behind its Ornstein-Uhlenbeck step
+the next step; ``d`` is called ``deferred_gain``. ``mu q`` is the velocity of BAOAB after its Ornstein-Uhlenbeck step
 (Leimkuhler and Matthews 2013). With little momentum ``d`` is large, so that the velocity would be mostly noise or overflow.
 Below ``LEAST_MOMENTUM`` the noise therefore remembers its last draw in a tensor of its own.
 """
