@@ -40,7 +40,7 @@ class FiniteCheck:
         """
         self.calls += 1
         leaves: list[Any] = optree.tree_leaves(grads)
-        # of DTensors every rank has to find the same, or some ranks would raise and the others wait for them
+        # all ranks that hold parts of the gradient must agree: if only some of them raised, the others would wait for them
         flag = everywhere(all_finite([loss, *map(local, leaves)]), leaves)
         if tracing.is_hidden(flag) or bool(flag):
             return flag

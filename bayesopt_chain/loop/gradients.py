@@ -184,7 +184,7 @@ def _require_less_noise(seen: float, together: float, squared: float, spread: fl
         together, squared, spread: the sums of ``<g, c>``, ``|c|^2`` and ``d^2`` over these steps.
     """
     saved = (2 * together - squared) / seen
-    # the last term is rounding error, which must not count where g and c are equal in every step
+    # the last term allows for rounding errors of d
     if saved < -CERTAIN * math.sqrt(max(spread / seen - saved**2, 0.0) / seen) - 1e-12 * squared:
         raise ValueError(
             f"bc.gradients: the corrections leave more noise than the plain gradients of the batches have: over the last "
@@ -235,8 +235,8 @@ def noise_left(estimator: GradientEstimator, params: Any, batches: Iterable[Any]
 
     Args:
         estimator: an estimator that subtracts a correction.
-        params: the parameters at which to measure, such as a draw from the posterior. At the reference itself the result is
-            always 0, which says nothing about other parameters.
+        params: the parameters at which to measure, such as a draw from the posterior. At the reference itself the corrections
+            fit best, so that the result there says nothing about other parameters.
         batches: batches as the step gets them. At most 32 are used, and the position of ``bc.epochs(...)`` does not change.
         memory: the memory of the estimator (default: ``estimator.init(params)``).
 

@@ -9,11 +9,11 @@ If the velocity averages ``g / D`` (RMSprop), its part is ``V += D^(-1/2) e``. F
 ``V += e / mu`` before torch's step: torch's step multiplies the velocity by ``mu`` and moves the parameter by ``-h V``, which
 adds ``e`` to both as above.
 
-``e`` is ``current xi_t + previous xi_{t-1}``. The last draw ``xi_{t-1}`` is kept in ``optimizer.state[p]["noise"]``. Its term
-is added first, and then the new draw overwrites it, so that no further buffer is needed. If the group has
-``noise_kept=False``, the last draw is not kept: Philox makes it again, bit for bit, from its key ``state[p]["noise_of"]`` and
-its count ``state[p]["noise_at"]``. Small leaves with the same numbers are treated in one call. Large leaves are treated block
-by block, so that a block stays in cache.
+``e`` is ``current xi_t + previous xi_{t-1}``, with the standard normals ``xi_t`` of step ``t``. The last draw ``xi_{t-1}`` is
+kept in ``optimizer.state[p]["noise"]``. Its term is added first, and then the new draw overwrites it, so that no further buffer
+is needed. If the group has ``noise_kept=False``, the last draw is not kept: Philox makes it again, bit for bit, from its key
+``state[p]["noise_of"]`` and its count ``state[p]["noise_at"]``. Small leaves with the same numbers are treated in one call.
+Large leaves are treated block by block, so that a block stays in cache.
 """
 
 from __future__ import annotations

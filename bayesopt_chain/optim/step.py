@@ -55,16 +55,27 @@ class ModelStep:
         self._named, self._buffers = dict(named.named_parameters()), dict(named.named_buffers())
         self.params: dict[str, Tensor] = {name: p.detach() for name, p in self._named.items()}
         self._key, self._count = _noise.fresh_key(), 0
-        # ranks of one chain must agree on the seed of a step, of which _rank makes different ones on replicas
+        # the ranks of one chain need one key; on replicas _rank is added to it
         if are_spread(self.params) or replicated:
             self._key = gather_objects(self._key, None)[0]
         self._sources = list(self._named.values())
         self.state = self._pack()
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any], Info]:
+        """Make one step of the model, the optimizer and the scheduler.
+
+        Args:
+            params: tensors by name, as ``step.params``; other tensors than these are loaded into the model first.
+            state: as ``step.state``; another state is loaded first.
+            batch: passed on to the loss.
+
+        Returns:
+            ``(params, state, Info)``.
+        """
         checks.recording("as_step")
         self._load(params, state)
         self.optimizer.zero_grad(set_to_none=True)
+        # the random numbers of the model are seeded from the state, and the caller's generators are restored afterwards
         devices = sorted({p.device.index or 0 for p in self._sources if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.manual_seed(_noise.step_seed(self._key + self._rank, self._count))

@@ -91,6 +91,7 @@ class Lanes:
         self.block = _block(step.n, lane_graph.bytes_of_a_chain(graph, step.n, _own(body, graph)))
         self.batch = [_of_block(x, self.block) if own else x for x, own in zip(one, self.own)]
         each = len(self.axes)
+        # the step of a block takes the values of ``each`` as a second part of its batch
         part = Body(
             step.of_any(self.block),
             body.params.tree([_of_block(x, self.block) for x in body.params.buffers]),
@@ -103,6 +104,7 @@ class Lanes:
         graph, self.closed_over = trace(part)
         first = len(part.static)
         rows = lane_graph.Rows(graph, self.block, [*[True] * first, *self.own, *[False] * len(self.closed_over)])
+        # kernels of this library write rows of tables and normals in lanes, as inputs of the compiled graph
         rooms, places = lane_graph.lift_gathers(graph, rows)
         normals, fills = lane_graph.lift_normals(graph, rows, part.static)
         lane_graph.products(graph)

@@ -69,6 +69,7 @@ class Compiled:
         self.program = self._first
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call, and return the tensors of the report."""
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
@@ -126,6 +127,7 @@ class Interpreted:
         self.body, self.graph, self.closed_over = body, graph, closed_over
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call, and return the tensors of the report."""
         body = self.body
         with torch.no_grad():
             return body.together([self._step(body.batch.of_step(batch, k)) for k in range(body.steps)])
@@ -148,6 +150,7 @@ class Eager:
         self.body, self.step = body, step
 
     def __call__(self, batch: list[Tensor]) -> Sequence[Tensor]:
+        """Make all steps of a call, write the static buffers, and return the tensors of the report."""
         body, static = self.body, self.body.static
         new, reports = static, []
         with torch.no_grad():
@@ -228,6 +231,7 @@ class CudaGraph:
             ) from first
 
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        """Copy the batch into the graph's own, replay the graph, and return copies of the tensors of the report."""
         for mine, x in zip(self.batch, batch):
             mine.copy_(x.detach())
         self.graph.replay()
