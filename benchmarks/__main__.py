@@ -1,7 +1,8 @@
 """``python -m benchmarks``: this library, torchopt, torch.optim, posteriors and BlackJAX in one run on the same work.
 
 Prints the ratios that have a target, with their quartiles; writes them with every time, machine, versions and date to
-``benchmarks/results/`` and draws the cost against parameters, leaves and chains. ``--gpu`` runs the CUDA rows instead.
+``benchmarks/results/``. ``--gpu`` runs the CUDA rows instead; ``python -m benchmarks.scaling`` measures the cost against
+parameters, leaves and chains.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.measure import environment
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="the CUDA rows (needs a CUDA device)")
-    parser.add_argument("--quick", action="store_true", help="50 steps of the 5,000 chains, and no scaling figures")
+    parser.add_argument("--quick", action="store_true", help="50 steps of the 5,000 chains")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", help="the name of a row, a function of benchmarks/cpu.py, to measure again alone")
     args = parser.parse_args()
@@ -54,12 +55,6 @@ def main() -> None:
         at = works.index(row.work) if row.work in works else len(works)
         result["rows"][at : at + 1] = [mine]
         _write(args.out / f"{kind}.json", result)
-    if not (args.quick or args.gpu or args.only):
-        from benchmarks.scaling import curves, draw
-
-        result["scaling"] = curves()
-        _write(args.out / f"{kind}.json", result)
-        draw(result["scaling"], args.out / f"{kind}_scaling.png")
 
 
 def _write(path: Path, result: dict) -> None:

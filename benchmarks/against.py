@@ -194,7 +194,10 @@ def main() -> None:
         pairs = [(here.seconds(name, calls), there.seconds(name, calls)) for _ in range(arguments.rounds)]
         low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
         shortest = min(a for a, _ in pairs) / min(b for _, b in pairs)
-        rows.append({"case": name, "ratio": median, "low": low, "high": high, "of_shortest": shortest})
+        rounds = arguments.rounds
+        rows.append(
+            {"case": name, "rounds": rounds, "ratio": median, "low": low, "high": high, "of_shortest": shortest}
+        )
         print(f"{name:52} {median:.3f} ({low:.3f} to {high:.3f}), shortest {shortest:.3f}")
 
     def commit(path: Path) -> str:
@@ -203,6 +206,12 @@ def main() -> None:
         ).stdout.strip()
 
     both = {"this": commit(Path(__file__).parent), "other": commit(arguments.other)}
+    if arguments.only:  # cases measured again take their places among the others of the same two commits
+        before = json.loads(RESULTS.read_text())
+        if before["commits"] != both:
+            raise SystemExit(f"{RESULTS.name} is of {before['commits']}, not of {both}: measure all cases")
+        again = {row["case"]: row for row in rows}
+        rows = [again.pop(row["case"], row) for row in before["rows"]] + list(again.values())
     RESULTS.write_text(json.dumps({"commits": both, "environment": environment(), "rows": rows}, indent=1) + "\n")
 
 

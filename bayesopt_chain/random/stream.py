@@ -335,6 +335,24 @@ def _seeded(key: int, step: int, salt: int, size: int, dtype: torch.dtype, kind:
     return _from_bits(generator, size, dtype, kind).mul_(scale)
 
 
+def seeded_fill(buffer: Tensor, key: Tensor, step: Tensor, salt: int, scale: float) -> Callable[[], None]:
+    """A function that fills ``buffer`` with the normals of torch's generator for the values of ``key`` and ``step`` now.
+
+    Args:
+        buffer: a flat tensor on the CPU.
+        key, step: int64, 0-d.
+        salt: the number of the group of leaves that the buffer is for.
+        scale: the standard deviation.
+    """
+    generator = torch.Generator()
+
+    def fill() -> None:
+        generator.manual_seed(splitmix64(splitmix64(int(key) + salt) + int(step)))
+        buffer.normal_(0.0, scale, generator=generator)
+
+    return fill
+
+
 def _from_bits(generator: torch.Generator, size: int, dtype: torch.dtype, kind: str) -> Tensor:
     if kind == "uniform":
         return torch.empty(size, dtype=dtype, device=CPU).uniform_(generator=generator)

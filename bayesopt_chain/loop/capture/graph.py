@@ -14,6 +14,7 @@ from bayesopt_chain.loop.capture.buffers import Body
 from bayesopt_chain.loop.capture.errors import CaptureError, describe, first_line, is_about_values, users_line
 from bayesopt_chain.loop.module_state import keyed
 from bayesopt_chain.random.philox_cpu import normals_kernel
+from bayesopt_chain.random.stream import seeded_fill
 
 
 def trace(body: Body) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -155,23 +156,39 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
     buffers, fills = list[Tensor](), list[Callable[[], None]]()
     ops = torch.ops.bayesopt_chain
     places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
-        *about, dtype = node.args
-        key, step, *numbers = about
+
+    def told(node: torch.fx.Node) -> list[Tensor]:
+        """The static buffers that hold the key and the count; fewer than two if the graph computes one of them."""
+        return [static[i] for x in node.args[:2] if (i := places.get(_origin(x), len(static))) < len(static)]
+
+    def lifted(node: torch.fx.Node, dtype: torch.dtype) -> tuple[Tensor, torch.fx.Node]:
+        """A buffer in the place of the draw, and the further input of the graph that it is."""
         buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
         place = new_input(graph, f"draw_{len(buffers)}", node.meta)
-        # the static buffers that hold the key and the count; fewer than two if the graph computes one of them
-        known = [static[i] for x in (key, step) if (i := places.get(_origin(x), len(static))) < len(static)]
+        buffers.append(buffer)
+        node.replace_all_uses_with(place)
+        return buffer, place
+
+    for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
+        *about, dtype = node.args
+        known = told(node)
+        buffer, place = lifted(node, dtype)
         kernel = normals_kernel() if buffer.device.type == "cpu" else None
         if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):
             bind: Any = kernel
-            fills.append(bind.bound(buffer, *known, *map(tuple, numbers)))
+            fills.append(bind.bound(buffer, *known, *map(tuple, about[2:])))
         else:
             with graph.graph.inserting_before(node):
                 graph.graph.call_function(ops.philox_normals_.default, (place, *about))
-        node.replace_all_uses_with(place)
         graph.graph.erase_node(node)
-        buffers.append(buffer)
+    for node in graph.graph.find_nodes(op="call_function", target=ops.seeded_draw.default):
+        _, _, salt, _, dtype, kind, scale = node.args
+        known = told(node)
+        # draws of several chains, of other distributions, or by a computed count stay in the graph
+        if kind == "gaussian" and len(known) == 2 and all(x.ndim == 0 for x in known):
+            buffer, _ = lifted(node, dtype)
+            fills.append(seeded_fill(buffer, *known, salt, scale))
+            graph.graph.erase_node(node)
     graph.recompile()
     return buffers, fills
 
