@@ -777,10 +777,11 @@ def test_the_number_of_signatures_is_a_whole_one(signatures):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stream", ["philox", "generator"])
 @pytest.mark.skipif(not replays.compiler_found(), reason="needs a C++ compiler")
-def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are():
+def test_normals_are_drawn_before_the_program_where_key_and_count_stay_where_they_are(stream):
     """The noise of the step itself. What chains side by side draw, and by a count that the step makes, stays in the graph."""
-    tx = bc.with_stream(bc.sghmc(0.1, temperature=1.0), "philox")
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1.0), stream)
     step = bc.make_step(lambda w, batch: 0.0 * w.sum(), tx)
     torch.manual_seed(0)
     alone = torch.zeros(37)
