@@ -1,7 +1,8 @@
 """``python -m benchmarks.against OTHER_CHECKOUT``: this commit against another, case by case in one paired run.
 
-One process for each commit; they take turns at every case, and the ratios of neighbouring turns are kept. The other
-checkout only lends its package: ``git worktree add ../before COMMIT`` makes one.
+Two processes, one for each commit, take turns at a case, and the ratios of neighbouring turns, in processor time, are kept.
+Every case has processes of its own: where large tensors lie in memory depends on what a process did before, and changes their
+cases by a tenth. The other checkout only lends its package: ``git worktree add ../before COMMIT`` makes one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ CASES: dict[str, Callable[[Any], Callable[[], None]]] = {
 
 
 def work() -> None:
-    """Answer with the seconds of a call for each line: a case and a number of calls."""
+    """Answer with the processor seconds of a call for each line: a case and a number of calls."""
     import bayesopt_chain as bc
 
     torch.set_num_threads(1)
@@ -154,10 +155,10 @@ def work() -> None:
             torch.manual_seed(0)
             made[name] = CASES[name](bc)
             made[name]()
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(calls):
             made[name]()
-        print(json.dumps((time.perf_counter() - start) / calls), flush=True)
+        print(json.dumps((time.process_time() - start) / calls), flush=True)
 
 
 class Worker:
@@ -177,27 +178,38 @@ class Worker:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
 
 def main() -> None:
     from benchmarks.measure import environment
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of the other commit")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each pair of processes")
+    parser.add_argument("--processes", type=int, default=2, help="pairs of processes for each case")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
-    here, there = Worker(Path(__file__).parents[1]), Worker(arguments.other.resolve())
+    cases = [case for case in CASES if arguments.only in case]
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for name, times in pairs.items():
+        for _ in range(arguments.processes):
+            here, there = Worker(Path(__file__).parents[1]), Worker(arguments.other.resolve())
+            calls = max(1, int(0.05 / max(here.seconds(name, 3), 1e-6)))
+            there.seconds(name, calls)
+            times += [(here.seconds(name, calls), there.seconds(name, calls)) for _ in range(arguments.rounds)]
+            here.stop()
+            there.stop()
     rows = []
-    for name in [case for case in CASES if arguments.only in case]:
-        calls = max(1, int(0.05 / max(here.seconds(name, 3), 1e-6)))
-        there.seconds(name, calls)
-        pairs = [(here.seconds(name, calls), there.seconds(name, calls)) for _ in range(arguments.rounds)]
-        low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        shortest = min(a for a, _ in pairs) / min(b for _, b in pairs)
-        rounds = arguments.rounds
-        rows.append(
-            {"case": name, "rounds": rounds, "ratio": median, "low": low, "high": high, "of_shortest": shortest}
-        )
+    for name, times in pairs.items():
+        low, median, high = statistics.quantiles([a / b for a, b in times], n=4)
+        shortest = min(a for a, _ in times) / min(b for _, b in times)
+        about = {"case": name, "processes": arguments.processes, "rounds": arguments.rounds}
+        rows.append({**about, "ratio": median, "low": low, "high": high, "of_shortest": shortest})
         print(f"{name:52} {median:.3f} ({low:.3f} to {high:.3f}), shortest {shortest:.3f}")
 
     def commit(path: Path) -> str:

@@ -6,11 +6,14 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import bayesopt_chain as bc
 from bayesopt_chain.loop.capture import lane_kernels, lanes, replays
 from bayesopt_chain.loop.capture.lanes import Lanes
+from tests.distributed.ranks import run
 
 pytestmark = [
     pytest.mark.slow,
@@ -277,3 +280,45 @@ def test_a_chain_sees_its_own_part_of_any_leaf():
             room += 1
             move.store(20, 7)
             assert torch.equal(own, want)
+
+
+def lanes_of(n: int, mesh: Any = None) -> tuple[list[int], Any, str]:
+    """Numbers, parameters after three captured steps, and the way they were made: of ``n`` chains, or of this rank's."""
+    lanes.FEWEST, lanes._CACHE = 64, 1  # on a rank, in a process of its own; elsewhere the fixtures put them back
+    tx = bc.with_stream(bc.sghmc(0.1, temperature=1 / N), "philox")
+    chains = bc.parallel(bc.make_step(loss, tx), n, batch_dim=(None, None, 0), mesh=mesh)
+    g = torch.Generator().manual_seed(1)
+    every = {"w": torch.randn(n, D, generator=g), "b": torch.randn(n, generator=g)}
+    params = every if mesh is None else chains.mine(every)
+    numbers = list(chains.numbers)
+    rows = rows_of(n, 3)[:, numbers]
+    state = chains.init(tx, params, seed=3)
+    fast = bc.capture(chains, params, state, (*data(), rows[0]))
+    for k in range(3):
+        params, state, _ = fast(params, state, (*data(), rows[k]))
+    return numbers, {name: p.clone() for name, p in params.items()}, type(fast._program.replay).__name__
+
+
+def lanes_on_rank(n: int) -> tuple[list[int], Any, str]:
+    return lanes_of(n, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def test_chains_of_several_ranks_in_lanes_are_those_of_one_process(tmp_path):
+    n = 150
+    alone, ranks = run(lanes_on_rank, 1, tmp_path, n)[0], run(lanes_on_rank, 2, tmp_path, n)
+    assert {way for *_, way in (alone, *ranks)} == {"Lanes"}
+    assert [i for numbers, *_ in ranks for i in numbers] == list(range(n))
+    for name, whole in alone[1].items():
+        assert torch.equal(torch.cat([params[name] for _, params, _ in ranks]), whole)
+
+
+def test_two_threads_make_the_bits_of_one(small_blocks):
+    before, found = torch.get_num_threads(), {}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            _, found[threads], way = lanes_of(300)
+            assert way == "Lanes"
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
