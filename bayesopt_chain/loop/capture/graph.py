@@ -187,7 +187,8 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
         # draws of several chains, of other distributions, or by a computed count stay in the graph
         if kind == "gaussian" and len(known) == 2 and all(x.ndim == 0 for x in known):
             buffer, _ = lifted(node, dtype)
-            fills.append(seeded_fill(buffer, *known, salt, scale))
+            key, count = known
+            fills.append(seeded_fill(buffer, key, count, salt, scale))
             graph.graph.erase_node(node)
     graph.recompile()
     return buffers, fills
