@@ -173,7 +173,7 @@ def require_named_chain(who: str, generator: torch.Generator | None, instead: st
         instead: the verb of the hint in the message, "give it" by default.
 
     Raises:
-        ValueError: there is no generator, and more than one rank.
+        ValueError: no generator is given, and there is more than one rank.
     """
     size = world().size
     if generator is None and size > 1:

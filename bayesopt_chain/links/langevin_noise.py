@@ -481,8 +481,8 @@ def inject_langevin_noise(
 ) -> Chain:
     r"""Inject the noise that makes the chain sample ``exp(-loss / temperature)``.
 
-    Compose it with ``bc.chain``. In plain ``torchopt.chain`` the links cannot see each other, and a link whose effect is not
-    told by ``lr=`` and ``momentum=`` changes what is sampled without a message.
+    Compose it with ``bc.chain``. In plain ``torchopt.chain`` the links cannot see each other: the noise is computed from
+    ``lr=`` and ``momentum=``, and any other link would change what is sampled, without a message.
 
     If the loss is a mean over ``N`` data, ``temperature = 1 / N`` samples the Bayesian posterior; if it is a sum,
     ``temperature = 1`` does. The noise is computed from the other links when ``init`` is called, so that its position among

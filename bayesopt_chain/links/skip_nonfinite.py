@@ -153,7 +153,7 @@ class _Skip:
 def _where(ok: Tensor, x: Any, other: Any) -> Any:
     """Choose ``x`` if ``ok`` and ``other`` if not.
 
-    ``x`` is returned unchanged if it is no tensor, or if it has integers and ``other`` is a number.
+    ``x`` is returned unchanged if it is not a tensor, or if it has integers and ``other`` is a number.
     """
     if not isinstance(x, Tensor) or (not isinstance(other, Tensor) and not (x.is_floating_point() or x.is_complex())):
         return x
