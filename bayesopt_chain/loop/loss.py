@@ -208,6 +208,11 @@ def _transformed_gradient(at: Callable[[Any], tuple[Tensor, Any]], here: list[Te
 def value(loss: Loss, params: Any, batch: Any) -> tuple[Tensor, Any]:
     """Evaluate a loss.
 
+    Args:
+        loss: ``loss(params, batch)``, which returns a scalar or ``(scalar, aux)``.
+        params: the parameters, a tree of tensors.
+        batch: passed on to the loss.
+
     Returns:
         The scalar, and the auxiliary output (``()`` if there is none).
 

@@ -349,6 +349,11 @@ def functions_of(
 
     ``curvature`` is left out for a transformation that takes none, so that a user can change the transformation only.
 
+    Args:
+        tx: the transformation.
+        curvature: as in :func:`bayesopt_chain.make_step`, or ``None``.
+        keywords: as in :func:`bayesopt_chain.make_step`, or ``None``.
+
     Returns:
         By keyword, the functions.
 

@@ -403,7 +403,16 @@ def stream_of(state: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def apply(params: Any, updates: Any, inplace: bool) -> Any:
-    """Add updates to parameters. Unlike ``torchopt.apply_updates`` this takes DTensors, and trees with ``None`` as a leaf."""
+    """Add updates to parameters. Unlike ``torchopt.apply_updates`` this takes DTensors, and trees with ``None`` as a leaf.
+
+    Args:
+        params: the parameters, a tree.
+        updates: a tree like the parameters; a parameter whose update is ``None`` stays as it is.
+        inplace: whether to write into the parameters.
+
+    Returns:
+        The new parameters; with ``inplace`` the tree that was given.
+    """
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True)
     moves = optree.tree_leaves(updates, none_is_leaf=True)
     if not all([type(p) in PLAIN for p in leaves]):

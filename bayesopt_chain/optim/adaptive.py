@@ -16,6 +16,9 @@ updates of a parameter, which is the only way to make sampling exact. From then 
 preconditioner, at T = 0 too. With a decoupled weight decay (AdamW) and a frozen ``P`` the prior has exactly the precision
 ``weight_decay D / T``. A parameter whose gradient has always been zero has ``P = 1 / eps``, and noise of that size: raise
 ``eps`` at T > 0. (Adagrad does not move such parameters.)
+
+Sources: Kingma and Ba (2014) for Adam, Loshchilov and Hutter (2019) for the decoupled weight decay, Li et al. (2016) for
+sampling with the preconditioner of RMSprop, and torch's documentation for the other rules.
 """
 
 from __future__ import annotations
@@ -199,7 +202,7 @@ class RMSprop(Sampling, torch.optim.RMSprop):
 
     ``D = v^(1/2) + eps`` with the averaged squared gradient ``v``, and with ``centered`` ``D = (v - m^2)^(1/2) + eps`` with
     the averaged gradient ``m``. The momentum averages scaled gradients, ``V <- mu V + g / D``, ``theta <- theta - lr V``, so
-    that the noise of ``V`` is ``D^(-1/2) e``. Without momentum this is preconditioned SGLD (pSGLD).
+    that the noise of ``V`` is ``D^(-1/2) e``. Without momentum this is preconditioned SGLD (pSGLD; Li et al., 2016).
     {_COMMON}
     Example:
         >>> import torch, bayesopt_chain as bc

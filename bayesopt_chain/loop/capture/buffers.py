@@ -109,8 +109,12 @@ class Slots:
             tree: the tree.
             what: its name in messages.
 
+        Returns:
+            One tensor for each buffer.
+
         Raises:
-            CaptureError: the tree has another structure, or a leaf another shape or dtype, than the step was given.
+            CaptureError: the tree has another structure, or a leaf another shape or dtype, than the step was given; leaves that
+                share a buffer became different tensors.
         """
         out: list[Tensor | None] = [None] * len(self.buffers)
         leaves, spec = optree.tree_flatten(tree)

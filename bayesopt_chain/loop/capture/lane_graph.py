@@ -59,6 +59,7 @@ class Rows:
         if table is None or rows is None or self.own[table] or not self.own[rows]:
             return None
         numbers, value = indices[0].meta["val"], node.meta["val"]
+        # the kernel stores row numbers as int32, and copies elements of up to 8 bytes
         whole = (
             numbers.dtype in (torch.int32, torch.int64)
             and numbers.shape[0] == self.chains
@@ -70,6 +71,7 @@ class Rows:
     def place(self, node: Any) -> int | None:
         """Return the index of the input that a node is equal to; ``None`` if it is no input."""
         while node not in self.places:
+            # operations that return their argument unchanged
             same = node.target in (aten.detach.default, aten.alias.default) or (
                 node.target is aten.permute.default and list(node.args[1]) == [*range(len(node.args[1]))]
             )
@@ -95,7 +97,7 @@ def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
     if any(own[i] and node.meta["val"].element_size() > 8 for node, i in rows.places.items()):
         return False
     for node in graph.graph.nodes:
-        if node.op != "call_function" or not (node.users or node.is_impure()):
+        if node.op != "call_function" or not (node.users or node.is_impure()):  # inductor removes such a node
             continue
         if node.target is aten.bmm.default:
             products += 1
@@ -110,7 +112,13 @@ def suits(graph: GraphModule, chains: int, own: Sequence[bool]) -> bool:
 
 
 def bytes_of_a_chain(graph: GraphModule, chains: int, own: Sequence[bool]) -> int:
-    """Return the number of bytes that a step reads for each chain: its inputs, its rows of tables, and its normals."""
+    """Return the number of bytes that a step reads for each chain: its inputs, its rows of tables, and its normals.
+
+    Args:
+        graph: the graph of one step of all chains.
+        chains: the number of chains.
+        own: for each input of the graph, whether its axis 0 is that of the chains.
+    """
     rows = Rows(graph, chains, own)
     inputs = [node for node, i in rows.places.items() if own[i]]
     drawn = [node for node in graph.graph.nodes if node.target is _normals or rows.found(node)]
