@@ -157,12 +157,12 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
     ops = torch.ops.bayesopt_chain
     places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
 
-    def told(node: torch.fx.Node) -> list[Tensor]:
-        """The static buffers that hold the key and the count; fewer than two if the graph computes one of them."""
+    def key_and_count(node: torch.fx.Node) -> list[Tensor]:
+        """Return the static buffers that hold the key and the count; fewer than two if the graph computes one of them."""
         return [static[i] for x in node.args[:2] if (i := places.get(_origin(x), len(static))) < len(static)]
 
     def lifted(node: torch.fx.Node, dtype: torch.dtype) -> tuple[Tensor, torch.fx.Node]:
-        """A buffer in the place of the draw, and the further input of the graph that it is."""
+        """Replace a draw by a further input of the graph. Return the buffer that is this input, and the input's node."""
         buffer = torch.empty(node.meta["val"].shape, dtype=dtype, device=node.meta["val"].device)
         place = new_input(graph, f"draw_{len(buffers)}", node.meta)
         buffers.append(buffer)
@@ -171,7 +171,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
 
     for node in graph.graph.find_nodes(op="call_function", target=ops.philox_normals.default):
         *about, dtype = node.args
-        known = told(node)
+        known = key_and_count(node)
         buffer, place = lifted(node, dtype)
         kernel = normals_kernel() if buffer.device.type == "cpu" else None
         if kernel is not None and len(known) == 2 and all(x.shape == buffer.shape[:-1] and x.ndim < 2 for x in known):
@@ -183,7 +183,7 @@ def lift_draws(graph: torch.fx.GraphModule, static: list[Tensor]) -> tuple[list[
         graph.graph.erase_node(node)
     for node in graph.graph.find_nodes(op="call_function", target=ops.seeded_draw.default):
         _, _, salt, _, dtype, kind, scale = node.args
-        known = told(node)
+        known = key_and_count(node)
         # draws of several chains, of other distributions, or by a computed count stay in the graph
         if kind == "gaussian" and len(known) == 2 and all(x.ndim == 0 for x in known):
             buffer, _ = lifted(node, dtype)
