@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import is_
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from bayesopt_chain.loop.capture.cache import keyed_cache
 from bayesopt_chain.loop.capture.errors import CaptureError, first_line, users_line
 from bayesopt_chain.loop.capture.graph import lift_draws
 from bayesopt_chain.loop.interrupts import uninterrupted
+
+HELD = 0.02  # seconds for which Ctrl-C waits at most, beside the step that is running
 
 
 class Compiled:
@@ -75,20 +78,29 @@ class Compiled:
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(False)
         try:
-            return self.body.together([self.step(self.body.batch.of_step(batch, k)) for k in range(self.body.steps)])
+            reports = list[Sequence[Tensor]]()
+            while len(reports) < self.body.steps:
+                # A program writes the static buffers, so that Ctrl-C has to wait for its end. To hold it back takes as long as
+                # a fifth of a small step, and is done once for as many steps as take HELD seconds.
+                with uninterrupted():
+                    end = perf_counter() + HELD
+                    for k in range(len(reports), self.body.steps):
+                        reports.append(self.step(self.body.batch.of_step(batch, k)))
+                        if perf_counter() > end:
+                            break
+            return self.body.together(reports)
         finally:
             _torch.set_grad_enabled(graded)
 
     def step(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the program once; gradients must be off."""
+        """Run the program once; gradients must be off, and Ctrl-C held back."""
         args = self.inputs.copy()
         for places, x in zip(self.batch_at, batch):
             for i in places:
                 args[i] = x
-        with uninterrupted():  # the program also writes the static buffers, so that Ctrl-C has to wait for its end
-            for fill in self.fills:
-                fill()
-            return self.program(args)
+        for fill in self.fills:
+            fill()
+        return self.program(args)
 
     def _first(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Make the first call, through torch's wrappers, and choose the program of later calls."""
