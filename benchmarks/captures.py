@@ -69,6 +69,15 @@ def row(leaves: int) -> dict:
     return {"leaves": leaves, "first": first, "second": second, "same_bits": first["digest"] == second["digest"]}
 
 
+def sentence(path: Path = OUT) -> str:
+    """The wall times of the record in words."""
+    rows = json.loads(path.read_text())["rows"]
+    first, second = ([f"{row[which]['wall_s']:.1f}" for row in rows] for which in ("first", "second"))
+    leaves = ", ".join(str(row["leaves"]) for row in rows)
+    in_words = f"{', '.join(first)} s in the first process and {', '.join(second)} s in the second"
+    return f"a network of {leaves} matrices takes {in_words}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=[1, 20, 60])

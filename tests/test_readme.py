@@ -1,10 +1,12 @@
 """The figures of the README and of the pages on speed and on choosing are those of the files that the benchmarks wrote."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from benchmarks import captures, scaling
 from benchmarks.choosing import RESULTS, of_mnist
 from benchmarks.curvature_fit import summary
 from benchmarks.table import table, when
@@ -17,6 +19,17 @@ MEASURED = (ROOT / "docs" / "measured_choices.md").read_text()
 
 def test_the_table_of_speed_is_the_measured_one():
     assert table() in SPEED, "run `python -m benchmarks.table` and put it into docs/speed.md"
+
+
+def test_the_times_of_captures_are_the_measured_ones():
+    assert captures.sentence() in " ".join(SPEED.split()), "run `python -m benchmarks.captures`"
+
+
+def test_the_slope_of_a_curve_is_its_exponent_over_the_last_two_decades():
+    points = [{"n": 10**k, "seconds": max(1e-4, 1e-9 * 10**k), "bytes": 0} for k in range(2, 9)]
+    assert abs(scaling.slope(points) - 1) < 1e-9
+    assert abs(scaling.slope(points[:3])) < 1e-9
+    assert math.isnan(scaling.slope(points[:1]))
 
 
 def test_the_figures_of_the_page_on_choosing_are_the_measured_ones():

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.random.without_a_device import INEXACT, code_for_hopper, run
+from benchmarks import cuda_ahead
+from tests.random.without_a_device import INEXACT, run
 
 pytest.importorskip("triton")
 
@@ -90,10 +91,19 @@ def test_the_kernel_moves_twenty_bytes_a_parameter_sixteen_at_a_time():
     floats = ("lr", "weight_decay", "keep", "momentum", "level", "deferred")
     types = {**dict.fromkeys(("theta", "g", "s"), "*fp32"), **dict.fromkeys(("key", "count"), "*i64")}
     types |= {**dict.fromkeys(("size", "draw"), "i32"), **dict.fromkeys(floats, "fp32")}
-    ptx = code_for_hopper(_kernel, types, {"BLOCKS": 512, "RUN": 64}, 6, 4)  # addresses and size
+    ptx = cuda_ahead.compiled(_kernel, types, {"BLOCKS": 512, "RUN": 64}, 6, 4)["ptx"]  # addresses and size
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == 12 and len(re.findall(r"st\.global\S*\.v4", ptx)) == 8
     assert len(re.findall(r"(?:ld|st)\.global", ptx)) == 12 + 8 + 2  # and the key and the count
     assert not re.findall(INEXACT, ptx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", cuda_ahead.DEVICES, ids=lambda device: device.name)
+def test_memory_bounds_the_step_by_its_machine_code_and_nothing_spills(device):
+    found = cuda_ahead.row("SGHMC step", cuda_ahead.kernels()["SGHMC step"], device)
+    assert (found["loaded"], found["stored"], found["spilled"]) == (12, 8, 0)
+    assert found["registers"] <= 64  # so that a multiprocessor holds 1,024 threads
+    assert found["arithmetic_ms"] < found["memory_ms"]
 
 
 @pytest.mark.gpu

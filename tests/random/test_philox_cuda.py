@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bayesopt_chain.random import philox
+from benchmarks import cuda_ahead
 from tests.random.draws import leaf
-from tests.random.without_a_device import INEXACT, code_for_hopper, run
+from tests.random.without_a_device import INEXACT, run
 
 pytest.importorskip("triton")
 
@@ -71,7 +72,7 @@ def test_it_compiles_without_approximate_functions(ones, blocks):
 
     names = ("out", "keys", "counts", "table", "key_stride", "count_stride", "total", "runs", "programs")
     types = {"out": "*fp32", **dict.fromkeys(names[1:4], "*i64"), **dict.fromkeys(names[4:], "i32")}
-    ptx = code_for_hopper(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)
+    ptx = cuda_ahead.compiled(_normals, types, {"BLOCKS": blocks, "RUN": 64} | dict.fromkeys(ones, 1), 1, 2)["ptx"]
     assert not re.findall(INEXACT, ptx)
 
 

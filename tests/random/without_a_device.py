@@ -1,4 +1,4 @@
-"""What can be known of a Triton kernel where there is no device: its results in the interpreter, its code for Hopper."""
+"""What can be known of a Triton kernel where there is no device: its results in the interpreter, and its code."""
 
 import os
 import subprocess
@@ -12,21 +12,6 @@ def run(program: str, device: str = "cpu", **env) -> None:
     )
     assert out.returncode == 0, out.stderr[-3000:]
     assert "alike" in out.stdout
-
-
-def code_for_hopper(kernel, types: dict[str, str], constants: dict[str, int], aligned: int, warps: int) -> str:
-    """PTX of a kernel with these arguments, of which the first ``aligned`` are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(
-        kernel,
-        types | dict.fromkeys(constants, "constexpr"),
-        constexprs={(list(types | constants).index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(aligned)},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
 
 INEXACT = r"sin\.approx|cos\.approx|lg2\.approx|ld\.local|st\.local"  # off by more than 1e-6; and scratch memory
