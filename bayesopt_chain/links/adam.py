@@ -111,16 +111,16 @@ class TwoMoments(Link):
         # First the second moment learns from the clean gradients, then the noise enters, then the first moment averages both.
         nu = averaged(state.nu, lambda op: self.second(g, state.nu, op), state.count, self.freeze_after, op)
         count = op.count(state.count)
-        scales = self.scales(nu, count)
+        scales = self.scales(nu, count, op)
         g = context.with_noise(lambda: self.denominators(scales))
         mu = tuple(op.average(state.mu, self.b1, g, 1 - self.b1))
-        return self.moves(mu, scales, count), self.state(mu, nu, count)
+        return self.moves(mu, scales, count, op), self.state(mu, nu, count)
 
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         """The second moments after this update."""
         return op.average(nu, self.b2, g, 1 - self.b2, True)
 
-    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> Sequence[Any]:
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> Sequence[Any]:
         """For each leaf the values from which both :meth:`denominators` and :meth:`moves` compute ``P``."""
         return nu
 
@@ -128,7 +128,7 @@ class TwoMoments(Link):
         """``1 / P`` for each leaf, which determines the covariance of the noise."""
         return scales
 
-    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor], op: TensorOps) -> Leaves:
         """The updates: ``P`` times the first moments, corrected for their start at zero."""
         raise NotImplementedError
 
@@ -154,13 +154,15 @@ class ScaleByAdam(TwoMoments):
     name = "scale_by_adam"
     state = ScaleByAdamState
 
-    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Tensor]:
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Tensor]:
         correct = by_count(lambda c: 1 - pow(self.b2, self.learned_updates(c)), count)
-        return [n.div(c).add_(self.eps_root).sqrt_().add(self.eps) for n, c in zip(nu, correct)]
+        roots = [n.div(c).add_(self.eps_root).sqrt_() for n, c in zip(nu, correct)]
+        # a new tensor of each leaf costs more than the arithmetic; the derivative of a root needs the root as it is
+        return [x.add_(self.eps) if op.inplace else x.add(self.eps) for x in roots]
 
-    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> Leaves:
         correct = by_count(lambda c: 1 - pow(self.b1, c), count)
-        return [m.div(c).div(d) for m, c, d in zip(mu, correct, scales)]
+        return op.div([m.div(c) for m, c in zip(mu, correct)], scales)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class ScaleByAdaMax(TwoMoments):
     def second(self, g: Leaves, nu: Sequence[Tensor], op: TensorOps) -> Leaves:
         return op.put(nu, [torch.max(n.mul(self.b2), x.abs().add_(self.eps)) for n, x in zip(nu, g)])
 
-    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> Leaves:
         correct = by_count(lambda c: 1 - _power(self.b1, c), count)
         return [m.div(n).div_(c) for m, n, c in zip(mu, scales, correct)]
 
@@ -212,7 +214,7 @@ class ScaleByRAdam(TwoMoments):
     name = "scale_by_radam"
     state = ScaleByRAdamState
 
-    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor]) -> list[Any]:
+    def scales(self, nu: Sequence[Tensor], count: Sequence[Tensor], op: TensorOps) -> list[Any]:
         factors = by_count(self._factors, count)
         return [(n.sqrt().add(self.eps), f) for n, f in zip(nu, factors)]
 
@@ -220,7 +222,7 @@ class ScaleByRAdam(TwoMoments):
         start = 0.0 if self.rectifies else 1.0  # noise of covariance Psi / P vanishes where 1 / P is 0
         return [_choose(f, n.div(f.rectify), torch.full_like(n, start)) for n, f in scales]
 
-    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor]) -> Leaves:
+    def moves(self, mu: Sequence[Tensor], scales: Sequence[Any], count: Sequence[Tensor], op: TensorOps) -> Leaves:
         return [_choose(f, m.mul(f.gain).div(n), m.div(f.correct)).to(m.dtype) for m, (n, f) in zip(mu, scales)]
 
     @property

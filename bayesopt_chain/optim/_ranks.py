@@ -1,4 +1,6 @@
-"""What the optimizers of this package do on several ranks: they compare their noise, and support ``Join``.
+"""What the optimizers of this package do on several ranks: they name parameters, compare their noise, and support ``Join``.
+
+Names: a parameter draws its noise by its name, which is the same on every rank that holds a part of it.
 
 Comparison: :mod:`bayesopt_chain.distributed.witness` compares which leaves get which noise on which rank.
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bayesopt_chain import kinds
+from bayesopt_chain.distributed.parts import place_of
 from bayesopt_chain.distributed.witness import Witness
 
 
@@ -66,6 +69,24 @@ class OnRanks:
         """Begin the comparison of ranks again, since key, state or parameters were replaced."""
         if "_compared" in self.__dict__:
             self._witness.restart()
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of all parameters, by which each draws its noise.
+
+        A name is the one that ``bc.distributed.part`` was given for the parameter, else the parameter's own name, else its
+        index among all parameters.
+
+        Raises:
+            ValueError: two parameters have the same name.
+        """
+        names: list[str] = []
+        for group in self.param_groups:
+            own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
+            places = map(place_of, group["params"])
+            names += [name if place is None else place.name for name, place in zip(own, places)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
+        return tuple(names)
 
     # the protocol of torch.distributed.algorithms.join.Joinable
 

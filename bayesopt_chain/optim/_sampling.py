@@ -559,24 +559,6 @@ class Sampling(OnRanks, torch.optim.Optimizer):
             cache.numbers = [[next(numbers) for _ in group["params"]] for group in self.param_groups]
         return cache.numbers
 
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of all parameters.
-
-        A name is the one that ``bc.distributed.part`` was given for the parameter, else the parameter's own name, else its
-        index among all parameters.
-
-        Raises:
-            ValueError: two parameters have the same name.
-        """
-        names: list[str] = []
-        for group in self.param_groups:
-            own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
-            places = map(place_of, group["params"])
-            names += [name if place is None else place.name for name, place in zip(own, places)]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{self._name}: two parameters have the same name; give each a name of its own")
-        return tuple(names)
-
     def _claims(self, noisy: list[Work]) -> list[Claim]:
         """List the leaves that are about to get noise on this rank, so that ranks can compare their lists."""
         names = dict(zip([number for group in self._leaf_numbers() for number in group], self._cache.names))

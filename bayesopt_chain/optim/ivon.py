@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesopt_chain._torch import is_dtensor, local_of
-from bayesopt_chain.distributed.parts import elements_of, place_of
+from bayesopt_chain.distributed.parts import elements_of
 from bayesopt_chain.distributed.ranks import require_named_chain
 from bayesopt_chain.distributed.witness import Claim
 from bayesopt_chain.optim import _arguments, _noise
@@ -266,15 +266,6 @@ class IVON(OnRanks, torch.optim.Optimizer):
         with torch.no_grad():
             values = [g["temperature"] / (self.state[p]["hessian"] + g["weight_decay"]) for g, p in params]
         return dict(zip(self._names(), values))
-
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of all parameters: those given to ``bc.distributed.part``, else their own, else their indices."""
-        names: list[str] = []
-        for group in self.param_groups:
-            own = group.get("param_names") or map(str, range(len(names), len(names) + len(group["params"])))
-            places = map(place_of, group["params"])
-            names += [name if place is None else place.name for name, place in zip(own, places)]
-        return tuple(names)
 
     def _leaves(self) -> Iterator[tuple[dict[str, Any], Any, int]]:
         """Yield the group, the parameter and the number in the random stream of every leaf."""

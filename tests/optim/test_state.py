@@ -146,12 +146,18 @@ def test_a_state_dict_of_ours_loads_into_torchs_class():
 
 
 def test_two_parameters_of_one_name_are_refused():
+    """They would draw the same noise."""
     a, b = (torch.zeros(2, requires_grad=True) for _ in range(2))
     optimizer = bc.optim.SGLD([("w", a), ("w", b)], 0.1, temperature=0.3)
     a.grad = b.grad = torch.zeros(2)
     with pytest.raises(ValueError, match="same name"):
         optimizer.step()
-    assert not a.any()
+    ivon = bc.optim.IVON([("w", a), ("w", b)], 0.1, temperature=0.3)
+    with pytest.raises(ValueError, match="same name"):
+        ivon.sampled().__enter__()
+    with pytest.raises(ValueError, match="same name"):
+        ivon.variances()
+    assert not a.any() and not b.any()
 
 
 def test_groups_made_from_the_same_state_dict_in_another_order_of_construction_keep_their_noise():
