@@ -1,7 +1,11 @@
 """Rows against JAX: one program of all steps and all chains, ``lax.scan`` of ``vmap``, and ours, in turns.
 
-JAX runs BlackJAX's SGHMC. Rows of the minibatches are drawn on both sides: by JAX inside the program, with replacement; by us
-outside with replacement (``torch.randint``), and inside by ``bc.epochs``, as fresh subsets and in reshuffled epochs.
+JAX runs BlackJAX's SGHMC with our learning rate ``lr`` and momentum ``mu``. Its step of size ``h`` moves ``theta`` by ``h r``
+and sets ``r`` to ``(1 - alpha h) r - h g`` plus noise, so that ``h = sqrt(lr)`` and ``alpha = (1 - mu) / h``. As ``g`` is taken
+where ``theta`` was before the move, its variance at curvature ``k`` is about ``1 / (1 - lr k / (1 - mu))`` times ours.
+
+Rows of the minibatches are drawn on both sides: by JAX inside the program, with replacement; by us outside with replacement
+(``torch.randint``), and inside by ``bc.epochs``, as fresh subsets and in reshuffled epochs.
 """
 
 from __future__ import annotations
@@ -19,18 +23,30 @@ from benchmarks.cpu import D, N, Row, logistic, regression_data
 from benchmarks.measure import take_turns
 
 SIZE = 32  # of a minibatch
+LR, MOMENTUM = 0.05, 0.9
 JAX = "JAX, scan of vmap"
 CLOCKS = {"wall time": time.perf_counter, "process time": time.process_time}
 
 
-def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int, whole: bool = False) -> Callable:
-    """A function that runs ``steps`` steps of ``chains`` chains in JAX; with ``whole`` every batch is all data."""
+def jax_chains(
+    data: tuple[torch.Tensor, torch.Tensor],
+    chains: int,
+    steps: int,
+    whole: bool = False,
+    integrate: Callable | None = None,
+) -> Callable:
+    """A function that runs ``steps`` steps of ``chains`` chains in JAX, and returns their parameters.
+
+    With ``whole`` every batch is all data. ``integrate`` makes a step of one chain from key, position, momentum, the gradient
+    of the log density, step size and temperature, as BlackJAX's integrators do; default: its SGHMC.
+    """
     import jax
     import jax.numpy as jnp
     from blackjax.sgmcmc import diffusions
 
     x, y = (jnp.asarray(leaf.numpy()) for leaf in data)
-    integrate = diffusions.sghmc(0.5, 0.0)
+    step_size = LR**0.5
+    integrate = integrate or diffusions.sghmc((1 - MOMENTUM) / step_size, 0.0)
 
     def log_density(p, x, y):
         logits = x @ p
@@ -42,7 +58,7 @@ def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int,
         if not whole:
             rows = jax.random.randint(for_rows, (SIZE,), 0, N)
             batch = x[rows], y[rows]
-        return integrate(for_noise, p, m, jax.grad(log_density)(p, *batch), 0.2, 1 / N)
+        return integrate(for_noise, p, m, jax.grad(log_density)(p, *batch), step_size, 1 / N)
 
     def advance(carry, _):
         key, p, m = carry
@@ -55,7 +71,7 @@ def jax_chains(data: tuple[torch.Tensor, torch.Tensor], chains: int, steps: int,
 
     def run():
         now[0] = scan(now[0])
-        jax.block_until_ready(now[0][1])
+        return jax.block_until_ready(now[0][1])
 
     return run
 
@@ -72,7 +88,7 @@ def five_thousand_chains(clock: str, chains: int = 5000, steps: int = 500, round
 
 def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
     data = x, y = regression_data()
-    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    tx = bc.with_stream(bc.sghmc(LR, MOMENTUM, temperature=1 / N), "philox")
     params = torch.zeros(chains, D)
 
     def own_rows(params, batch):
@@ -110,7 +126,7 @@ def _chains(clock: str, chains: int, steps: int, rounds: int) -> Row:
 def one_chain(steps: int = 500) -> Row:
     """The shape of Pima: 768 data of 8 numbers, every step all of them."""
     batch, params = regression_data(), torch.zeros(D)
-    tx = bc.with_stream(bc.sghmc(0.05, 0.9, temperature=1 / N), "philox")
+    tx = bc.with_stream(bc.sghmc(LR, MOMENTUM, temperature=1 / N), "philox")
     step, state = bc.make_step(logistic, tx), tx.init(params)
     fast: Any = bc.capture(step, params, state, batch, steps=steps)
     now = params, state
